@@ -3,7 +3,7 @@
 use crate::console::ColorChoice;
 use clap::{Parser, Subcommand};
 
-/// Everything the process was called with.
+/// The parsed command line of the process.
 #[derive(Parser, Debug)]
 #[command(
     name = "moesaic",
@@ -42,7 +42,7 @@ Examples:
 
 Exit codes: 0 done, 1 failed while working, 2 bad input or usage (nothing was done).";
 
-/// What to do.
+/// The commands of the program.
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Run a layer on tokens from a file
@@ -53,11 +53,12 @@ pub enum Command {
     Inspect(crate::inspect::InspectArgs),
     /// Compile kernels for any target into a cache or a pack
     Precompile(crate::precompile::PrecompileArgs),
-    /// Time a layer and hold it against the machine's limits
+    /// Time a layer and compare it with the machine's limits
     Bench(crate::bench::BenchArgs),
     /// Measure which tiles are best for a layer on this CPU, and use them from now on
     Tune(crate::tune::TuneArgs),
-    /// Say what a layer over many ranks will take on a machine, and how it is best shared
+    /// Predict how long a layer over many ranks takes on a machine, and rank the meshes and
+    /// strategies
     Plan(crate::plan::PlanArgs),
     /// List, check, prune, import or export cached kernels
     Cache(crate::cache::CacheArgs),
@@ -81,7 +82,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Whether it waits for signals itself, and has its ranks end in good order.
+    /// Returns whether the command handles signals itself, so that its ranks end in order.
     #[cfg(unix)]
     pub fn hears_signals(&self) -> bool {
         match self {

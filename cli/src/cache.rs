@@ -104,7 +104,7 @@ struct ExportArgs {
     json: bool,
 }
 
-/// Looks after the cache.
+/// Lists, checks, prunes, imports or exports the kernels of a cache.
 pub fn execute(args: &CacheArgs, console: &Console) -> Result {
     match &args.action {
         Action::List(args) => list(args, console),
@@ -115,8 +115,8 @@ pub fn execute(args: &CacheArgs, console: &Console) -> Result {
     }
 }
 
-/// The store, if it can be looked into: that a directory has no kernels is no news of one that
-/// is none.
+/// Opens the store, or fails if it cannot be read: a directory without kernels must not look the
+/// same as an unusable one.
 fn usable(args: &StoreArgs) -> Result<Arc<Store>> {
     let store = args.find();
     match store.trouble() {
@@ -272,7 +272,8 @@ fn prune(args: &PruneArgs, console: &Console) -> Result {
 }
 
 impl ExportArgs {
-    /// Why there is nothing to export: the kernels are for other targets, or there are none.
+    /// Returns the failure for an empty export: the cache has no kernels, or only kernels for other
+    /// targets.
     fn nothing(&self, store: &Store) -> Failure {
         let there = store.list().into_iter().map(|kernel| kernel.info.target);
         let mut there: Vec<String> = there.map(|target| target.to_string()).collect();

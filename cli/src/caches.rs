@@ -1,4 +1,4 @@
-//! The caches of a CPU that is not this one.
+//! Cache sizes of a CPU other than this one.
 
 use crate::failure::{Failure, Result};
 use crate::units;
@@ -8,7 +8,7 @@ use moesaic::cpu::host_caches;
 use moesaic::kernel::CpuCaches;
 use moesaic::plan::CacheClass;
 
-/// `--l1 SIZE` and `--l2 SIZE`.
+/// The options `--l1 SIZE` and `--l2 SIZE`.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct CacheArgs {
     /// First-level data cache of a core of the CPU that runs the kernels, such as 32KiB
@@ -20,8 +20,7 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
-    /// Refuses sizes when none of the targets is a CPU, which alone has kernels that
-    /// follow them.
+    /// Refuses cache sizes when none of the targets is a CPU. Only CPU kernels depend on them.
     pub fn check(self, targets: &[Target]) -> Result {
         let is_cpu = |target: &Target| matches!(target.hardware(), Target::Cpu(_));
         let Some(option) = self.option().filter(|_| !targets.iter().any(is_cpu)) else {
@@ -33,18 +32,19 @@ impl CacheArgs {
         Err(Failure::input(message).hint("leave it out, or name a target such as cpu:avx512"))
     }
 
-    /// The option that was given.
+    /// Returns the name of the option that was given.
     pub fn option(self) -> Option<&'static str> {
         let l1 = self.l1.map(|_| "--l1");
         l1.or(self.l2.map(|_| "--l2"))
     }
 
-    /// What was given; else what is assumed.
+    /// Returns the class of the given sizes, with assumed values for the sizes that were left out.
     pub fn assumed(self) -> CacheClass {
         CacheClass::of(self.given())
     }
 
-    /// What was given; else what an engine on this machine has.
+    /// Returns the class of the given sizes; on a CPU target this machine's own sizes replace those
+    /// that were left out.
     pub fn here(self, target: Target) -> CacheClass {
         CacheClass::of(match target {
             Target::Cpu(_) => self.given().or(host_caches()),

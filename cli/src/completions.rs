@@ -18,7 +18,7 @@ pub struct CompletionsArgs {
     shell: Shell,
 }
 
-/// Prints the script of a shell.
+/// Prints the completion script of a shell.
 pub fn execute(args: &CompletionsArgs, console: &Console) -> Result {
     let mut script = Vec::new();
     generate(args.shell, &mut Cli::command(), "moesaic", &mut script);

@@ -1,4 +1,4 @@
-//! Writing to the terminal, or to whatever stands in its place.
+//! Output to the terminal, or to the file or pipe that replaces it.
 
 use crate::failure::{Failure, Result};
 use clap::ValueEnum;
@@ -9,7 +9,7 @@ use std::io::{IsTerminal, Write, stderr, stdout};
 use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 
-/// When to colour.
+/// The choice of when to colour output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum ColorChoice {
     /// On a terminal, unless NO_COLOR is set.
@@ -30,14 +30,14 @@ pub struct Console {
     pub err: Palette,
 }
 
-/// Colours, or their absence.
+/// The colours of a stream, which may be off.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Palette {
     on: bool,
 }
 
 impl Console {
-    /// The process's streams.
+    /// Returns a console for the streams of this process.
     pub fn new(choice: ColorChoice) -> Console {
         Console {
             out: Palette::new(choice, is_screen(&stdout())),
@@ -60,19 +60,19 @@ impl Console {
         self.print(&(text + "\n"))
     }
 
-    /// Says something beside the result.
+    /// Writes a note to stderr.
     pub fn note(&self, text: &str) {
         self.tell(&format!("{} {text}", self.err.cyan("note:")));
     }
 
-    /// Says something that may matter beside the result.
+    /// Writes a warning to stderr.
     pub fn warn(&self, text: &str) {
         self.tell(&format!("{} {text}", self.err.yellow("warning:")));
     }
 
-    /// Lines on stderr, in one write, so that lines of ranks do not mix; each names the rank
-    /// and its host where a launcher has started several. Nobody can be told when stderr is
-    /// gone.
+    /// Writes lines to stderr in one write, so that lines of several ranks do not mix. Under a
+    /// launcher of several ranks each line names the rank and its host. Errors are ignored, because
+    /// nothing is left to report them to.
     pub fn tell(&self, lines: &str) {
         let who = who();
         let lines: String = lines.lines().map(|line| format!("{who}{line}\n")).collect();
@@ -80,28 +80,28 @@ impl Console {
     }
 }
 
-/// Whether a stream goes to the terminal that this process is run from.
+/// Returns whether a stream goes to the terminal that runs this process.
 ///
-/// Open MPI's `mpirun` gives ranks a pseudo-terminal of its own as stdout, and writes what comes
-/// out of it into a pipe or a file as it is. Such a terminal controls no session of ours.
+/// Open MPI's `mpirun` gives ranks a pseudo-terminal as stdout, and copies that terminal's output
+/// unchanged into a pipe or a file. Such a terminal does not control this process's session.
 #[cfg(unix)]
 pub fn is_screen(stream: &(impl IsTerminal + AsRawFd)) -> bool {
     // SAFETY: both take and return numbers; the descriptor is open while it is borrowed.
     stream.is_terminal() && unsafe { libc::tcgetsid(stream.as_raw_fd()) == libc::getsid(0) }
 }
 
-/// Whether a stream goes to a terminal.
+/// Returns whether a stream goes to a terminal.
 #[cfg(not(unix))]
 pub fn is_screen(stream: &impl IsTerminal) -> bool {
     stream.is_terminal()
 }
 
-/// Whether a launcher has started this process as one of several.
+/// Returns whether a launcher has started this process as one of several ranks.
 pub fn is_rank() -> bool {
     !who().is_empty()
 }
 
-/// Returns the prefix of a rank's lines; empty where there is one process.
+/// Returns the prefix of a rank's lines, which is empty for a single process.
 fn who() -> &'static str {
     static WHO: OnceLock<String> = OnceLock::new();
     WHO.get_or_init(|| {
@@ -114,7 +114,7 @@ fn who() -> &'static str {
 }
 
 impl Palette {
-    /// No colours.
+    /// A palette without colours.
     #[cfg(test)]
     pub const PLAIN: Palette = Palette { on: false };
 
@@ -129,12 +129,12 @@ impl Palette {
         Palette { on }
     }
 
-    /// Whether there are colours.
+    /// Returns whether colours are on.
     pub fn on(&self) -> bool {
         self.on
     }
 
-    /// `text` between the escapes of a style, such as `1;31`.
+    /// Wraps `text` in the escapes of a style, such as `1;31`.
     pub fn paint(&self, style: &str, text: &str) -> String {
         if self.on && !style.is_empty() {
             format!("\x1b[{style}m{text}\x1b[0m")
@@ -143,27 +143,27 @@ impl Palette {
         }
     }
 
-    /// Headings.
+    /// Paints a heading.
     pub fn bold(&self, text: &str) -> String {
         self.paint("1", text)
     }
 
-    /// What matters less.
+    /// Paints secondary text.
     pub fn dim(&self, text: &str) -> String {
         self.paint("2", text)
     }
 
-    /// Failures.
+    /// Paints a failure.
     pub fn red(&self, text: &str) -> String {
         self.paint("1;31", text)
     }
 
-    /// Warnings.
+    /// Paints a warning.
     pub fn yellow(&self, text: &str) -> String {
         self.paint("1;33", text)
     }
 
-    /// Notes and hints.
+    /// Paints a note or a hint.
     pub fn cyan(&self, text: &str) -> String {
         self.paint("1;36", text)
     }

@@ -1,4 +1,4 @@
-//! Machine code as text, by whatever disassembler the machine has.
+//! Disassembly of machine code by an installed disassembler.
 
 use crate::failure::{Failure, Result};
 use moesaic::Target;
@@ -6,18 +6,18 @@ use moesaic::target::{Artifact, Scratch};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// A disassembler that may be there.
+/// A disassembler that may be installed.
 struct Tool {
     program: String,
     args: &'static [&'static str],
-    /// Folders to look into besides PATH.
+    /// Folders to search besides PATH.
     folders: Vec<PathBuf>,
 }
 
-/// The disassembly of a binary.
+/// Returns the disassembly of a binary.
 ///
 /// # Errors
-/// When no tool for the target is found or none can read the binary; the
+/// Fails if no tool for the target is found or none can read the binary; the
 /// message names each that was tried.
 pub fn disassemble(target: Target, artifact: &Artifact) -> Result<String> {
     if let Target::Sim(_) = target {
@@ -88,7 +88,7 @@ fn tools(target: Target) -> Vec<Tool> {
     }
 }
 
-/// LLVM's objdump, the newest of several first: older ones lack newer GPUs.
+/// Lists LLVM's objdumps, newest first, because older ones do not know newer GPUs.
 fn llvm(folders: &[PathBuf]) -> Vec<Tool> {
     let versions = (15..=24)
         .rev()
@@ -141,7 +141,7 @@ impl Tool {
     }
 }
 
-/// The last line of what a tool said.
+/// Returns the last line of a tool's error output.
 fn complaint(stderr: &[u8]) -> String {
     let text = String::from_utf8_lossy(stderr);
     match text.lines().rev().find(|line| !line.trim().is_empty()) {
@@ -150,8 +150,8 @@ fn complaint(stderr: &[u8]) -> String {
     }
 }
 
-/// Without the name of the temporary file, and without the padding that AMD's
-/// instruction fetch needs after the last kernel.
+/// Removes the name of the temporary file, and the padding that AMD's instruction fetch needs after
+/// the last kernel.
 fn tidy(text: &str) -> String {
     let named = |line: &&str| !line.contains("file format");
     let mut lines: Vec<&str> = text.lines().filter(named).collect();

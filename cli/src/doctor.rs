@@ -51,7 +51,7 @@ pub struct DoctorArgs {
     json: bool,
 }
 
-/// Variables that change what is found.
+/// Environment variables that change the findings.
 const VARIABLES: [&str; 19] = [
     "MOESAIC_CACHE",
     "MOESAIC_CC",
@@ -74,7 +74,7 @@ const VARIABLES: [&str; 19] = [
     "CUDA_VISIBLE_DEVICES",
 ];
 
-/// What was found.
+/// The findings of `moesaic doctor`.
 struct Diagnosis {
     system: String,
     cpu: String,
@@ -97,7 +97,7 @@ struct Cache {
     trouble: Option<String>,
 }
 
-/// Looks at everything; finding nothing is no failure.
+/// Examines the machine and prints the findings. A missing compiler or device is not a failure.
 pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
     if let Some(ranks) = args.ranks {
         let expected = Expected::new(args.expect.as_deref())?;
@@ -175,7 +175,7 @@ impl Diagnosis {
         text + &format!("\n{}\n{}", palette.bold("for a bug report"), self.block())
     }
 
-    /// What is known, and for which sizes kernels are made.
+    /// Describes the CPU's known cache sizes, and the sizes that kernels are compiled for.
     fn caches_line(&self) -> String {
         let class = CacheClass::of(self.caches);
         let known = |bytes: Option<u64>| bytes.map_or("not known".to_string(), units::bytes);
@@ -210,7 +210,8 @@ impl Diagnosis {
         }
     }
 
-    /// What may go into a public report: no path, no value of a variable.
+    /// Returns the block for bug reports. The block holds no path and no value of a variable,
+    /// because people publish it.
     fn block(&self) -> String {
         let mut lines = vec![
             self.system.clone(),
@@ -325,7 +326,7 @@ fn entry(name: &str, value: &str, palette: &Palette) -> String {
     format!("  {}{pad}{value}\n", palette.bold(name))
 }
 
-/// Further lines of an entry.
+/// Indents the further lines of an entry.
 fn more(text: &str) -> String {
     text.lines()
         .map(|line| format!("  {}{}\n", " ".repeat(WIDTH), line.trim()))

@@ -47,8 +47,7 @@ pub struct EmitArgs {
     rust: Option<PathBuf>,
     #[command(flatten)]
     training: TrainingArgs,
-    /// The kernels of a rank instead, where ranks share the layer so: of its tokens, of its experts and
-    /// of what else it has, one folder each
+    /// Write the kernels of one rank of this mesh instead, in one folder for each part of its plan
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
     #[command(flatten)]
@@ -57,9 +56,9 @@ pub struct EmitArgs {
     caches: CacheArgs,
 }
 
-/// A file of the output.
+/// An output file.
 struct File {
-    /// Its folders and name, below the output's.
+    /// The folders and name of the file, below the output directory.
     name: String,
     text: String,
 }
@@ -100,7 +99,7 @@ fn is_stdout(path: &Path) -> bool {
 }
 
 impl EmitArgs {
-    /// The kernels of the layer, or of a rank, for a target.
+    /// Emits the kernels of the layer, or of one rank, for a target.
     fn files(&self, spec: &LayerSpec, target: Target, options: &PlanOptions) -> Result<Vec<File>> {
         let Some(mesh) = self.mesh else {
             let sources = layer_sources(spec, target, options)?.into_iter();
@@ -112,7 +111,7 @@ impl EmitArgs {
         Ok(kernels.map(file).collect())
     }
 
-    /// Refuses outputs that are each other, or what the layer is read from.
+    /// Refuses outputs that are the same file, or that overwrite a file the layer is read from.
     fn check_files(&self, output: Option<&Path>, kernels: &[File]) -> Result {
         let rust = self.rust.iter().filter(|file| !is_stdout(file));
         if self.rust.as_deref().is_some_and(is_stdout) && output.is_none() && !kernels.is_empty() {
@@ -133,7 +132,7 @@ impl EmitArgs {
             .check()
     }
 
-    /// Refuses what is about kernels where none are written.
+    /// Refuses options about kernels when no kernels are written.
     fn only_rust(&self) -> Result {
         let given = [
             self.output.is_some().then_some("--output"),
@@ -161,7 +160,7 @@ impl File {
     }
 }
 
-/// The kernels of a layer for a target.
+/// Emits the kernels of a layer for a target.
 fn layer_sources(
     spec: &LayerSpec,
     target: Target,
@@ -207,7 +206,7 @@ fn rust_source(spec: &LayerSpec) -> Result<String> {
     generate_source(spec, &GenerateOptions::default()).map_err(Failure::input)
 }
 
-/// The failure of a file that cannot be written.
+/// Returns the failure for a file that cannot be written.
 pub fn unwritable(path: &Path, error: &std::io::Error) -> Failure {
     Failure::work(format!(
         "cannot write {}: {}",

@@ -1,4 +1,4 @@
-//! `moesaic experts`: checkpoints whose number of experts changes.
+//! `moesaic experts`: changes to the number of experts in a checkpoint.
 
 use crate::console::Console;
 use crate::emit;
@@ -22,8 +22,8 @@ use std::path::{Path, PathBuf};
 
 /// Add experts to a trained layer, split and merge checkpoints
 ///
-/// Weights are those of one layer by canonical names; optimizer state beside
-/// them, under names that begin with `optimizer.`, goes with them.
+/// Weights are those of one layer by canonical names. Optimizer state in the same file, under names
+/// that begin with `optimizer.`, goes with them.
 #[derive(Args, Debug)]
 pub struct ExpertsArgs {
     #[command(subcommand)]
@@ -40,9 +40,9 @@ enum Action {
     Merge(MergeArgs),
     /// Cut a layer into what each rank of a mesh holds
     Shard(ShardArgs),
-    /// Make the whole layer of the files of all ranks
+    /// Assemble the whole layer from the files of all ranks
     Unshard(UnshardArgs),
-    /// Make the whole layer of the state dicts of another library's ranks
+    /// Assemble the whole layer from the state dicts of another library's ranks
     Import(ImportArgs),
 }
 
@@ -60,19 +60,21 @@ struct WholeArgs {
 struct AddArgs {
     #[command(flatten)]
     whole: WholeArgs,
-    /// The expert each new one is a copy of, such as 0,3
+    /// Experts to copy, one for each new expert, such as 0,3
     #[arg(long, value_name = "IDS", value_delimiter = ',', required = true)]
     copy: Vec<usize>,
-    /// New experts add nothing before they have learned: their down projection is zero
+    /// Let new experts add nothing until they have learned: their down projection is zero
     #[arg(long)]
     zero_down: bool,
-    /// Let tokens come: new logits lie this far below those of the experts they copy
+    /// Let tokens reach the new experts: their logits lie this far below those of the experts they
+    /// copy
     #[arg(long, value_name = "X", allow_negative_numbers = true, value_parser = parse_margin)]
     margin: Option<f32>,
-    /// Tokens of a call for which a capacity by a factor is kept; no factor keeps it for all
+    /// Tokens per call for which a capacity by a factor is kept; no single factor keeps it for
+    /// every number of tokens
     #[arg(long, value_name = "N")]
     tokens: Option<usize>,
-    /// The new tensors; the new spec is written beside them as .toml
+    /// The new tensors; the new spec is written next to them as .toml
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
 }
@@ -91,10 +93,10 @@ struct SplitArgs {
 
 #[derive(Args, Debug)]
 struct MergeArgs {
-    /// Tensors of the parts, each with its spec beside it as .toml
+    /// Tensors of the parts, each with its spec next to it as .toml
     #[arg(required = true, value_name = "FILE")]
     parts: Vec<PathBuf>,
-    /// The merged tensors; the spec is written beside them as .toml
+    /// The merged tensors; the spec is written next to them as .toml
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
 }
@@ -109,10 +111,11 @@ struct ShardArgs {
     /// Ranks among them that share each expert, along its hidden width
     #[arg(long, value_name = "N", default_value_t = 1)]
     expert_tp: usize,
-    /// What ranks have of shared experts: whole or sharded, in as many shards
+    /// Layout of shared experts: whole on every rank, or sharded over as many ranks as each expert
     #[arg(long, value_name = "whole|sharded", value_parser = parse_shared, default_value = "whole")]
     shared: SharedExperts,
-    /// Which ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if not said
+    /// File that assigns experts to ranks, such as `0-2 | 3-5,+2` (text or JSON); experts in order
+    /// if not given
     #[arg(long, value_name = "FILE")]
     placement: Option<PathBuf>,
     /// Where rank-0.safetensors and so on go; rank-00.safetensors with more than ten ranks
@@ -125,16 +128,17 @@ struct UnshardArgs {
     /// The spec of the whole layer (TOML)
     #[arg(long, value_name = "FILE")]
     spec: PathBuf,
-    /// Tensors of the ranks, which say whose they are; in the order of ranks if they do not
+    /// Tensors of the ranks, with their rank in the metadata; in the order of ranks if they have
+    /// none
     #[arg(required = true, value_name = "FILE")]
     ranks: Vec<PathBuf>,
     /// Ranks among them that share each expert, along its hidden width
     #[arg(long, value_name = "N", default_value_t = 1)]
     expert_tp: usize,
-    /// What ranks have of shared experts: whole or sharded, in as many shards
+    /// Layout of shared experts: whole on every rank, or sharded over as many ranks as each expert
     #[arg(long, value_name = "whole|sharded", value_parser = parse_shared, default_value = "whole")]
     shared: SharedExperts,
-    /// Which ranks have which experts, as for `shard`
+    /// File that assigns experts to ranks, as for `shard`
     #[arg(long, value_name = "FILE")]
     placement: Option<PathBuf>,
     /// The whole layer's tensors
@@ -158,15 +162,15 @@ struct ImportArgs {
     /// Round weights that the layer's precision cannot hold exactly
     #[arg(long)]
     narrow: bool,
-    /// Let --narrow make values infinite that the precision has no room for
+    /// Let values become infinite that --narrow cannot represent
     #[arg(long, requires = "narrow")]
     allow_infinite: bool,
-    /// Ignore tensors of the layer that the spec has no use for
+    /// Ignore tensors of the layer that the spec does not use
     #[arg(long)]
     allow_extra: bool,
 }
 
-/// Does one of them.
+/// Runs the chosen action.
 pub fn execute(args: &ExpertsArgs, console: &Console) -> Result {
     match &args.action {
         Action::Add(args) => add(args, console),
@@ -178,7 +182,7 @@ pub fn execute(args: &ExpertsArgs, console: &Console) -> Result {
     }
 }
 
-/// The output that no option names.
+/// The spec that is written next to `--output`, as messages name it.
 const BESIDE: &str = "the spec beside --output";
 
 impl WholeArgs {
@@ -314,7 +318,7 @@ fn parse_margin(text: &str) -> std::result::Result<f32, String> {
     margin.ok_or_else(|| "a margin is a number, 0 or more, that an f32 can be".to_string())
 }
 
-/// The mesh of ranks of which some share each expert.
+/// Returns a mesh of `ranks` ranks in which each expert is shared by `expert_tp` of them.
 fn mesh(ranks: usize, expert_tp: usize, shared: SharedExperts) -> Result<Parallel> {
     if expert_tp == 0 || !ranks.is_multiple_of(expert_tp) {
         let message = format!("{ranks} ranks cannot share each expert by {expert_tp}");
@@ -352,7 +356,7 @@ fn unshard(args: &UnshardArgs, console: &Console) -> Result {
 }
 
 impl UnshardArgs {
-    /// Refuses files that were cut otherwise than these arguments say.
+    /// Refuses files whose metadata names another cut than these arguments.
     fn check_cut(
         &self,
         spec: &LayerSpec,
@@ -409,7 +413,7 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
     console.print(&format!("{}: {experts} experts\n", args.output.display()))
 }
 
-/// Every tensor of a file.
+/// Reads every tensor of a file.
 fn tensors(file: &Path) -> Result<Tensors<'static>> {
     let checkpoint = Checkpoint::open(file)?;
     let names = checkpoint.names();
@@ -417,7 +421,7 @@ fn tensors(file: &Path) -> Result<Tensors<'static>> {
     names.map(read).collect()
 }
 
-/// The spec that lies beside a layer's tensors.
+/// Returns the path of the spec next to a layer's tensors.
 fn beside(tensors: &Path) -> Result<PathBuf> {
     let beside = tensors.with_extension("toml");
     if beside == tensors {
@@ -431,8 +435,9 @@ fn besides(tensors: &[PathBuf]) -> Result<Vec<PathBuf>> {
     tensors.iter().map(|file| beside(file)).collect()
 }
 
-/// Tensors, and the spec beside them. Specs are written by hand, and nobody has named this one:
-/// another's stays, and nothing is written. The same command may run again.
+/// Writes tensors, each with its spec next to it. An existing spec with other contents is never
+/// overwritten, because people write specs by hand and no option names this path. In that case
+/// nothing is written. The same command may run again.
 fn save_layers(layers: &[(&Path, &LayerSpec, &Tensors<'_>)]) -> Result {
     for (file, spec, _) in layers {
         let beside = beside(file)?;

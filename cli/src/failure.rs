@@ -10,36 +10,35 @@ use moesaic::{EngineError, OpenError, TargetNameError};
 use std::fmt::Display;
 use std::path::Path;
 
-/// What the process exits with.
+/// The exit codes of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Code {
-    /// Nobody reads the output any more: no failure.
+    /// Success, because the reader of the output has gone.
     Quiet = 0,
-    /// Something failed while working.
+    /// A failure during the work.
     Failed = 1,
-    /// The input, the usage or the machine does not allow what was asked;
-    /// nothing was done.
+    /// Input, usage or a machine that does not allow the request; nothing was done.
     BadInput = 2,
-    /// The program to be started is there and cannot be run, as shells say it.
+    /// The program to start exists but cannot be executed; shells use the same code.
     NotExecutable = 126,
-    /// There is no program to be started, as shells say it.
+    /// The program to start does not exist; shells use the same code.
     NoProgram = 127,
 }
 
-/// Why a command did not do what was asked.
+/// The reason why a command failed.
 #[derive(Clone, Debug)]
 pub struct Failure {
     /// The exit code.
     pub code: Code,
-    /// What is wrong; further lines are causes and lists.
+    /// The error; further lines list causes.
     pub message: String,
-    /// What to change.
+    /// Advice on what to change.
     pub hint: Option<String>,
-    /// The message is a finished rendering that brings its own `error:`.
+    /// Whether the message is a finished rendering with its own `error:`.
     rendered: bool,
 }
 
-/// What every command returns.
+/// The result of a command.
 pub type Result<T = ()> = std::result::Result<T, Failure>;
 
 impl Failure {
@@ -53,27 +52,27 @@ impl Failure {
         }
     }
 
-    /// Bad input or usage.
+    /// Returns a failure for bad input or usage.
     pub fn input(message: impl Display) -> Failure {
         Failure::new(Code::BadInput, message)
     }
 
-    /// A program that cannot be started.
+    /// Returns a failure for a program that cannot be started.
     pub fn program(code: Code, message: impl Display) -> Failure {
         Failure::new(code, message)
     }
 
-    /// Something failed while working.
+    /// Returns a failure of the work itself.
     pub fn work(message: impl Display) -> Failure {
         Failure::new(Code::Failed, message)
     }
 
-    /// The reader of our output is gone.
+    /// Returns the failure for a reader of the output that has gone; nothing is printed for it.
     pub fn quiet() -> Failure {
         Failure::new(Code::Quiet, "")
     }
 
-    /// A spec's problems, shown with its lines.
+    /// Returns a failure that shows a spec's problems together with its lines.
     pub fn spec(error: &SpecError, file: &str, color: bool) -> Failure {
         Failure {
             rendered: true,
@@ -81,7 +80,7 @@ impl Failure {
         }
     }
 
-    /// A file that cannot be read.
+    /// Returns a failure for a file that cannot be read.
     pub fn unreadable(what: &str, path: &Path, error: &std::io::Error) -> Failure {
         Failure::input(format!(
             "cannot read {what} {}: {}",
@@ -90,7 +89,7 @@ impl Failure {
         ))
     }
 
-    /// The same failure with advice.
+    /// Adds advice to the failure.
     #[must_use]
     pub fn hint(self, hint: impl Display) -> Failure {
         Failure {
@@ -99,7 +98,7 @@ impl Failure {
         }
     }
 
-    /// The whole text for stderr, without a newline at the end.
+    /// Renders the whole text for stderr, without a newline at the end.
     pub fn render(&self, palette: &Palette) -> String {
         let mut text = if self.rendered {
             self.message.clone()
@@ -120,7 +119,7 @@ impl Failure {
     }
 }
 
-/// What the system says, without its number.
+/// Returns the system's words for an error, without its number.
 pub fn reason(error: &std::io::Error) -> String {
     let text = error.to_string();
     let end = text.find(" (os error").unwrap_or(text.len());
@@ -203,7 +202,7 @@ impl From<TargetNameError> for Failure {
     }
 }
 
-/// The option that lets weights be read as they are.
+/// Returns the option that would make these weights readable.
 fn weights_hint(error: &WeightsError) -> Option<&'static str> {
     match error {
         WeightsError::Narrowing { .. } => Some("--narrow rounds the values"),

@@ -1,4 +1,5 @@
-//! What a command reads and writes, by option: no output is an input, or another output.
+//! The files that a command reads and writes, by option. No output may be an input or another
+//! output.
 
 use crate::failure::{Failure, Result};
 use crate::spec_source::{LayerArgs, QUANT_CONFIG};
@@ -6,8 +7,8 @@ use moesaic::weights::{Checkpoint, WeightsError};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The files that a command is called with. A command lists them and checks them before it
-/// does anything: what a run replaces cannot be had back.
+/// The files that a command names. A command lists them and checks them before it does anything
+/// else, because a replaced file cannot be restored.
 #[derive(Default)]
 pub struct Files {
     named: Vec<Named>,
@@ -20,24 +21,25 @@ struct Named {
     written: bool,
 }
 
-/// Which file a path leads to, however it is spelled.
+/// The identity of the file that a path leads to, however the path is spelled.
 #[derive(Debug, PartialEq, Eq)]
 enum Identity {
-    /// One that is there, by the numbers that its links share.
+    /// An existing file, by its device and inode numbers, which its hard links share.
     There(u64, u64),
-    /// One that is to be made, or where there are no such numbers.
+    /// A file that does not exist yet, or any file on a system without such numbers.
     Name(PathBuf),
-    /// A pipe or a device, which loses nothing, or a path that leads nowhere.
+    /// A pipe or a device, which loses nothing when written to, or a path in a folder that does not
+    /// exist.
     None,
 }
 
 impl Files {
-    /// No files yet.
+    /// Returns an empty list.
     pub fn new() -> Files {
         Files::default()
     }
 
-    /// And those that an option has the command read.
+    /// Adds the files that an option makes the command read.
     #[must_use]
     pub fn read<P: AsRef<Path>>(
         mut self,
@@ -48,7 +50,7 @@ impl Files {
         self
     }
 
-    /// And those that an option has it write.
+    /// Adds the files that an option makes the command write.
     #[must_use]
     pub fn written<P: AsRef<Path>>(
         mut self,
@@ -59,14 +61,14 @@ impl Files {
         self
     }
 
-    /// And those of a checkpoint, a file or a directory.
+    /// Adds the files of a checkpoint, which is a file or a directory.
     #[must_use]
     pub fn checkpoint(self, option: &str, path: Option<&Path>) -> Files {
         let files = path.map(Checkpoint::files_of);
         self.read(option, files.into_iter().flatten())
     }
 
-    /// And those that a layer comes from.
+    /// Adds the files that a layer comes from.
     #[must_use]
     pub fn layer(self, layer: &LayerArgs) -> Files {
         let spec = layer.spec.iter().filter(|path| path.as_os_str() != "-");
@@ -75,8 +77,8 @@ impl Files {
             .checkpoint("--gguf", layer.gguf.as_deref())
     }
 
-    /// And those of a Hugging Face model: its configuration, which may be named by itself, and
-    /// its weights beside it.
+    /// Adds the files of a Hugging Face model: its configuration, which `--hf` may name directly,
+    /// and the weights next to it.
     #[must_use]
     pub fn model(self, hf: Option<&Path>) -> Files {
         let Some(path) = hf else {
@@ -105,11 +107,11 @@ impl Files {
         }));
     }
 
-    /// Refuses an output that is an input, or another output.
+    /// Refuses an output that is an input or another output.
     pub fn check(&self) -> Result {
         for (at, output) in self.named.iter().enumerate().filter(|(_, it)| it.written) {
             let others = self.named.iter().enumerate();
-            // Of two outputs once.
+            // Compares each pair of outputs once.
             let mut others = others.filter(|(other, it)| !it.written || *other > at);
             let same = others.find(|(_, it)| it.file != Identity::None && it.file == output.file);
             if let Some((_, other)) = same {
@@ -144,7 +146,8 @@ impl Identity {
         }
     }
 
-    /// A name in its folder; a link that leads nowhere is replaced, so it is a name, too.
+    /// Returns a path's name in its resolved folder. A link that leads nowhere is replaced when the
+    /// file is written, so the link's own name counts.
     fn name(path: &Path) -> Identity {
         let name = path.file_name();
         let folder = fs::canonicalize(folder(path)).ok();
@@ -166,14 +169,14 @@ fn numbers(_: &fs::Metadata) -> Option<Identity> {
     None
 }
 
-/// The folder that a file is in.
+/// Returns the folder that a file is in.
 fn folder(path: &Path) -> &Path {
     let parent = path.parent().filter(|dir| !dir.as_os_str().is_empty());
     parent.unwrap_or(Path::new("."))
 }
 
-/// Refuses the name of an output that is a directory, or in none: better now than after the
-/// work.
+/// Refuses an output name that is a directory, or whose folder does not exist. The check comes
+/// before the work, which would be lost otherwise.
 pub fn check_output(option: &str, path: &Path) -> Result {
     let (shown, dir) = (path.display(), folder(path));
     match (path.is_dir(), dir.is_dir()) {
@@ -188,7 +191,7 @@ pub fn check_output(option: &str, path: &Path) -> Result {
     }
 }
 
-/// Makes a directory that results go to.
+/// Makes a directory for results.
 pub fn make_output_dir(option: &str, path: &Path) -> Result {
     if path.exists() && !path.is_dir() {
         return Err(Failure::input(format!(
@@ -199,7 +202,7 @@ pub fn make_output_dir(option: &str, path: &Path) -> Result {
     fs::create_dir_all(path).map_err(|error| crate::emit::unwritable(path, &error))
 }
 
-/// The failure of tensors that cannot be written: they were there to be written.
+/// Returns the failure for tensors that cannot be written.
 pub fn unwritable(error: WeightsError) -> Failure {
     match error {
         WeightsError::Io { path, source } => crate::emit::unwritable(&path, &source),

@@ -1,11 +1,11 @@
-//! Weights by the names of another library.
+//! Weights under the names of another library.
 
 use crate::failure::{Failure, Result};
 use clap::{Args, ValueEnum};
 use moesaic::spec::keys::CheckpointLibrary;
 use moesaic::weights::KeyOptions;
 
-/// `--keys`, and which layer and gate of the file.
+/// The option `--keys`, and the layer and gate of the file.
 #[derive(Args, Clone, Debug)]
 pub struct KeysArgs {
     /// The weights have the names of a state dict of this library, instead of canonical ones
@@ -14,12 +14,12 @@ pub struct KeysArgs {
     /// The layer's name in the state dict, such as blocks.3.moe, where there are several
     #[arg(long, value_name = "NAME", requires = "keys")]
     prefix: Option<String>,
-    /// Which gate of a Tutel layer that has several
+    /// Index of the gate, in a Tutel layer with several gates
     #[arg(long, value_name = "N", requires = "keys")]
     gate: Option<usize>,
 }
 
-/// Libraries whose names are read.
+/// Libraries whose tensor names can be read.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum LibraryArg {
     Tutel,
@@ -27,7 +27,7 @@ pub enum LibraryArg {
 }
 
 impl KeysArgs {
-    /// What was asked for, if it was.
+    /// Returns the options if `--keys` was given.
     pub fn get(&self) -> Option<KeyOptions> {
         Some(KeyOptions {
             library: match self.keys? {
@@ -39,7 +39,7 @@ impl KeysArgs {
         })
     }
 
-    /// What was asked for.
+    /// Returns the options, or fails if `--keys` was not given.
     pub fn required(&self) -> Result<KeyOptions> {
         let names = CheckpointLibrary::ALL
             .map(CheckpointLibrary::name)

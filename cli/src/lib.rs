@@ -54,11 +54,11 @@ use std::any::Any;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// Whether the program would take these words, the first of which is its name, before it
-/// looks at any file or device: everything that was read from them, as text.
+/// Parses a command line, whose first word is the program's name, before the program looks at any
+/// file or device. Returns everything that was parsed, as text.
 ///
 /// # Errors
-/// What the program would say instead.
+/// Returns the program's error message for a command line that it refuses.
 ///
 /// ```
 /// let words = ["moesaic", "bench", "--spec", "a.toml", "--tokens", "1,64"].map(Into::into);
@@ -78,7 +78,7 @@ pub fn understands(
     Ok(format!("{:?} for {targets:?}", cli.command))
 }
 
-/// What a command was given as `--target`, but for names that stand for a device.
+/// Returns the `--target` values of a command, except names that stand for a device.
 fn named_targets(matches: &clap::ArgMatches) -> Vec<String> {
     let own = matches.subcommand().map(|(_, own)| own);
     let raw = own.and_then(|own| own.try_get_raw("target").ok().flatten());
@@ -89,7 +89,7 @@ fn named_targets(matches: &clap::ArgMatches) -> Vec<String> {
         .collect()
 }
 
-/// The program.
+/// Runs the program.
 pub fn start() -> ExitCode {
     // HIPRTC can abort its process, so it gets one of its own: this program.
     moesaic::rocm::maybe_run_child();
@@ -110,7 +110,7 @@ pub fn start() -> ExitCode {
     match result {
         Ok(Ok(code)) => code,
         Ok(Err(failure)) => give_up(&failure, &console),
-        // The hook has said what happened.
+        // The panic hook has printed the message.
         Err(_) => ExitCode::from(failure::Code::Failed as u8),
     }
 }
@@ -138,8 +138,8 @@ fn execute(command: &Command, console: &Console) -> Result<ExitCode> {
     done.map(|()| ExitCode::SUCCESS)
 }
 
-/// Says what is wrong with the words of the command. One process has clap's own colours; a rank's
-/// lines name the rank, as all of its lines do.
+/// Prints the error of a misused command. A single process gets clap's own colours. For a rank
+/// every line names the rank, as all of its lines do.
 fn misused(error: &clap::Error) -> ExitCode {
     if !(error.use_stderr() && console::is_rank()) {
         error.exit();
@@ -155,14 +155,14 @@ fn give_up(failure: &Failure, console: &Console) -> ExitCode {
     ExitCode::from(failure.code as u8)
 }
 
-/// What a panic was given.
+/// Returns the message of a panic's payload.
 fn message(payload: &dyn Any) -> &str {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("no message")
 }
 
-/// A panic is a defect of moesaic: it is told in one line that can be sent on.
+/// Reports a panic, which is a defect of moesaic, in one line that you can put into a bug report.
 fn report_defects(console: Console) {
     std::panic::set_hook(Box::new(move |panic| {
         let place = panic

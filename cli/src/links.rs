@@ -1,4 +1,4 @@
-//! `moesaic doctor --ranks`: who the ranks are, and how fast they reach each other.
+//! `moesaic doctor --ranks`: the ranks, and the speed of the links between them.
 
 use crate::console::{Console, Palette};
 use crate::failure::{Failure, Result};
@@ -14,26 +14,26 @@ use moesaic::toolchain::{self, Registry};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// What one rank says of itself; the same on all ranks, if all is well, but for the host.
+/// One rank's description of itself. On a healthy job only the host differs between ranks.
 struct Rank {
     host: String,
-    /// Name and value: versions of moesaic, and of each library that carries messages.
+    /// Versions of moesaic and of each library that carries messages, as (name, version).
     versions: Vec<(String, String)>,
-    /// Where each library was found.
+    /// The path of each library.
     places: Vec<(String, String)>,
 }
 
-/// Bytes a second that a link should have; 0 expects nothing.
+/// Rates that a link should reach, in bytes per second; 0 expects nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Expected {
-    /// Between ranks of a node.
+    /// The rate between ranks of one node.
     node: f64,
-    /// Between ranks of two nodes.
+    /// The rate between ranks of two nodes.
     network: f64,
 }
 
 impl Expected {
-    /// GB/s, of a node and of the network.
+    /// Converts rates in GB/s, of a node and of the network.
     pub fn new(rates: Option<&[f64]>) -> Result<Expected> {
         let fits = |rate: &f64| rate.is_finite() && *rate >= 0.0;
         match rates {
@@ -49,12 +49,13 @@ impl Expected {
     }
 }
 
-/// Less than this part of what is expected is too slow.
+/// A link slower than this fraction of the expected rate is too slow.
 const ENOUGH: f64 = 0.5;
-/// And this of the median of its kind. Wider, since nobody has said that links are alike.
+/// A link slower than this fraction of the median of its kind is too slow. It is lower than
+/// [`ENOUGH`] because nobody has said that the links are alike.
 const ALIKE: f64 = 0.25;
 
-/// What rank 0 tells.
+/// The report that rank 0 prints.
 struct Report {
     expected: Expected,
     carrier: String,
@@ -63,7 +64,8 @@ struct Report {
     measured: Measured,
 }
 
-/// Measures; `ranks` threads of this process, or the launcher's processes for 0.
+/// Measures the links between `ranks` threads of this process, or between the launcher's processes
+/// for 0.
 pub fn execute(ranks: u16, expected: Expected, json: bool, console: &Console) -> Result {
     let report = match ranks {
         0 => processes()?,
@@ -114,10 +116,10 @@ fn of_threads(ranks: usize) -> Result<Option<Report>> {
     Ok(report)
 }
 
-/// A library that carries messages: its name, its version, and where it is.
+/// A library that carries messages, as (name, version, path).
 type Engine = (&'static str, String, String);
 
-/// Every library that is found.
+/// Lists every library that is found.
 fn engines(options: &mpi::Options) -> Vec<Engine> {
     let found = mpi::probe(options).ok();
     let mpi = found.map(|found| {
@@ -132,7 +134,7 @@ fn engines(options: &mpi::Options) -> Vec<Engine> {
     mpi.into_iter().chain(of_gpus).collect()
 }
 
-/// What every rank does; rank 0 has the report.
+/// Gathers and measures on every rank. Rank 0 gets the report.
 fn look(
     mut world: Communicator,
     engines: &[Engine],
@@ -192,7 +194,7 @@ impl Rank {
 }
 
 impl Report {
-    /// What is not the same on rank 0 and another, one line for each thing.
+    /// Lists the versions in which another rank differs from rank 0, one line each.
     fn differences(&self) -> Vec<String> {
         let mut names: Vec<&String> = Vec::new();
         for (name, _) in self.ranks.iter().flat_map(|rank| &rank.versions) {
@@ -214,8 +216,8 @@ impl Report {
         names.iter().filter_map(differs).collect()
     }
 
-    /// Links that are slower than they should be, a line for each kind: than what was expected,
-    /// or than most of their kind.
+    /// Lists links that are too slow, one line for each kind: compared with the expected rate, or
+    /// with the median of the kind.
     fn slow(&self) -> Vec<String> {
         let line = |kind: &Kind| {
             let links = self.of_kind(kind);
@@ -227,7 +229,7 @@ impl Report {
         KINDS.iter().filter_map(line).collect()
     }
 
-    /// Whether a link has less than enough of what was expected of it.
+    /// Returns whether a link is slower than [`ENOUGH`] of its expected rate.
     fn disappoints(&self) -> bool {
         KINDS.iter().any(|kind| {
             let expected = (kind.expected)(&self.expected);
@@ -235,7 +237,7 @@ impl Report {
         })
     }
 
-    /// What the exit code is to say.
+    /// Returns the failure that sets the exit code, if any.
     fn verdict(&self) -> Result {
         if !self.differences().is_empty() {
             return Err(Failure::work("ranks differ in what they run").hint(
@@ -262,7 +264,7 @@ impl Report {
         links.filter(|l| l.same_node == kind.same_node).collect()
     }
 
-    /// Hosts in the order of ranks, with the number of ranks on each.
+    /// Returns the hosts in the order of ranks, with the number of ranks on each.
     fn hosts(&self) -> Vec<(&str, usize)> {
         let mut list: Vec<(&str, usize)> = Vec::new();
         for host in &self.topology.hosts {
@@ -384,10 +386,10 @@ impl Report {
     }
 }
 
-/// Hosts that are listed.
+/// The most hosts that are listed.
 const SHOWN: usize = 16;
 
-/// Links of one kind.
+/// The links of one kind.
 struct Kind {
     name: &'static str,
     same_node: bool,
@@ -413,7 +415,7 @@ fn median_rate(links: &[&PairLink]) -> f64 {
     rates.get(rates.len() / 2).copied().unwrap_or_default()
 }
 
-/// How many links are below a part of a rate that has a name, and the slowest of them.
+/// Describes the number of links below `part` of a named rate, and the slowest of them.
 fn slowest(links: &[&PairLink], part: f64, (name, rate): (&str, f64)) -> Option<String> {
     let below = links.iter().filter(|l| l.bytes_per_second < part * rate);
     let first = below

@@ -1,7 +1,7 @@
-//! What the library says while it works, on stderr.
+//! The library's log messages on stderr.
 //!
-//! `RUST_LOG` or `MOESAIC_LOG` holds a level: error, warn (the default), info,
-//! debug, trace, or off.
+//! `RUST_LOG` or `MOESAIC_LOG` sets the level: error, warn (the default), info, debug, trace, or
+//! off.
 
 use crate::console::Console;
 use std::collections::BTreeSet;
@@ -11,29 +11,29 @@ use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::{Event, Level, Metadata, Subscriber, span};
 
-/// Prints events; spans carry nothing that is shown.
+/// A subscriber that prints events. Spans carry nothing that is shown.
 struct Printer {
     console: Console,
     level: LevelFilter,
 }
 
-/// Warnings that were given. What goes wrong with one kernel goes wrong with
-/// all, and once is enough unless more was asked for.
+/// The warnings printed so far. A problem with one kernel usually repeats with every kernel, so
+/// each warning is printed once unless the level asks for more.
 static GIVEN: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
-/// Notes that the user knows of `message`; whether that is new.
+/// Records that the user has seen `message`, and returns whether it is new.
 pub fn given(message: &str) -> bool {
     let mut given = GIVEN.lock().unwrap_or_else(PoisonError::into_inner);
     given.insert(message.to_string())
 }
 
-/// Starts listening.
+/// Starts printing events.
 pub fn start(console: Console) {
     let level = ["MOESAIC_LOG", "RUST_LOG"]
         .iter()
         .find_map(|name| std::env::var(name).ok()?.trim().parse().ok());
     let level = level.unwrap_or(LevelFilter::WARN);
-    // Only fails when something listens already, which nothing does.
+    // This fails only if another subscriber is installed, and there is none.
     let _ = tracing::subscriber::set_global_default(Printer { console, level });
 }
 
@@ -79,7 +79,7 @@ impl Subscriber for Printer {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// The message of an event, and its other fields in lines of their own.
+/// The message of an event, with its other fields on lines of their own.
 #[derive(Default)]
 struct Line {
     message: String,

@@ -1,4 +1,4 @@
-//! The limits of machines: the roofs of a roofline.
+//! Limits of machines: the roofs of a roofline.
 
 use crate::failure::{Failure, Result};
 use moesaic::cpu::{CpuDevice, limits};
@@ -11,31 +11,33 @@ use std::path::Path;
 /// The limits of a machine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
-    /// What people call it.
+    /// The common name of the machine.
     pub name: String,
-    /// Where the numbers come from.
+    /// The source of the numbers.
     pub origin: Origin,
-    /// f32 multiply-adds without tensor cores, in FLOP/s.
+    /// The f32 multiply-add rate without tensor cores, in FLOP/s.
     pub f32_flops: f64,
-    /// Dense f16 products with f32 sums, in FLOP/s; where there is hardware for them.
+    /// The rate of dense f16 matrix products with f32 accumulation, in FLOP/s; `None` without
+    /// hardware for them.
     pub f16_flops: Option<f64>,
-    /// The same of bf16.
+    /// The rate of dense bf16 matrix products with f32 accumulation, in FLOP/s; `None` without
+    /// hardware for them.
     pub bf16_flops: Option<f64>,
-    /// Memory traffic, in bytes/s.
+    /// The memory bandwidth, in bytes per second.
     pub bytes_per_second: f64,
 }
 
-/// Where limits come from.
+/// The source of a machine's limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// Measured here, now.
+    /// A measurement on this machine, in this run.
     Measured,
     /// The vendor's data sheet.
     Published,
 }
 
 impl Origin {
-    /// One word.
+    /// Returns the origin as one word.
     pub fn name(self) -> &'static str {
         match self {
             Origin::Measured => "measured",
@@ -44,8 +46,8 @@ impl Origin {
     }
 }
 
-/// A row of the table: name, architectures, TFLOP/s in f32, TFLOP/s in dense
-/// 16-bit matrix products, GB/s.
+/// A row of the table: name, architectures, TFLOP/s in f32, TFLOP/s in dense 16-bit matrix
+/// products, GB/s.
 struct Known {
     name: &'static str,
     archs: &'static [&'static str],
@@ -68,8 +70,8 @@ const fn known(
     }
 }
 
-/// From the vendors' data sheets: boost clocks, no sparsity, bf16 where bf16
-/// and f16 differ. The first of an architecture stands for it.
+/// Limits from the vendors' data sheets: boost clocks, no sparsity, bf16 where bf16 and f16 differ.
+/// The first machine of an architecture stands for it.
 const KNOWN: &[Known] = &[
     known("V100", &["sm_70"], [15.7, 125.0, 900.0]),
     known("T4", &["sm_75"], [8.1, 65.0, 320.0]),
@@ -101,7 +103,7 @@ const KNOWN: &[Known] = &[
 ];
 
 impl Machine {
-    /// The rate that arithmetic on this element type can reach.
+    /// Returns the rate that arithmetic on this element type can reach.
     pub fn flops(&self, dtype: DType) -> f64 {
         let own = match dtype {
             DType::F16 => self.f16_flops,
@@ -111,8 +113,7 @@ impl Machine {
         own.unwrap_or(self.f32_flops)
     }
 
-    /// The rate of 16-bit products, and which they are; where there is hardware for
-    /// them.
+    /// Returns the rate of 16-bit matrix products and their type, if there is hardware for them.
     pub fn half(&self) -> Option<(f64, &'static str)> {
         let name = match self.f16_flops {
             Some(_) => "16-bit",
@@ -121,7 +122,7 @@ impl Machine {
         Some((self.bf16_flops?, name))
     }
 
-    /// The published limits of a GPU that runs this target.
+    /// Returns the published limits of a GPU that runs this target.
     pub fn of_target(target: Target) -> Option<Machine> {
         let arch = target.arch();
         KNOWN
@@ -130,8 +131,8 @@ impl Machine {
             .map(published)
     }
 
-    /// The published limits of a device, by what its driver calls it; else of
-    /// its architecture.
+    /// Returns the published limits of a device by its driver's name for it, or else by its
+    /// architecture.
     pub fn of_device(name: &str, target: Target) -> Option<Machine> {
         let arch = target.arch();
         let mut same = KNOWN.iter().filter(|known| known.archs.contains(&&*arch));
@@ -139,8 +140,8 @@ impl Machine {
         by_name.or_else(|| Machine::of_target(target))
     }
 
-    /// The limits of this machine's CPU with the instructions that kernels for `isa`
-    /// use, measured in half a second.
+    /// Measures the limits of this machine's CPU in half a second, with the instructions that
+    /// kernels for `isa` use.
     pub fn measure_cpu(device: &CpuDevice, isa: CpuIsa) -> Result<Machine> {
         let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
         let compiler = toolchain::c(&registry).map_err(|error| Failure::from(&error))?;
@@ -156,7 +157,7 @@ impl Machine {
     }
 }
 
-/// The machine that `--machine` names, which has to be one that runs the target.
+/// Returns the machine that `--machine` names, or fails if it does not run the target.
 pub fn required(name: &str, target: Target) -> Result<Machine> {
     let Some(known) = find(name) else {
         return Err(Failure::input(format!(
@@ -189,7 +190,7 @@ fn names(fits: impl Fn(&Known) -> bool) -> String {
 }
 
 impl Known {
-    /// Whether binaries for `target` run here.
+    /// Returns whether binaries for `target` run on this machine.
     fn runs(&self, target: Target) -> bool {
         let hardware = target.hardware();
         let all = Target::all().into_iter();

@@ -1,12 +1,12 @@
-//! How ranks share a layer, as an argument.
+//! The mesh of ranks as a command-line argument.
 
 use moesaic::Parallel;
 use moesaic::mesh::SharedExperts;
 
-/// What help calls it.
+/// The form of the argument in help texts.
 pub const FORM: &str = "ep=N,expert_tp=N,dp=N,shared=sharded";
 
-/// Reads `ep=4,expert_tp=2,shared=sharded`.
+/// Parses a mesh such as `ep=4,expert_tp=2,shared=sharded`.
 pub fn parse(text: &str) -> Result<Parallel, String> {
     let mut mesh = Parallel::default();
     let mut seen = Vec::new();
@@ -33,7 +33,7 @@ pub fn parse(text: &str) -> Result<Parallel, String> {
     Ok(mesh)
 }
 
-/// Reads what ranks have of shared experts: `whole` or `sharded`.
+/// Parses the layout of shared experts: `whole` or `sharded`.
 pub fn parse_shared(text: &str) -> Result<SharedExperts, String> {
     match text {
         "whole" => Ok(SharedExperts::Whole),
@@ -44,7 +44,7 @@ pub fn parse_shared(text: &str) -> Result<SharedExperts, String> {
     }
 }
 
-/// A mesh in words: `ep 2 x shards 2 x dp 1, shared experts sharded`.
+/// Describes a mesh, such as `ep 2 x expert_tp 2 x dp 1, shared experts sharded`.
 pub fn words(mesh: Parallel) -> String {
     let Parallel {
         ep,

@@ -52,7 +52,7 @@ pub struct PrecompileArgs {
     /// A GGUF file, or the first of its shards
     #[arg(long, value_name = "FILE", group = "model")]
     gguf: Option<PathBuf>,
-    /// Which layer of the model; all with experts if not given
+    /// Index of the layer in the model; all layers with experts if not given
     #[arg(long, value_name = "N", requires = "model")]
     layer: Option<usize>,
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
@@ -60,30 +60,31 @@ pub struct PrecompileArgs {
     target: Vec<String>,
     #[command(flatten)]
     training: TrainingArgs,
-    /// The kernels of ranks that share the layers so, instead of one process's
+    /// Compile the kernels of ranks in this mesh instead of one process's
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// Those for every adaptive parallelism degree that rows can go, too, in layers that may change it
+    /// Also compile kernels for every adaptive parallelism degree r, in layers that may change it
     #[arg(long, requires = "mesh")]
     adaptive_r: bool,
-    /// Those of ranks that carry out calls so, as in `run`, too: r, comm_dtype and shadows have
+    /// Also compile kernels for this strategy of ranks, as in `run`: r, comm_dtype and shadows have
     /// kernels of their own; may be given several times
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, requires = "mesh")]
     strategy: Vec<Strategy>,
-    /// Those of ranks that have experts so, instead of in order, as for `plan`; may be given several
-    /// times. A placement stands for all that give ranks as many experts
+    /// Also compile kernels for this placement of experts, as for `plan`, instead of experts in
+    /// order; may be given several times. One placement stands for all that give each rank the same
+    /// number of experts
     #[arg(long, value_name = "FILE", requires = "mesh")]
     placement: Vec<PathBuf>,
-    /// Those by which `Engine::multi_gate` runs several routers over the same experts in one pass,
-    /// too
+    /// Also compile kernels for `Engine::multi_gate`, which runs several routers over the same
+    /// experts in one pass
     #[arg(long, conflicts_with = "mesh")]
     multi_gate: bool,
-    /// Those of `run --replay`, too, which has the layer without its router
+    /// Also compile kernels for `run --replay`, which has the layer without its router
     #[arg(long)]
     replay: bool,
     #[command(flatten)]
     caches: CacheArgs,
-    /// Also write these kernels, no others of the cache, to a pack
+    /// Also write these kernels, and no others of the cache, to a pack
     #[arg(short, long, value_name = "PACK")]
     output: Option<PathBuf>,
     #[command(flatten)]
@@ -96,7 +97,7 @@ pub struct PrecompileArgs {
     json: bool,
 }
 
-/// Compiles everything, then shows what happened.
+/// Compiles everything, then reports every kernel.
 pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     Files::new()
         .read("--spec", &args.spec)
@@ -120,7 +121,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         check_pack(pack)?;
     }
     let mut store = args.store.open(console);
-    // A pack needs no cache.
+    // A pack can be written without a usable cache, from a temporary one.
     let temporary = (args.output.is_some() && store.trouble().is_some()).then(temporary_dir);
     let temporary = temporary.transpose()?;
     if let Some(dir) = &temporary {
@@ -144,7 +145,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     outcome(&rows, &store)
 }
 
-/// The tunings that the cache has of a layer on any machine with such caches.
+/// Returns the cached tunings of a layer, from all machines whose CPU caches have the same class.
 fn kept(
     spec: &LayerSpec,
     target: Target,
@@ -158,7 +159,7 @@ fn kept(
     Ok(Untuned::new(plan).everywhere(store))
 }
 
-/// Writes a pack of the kernels of `rows`; what to call it.
+/// Writes a pack of the kernels of `rows`, and returns a description of it.
 fn export(store: &Store, rows: &[Row], path: &Path) -> Result<String> {
     let keys: HashSet<_> = rows.iter().map(|row| row.key).collect();
     let pack = store.export(path, |kernel| keys.contains(&kernel.key))?;
@@ -171,8 +172,8 @@ fn export(store: &Store, rows: &[Row], path: &Path) -> Result<String> {
 }
 
 impl PrecompileArgs {
-    /// Every layer for every target, also with the sizes of the tunings that there
-    /// are; and these.
+    /// Lists a job for every layer and target, plus one for each set of tile sizes from a cached
+    /// tuning. Also returns those tunings.
     fn all_jobs(
         &self,
         specs: &[LayerSpec],
@@ -213,7 +214,7 @@ impl PrecompileArgs {
         Ok((jobs, tunings))
     }
 
-    /// The kernels of ranks.
+    /// Returns the job of ranks: the mesh with its strategies and placements.
     fn over_ranks(&self, mesh: Parallel) -> Result<MeshJob> {
         let files = self.placement.iter();
         let placements = files.map(|file| experts::placement(Some(file)));
@@ -237,7 +238,8 @@ impl PrecompileArgs {
         })
     }
 
-    /// Whether ranks can share each layer so, before anything is compiled.
+    /// Refuses strategies and placements that do not fit the mesh or a layer, before anything is
+    /// compiled.
     fn check_ranks(&self, ranks: &MeshJob, specs: &[LayerSpec]) -> Result {
         for strategy in &self.strategy {
             strategy.check(&ranks.parallel).map_err(Failure::input)?;
@@ -251,8 +253,8 @@ impl PrecompileArgs {
         Ok(())
     }
 
-    /// The layers, each with the one by which several routers share its experts where that is
-    /// asked for.
+    /// Returns the layers. With `--multi-gate` adds, for each layer that allows it, the layer in
+    /// which several routers share the experts.
     fn with_stacks(&self, specs: Vec<LayerSpec>) -> Result<Vec<LayerSpec>> {
         if !self.multi_gate {
             return Ok(specs);
@@ -266,7 +268,7 @@ impl PrecompileArgs {
         Ok([specs, stacks].concat())
     }
 
-    /// Whether weights may be gathered.
+    /// Returns whether ranks may gather weights, which therefore must not be packed.
     fn unpacked(&self) -> bool {
         let other = |mesh: Parallel| {
             let mut all = self.strategy.iter();
@@ -284,7 +286,7 @@ impl PrecompileArgs {
         }
     }
 
-    /// Compiles at the same time.
+    /// Returns the number of compiles that run at the same time.
     fn threads(&self) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, |n| n.get());
         self.jobs.map_or_else(cores, usize::from)
@@ -336,7 +338,7 @@ fn temporary_dir() -> Result<Scratch> {
         .map_err(|error| Failure::work(format!("cannot make a temporary directory: {error}")))
 }
 
-/// Runs `work` with a progress bar, which is only seen on a terminal.
+/// Runs `work` with a progress bar, which only a terminal shows.
 fn with_progress<T, E>(
     work: impl FnOnce(&(dyn Fn(Event<'_>) + Sync)) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E> {
@@ -367,7 +369,7 @@ fn outcome(rows: &[Row], store: &Store) -> Result {
             "{failed} of {of} did not compile; the others are kept"
         )));
     }
-    // Of a cache that cannot be written to the compiles were for nothing.
+    // Without a writable cache the kernels are lost, so the command has failed.
     let lost = rows
         .iter()
         .filter(|row| store.get(&row.key).is_none())
@@ -384,7 +386,7 @@ fn outcome(rows: &[Row], store: &Store) -> Result {
     }
 }
 
-/// Registers of all entries of a kernel: the most that one of them takes.
+/// Returns the registers of the kernel's entry that takes the most.
 pub fn most_registers(report: &Report) -> Option<u32> {
     report
         .kernels

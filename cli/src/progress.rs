@@ -1,14 +1,14 @@
-//! What is going on, on a terminal.
+//! Progress lines on a terminal.
 
 use indicatif::{ProgressBar, ProgressStyle};
 use std::time::Duration;
 
-/// A line that says what is being done, until it is dropped. Seen on a
-/// terminal only, and only when the work takes a moment.
+/// A line that describes the current work until it is dropped. It appears on a terminal only, and
+/// only when the work takes a moment.
 pub struct Progress(ProgressBar);
 
 impl Progress {
-    /// Says what is being done.
+    /// Shows a line with `text`.
     pub fn start(text: impl Into<String>) -> Progress {
         let bar = ProgressBar::new_spinner();
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
@@ -19,7 +19,7 @@ impl Progress {
         Progress(bar)
     }
 
-    /// Says what is being done now.
+    /// Replaces the text of the line.
     pub fn next(&self, text: impl Into<String>) {
         self.0.set_message(text.into());
     }

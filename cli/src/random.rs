@@ -1,12 +1,13 @@
-//! Random weights and tokens, made on all cores: real layers are gigabytes.
+//! Random weights and tokens, generated on all cores because the weights of real layers are
+//! gigabytes.
 
 use moesaic::half::{bf16, f16};
 use moesaic::spec::{LossKind, RouterKind, canonical_tensors};
 use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
 use std::thread;
 
-/// Every tensor of the layer, in its own type and scaled by its fan-in, so
-/// that outputs are of the order of one.
+/// Returns every tensor of the layer in its own type, scaled by its fan-in so that outputs are of
+/// the order of one.
 pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
     let tensors = canonical_tensors(spec).into_iter().enumerate();
     let one = |(i, tensor): (usize, moesaic::spec::TensorSpec)| {
@@ -20,9 +21,10 @@ pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
                     1
                 };
                 let scale = match tensor.name.as_str() {
-                    // A larger one would send all tokens to the same experts.
+                    // A larger bias would send all tokens to the same experts.
                     "router.select_bias" => 0.01,
-                    // Codes are tens, and of both signs.
+                    // Codes are tens and have both signs, so the scale brings them to the order of
+                    // one.
                     name if name.ends_with(".scale") => 1e-3,
                     _ => (3.0 / fan_in.max(1) as f32).sqrt(),
                 };
@@ -34,7 +36,7 @@ pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
     tensors.map(one).collect()
 }
 
-/// Random tokens, and whatever else the router and, in training, the losses take.
+/// Returns random tokens, with the other inputs that the router and, in training, the losses need.
 pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
     let (d, k) = (spec.shape.model_dim, spec.shape.top_k);
     let dtype = spec.precision.activations;
@@ -73,8 +75,8 @@ pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
     input
 }
 
-/// What losses over sequences and over larger groups take: a few sequences, and
-/// counts of a group of these tokens alone that is balanced.
+/// Adds the inputs of losses over sequences and over larger groups: a few sequences, and balanced
+/// counts for a group that holds these tokens alone.
 fn groups(spec: &LayerSpec, input: &mut Input<'_>) {
     let (tokens, experts) = (input.tokens, spec.routed_experts());
     for loss in &spec.losses {
@@ -96,14 +98,14 @@ fn groups(spec: &LayerSpec, input: &mut Input<'_>) {
     }
 }
 
-/// The values of a tensor that are `value` of the old value and its index.
+/// Returns the tensor with each value replaced by `value` of its index and the old value.
 pub fn changed(tensor: &Tensor<'_>, value: impl Fn(usize, f32) -> f32) -> Tensor<'static> {
     let values = tensor.to_f32().into_iter().enumerate();
     let values: Vec<f32> = values.map(|(i, v)| value(i, v)).collect();
     Tensor::rounded(tensor.dtype, &tensor.shape, &values).into_static()
 }
 
-/// A random gradient of the output.
+/// Returns a random gradient of the output.
 pub fn output_gradient(spec: &LayerSpec, tokens: usize) -> Tensor<'static> {
     rows(
         spec.precision.activations,
@@ -117,7 +119,7 @@ fn rows(dtype: DType, tokens: usize, width: usize, seed: u64) -> Tensor<'static>
     floats(dtype, &[tokens, width], 1.7, seed)
 }
 
-/// Experts of token ids: each row counts on from where the last one ended.
+/// Returns the expert table of a table router: each row continues where the previous one ended.
 fn table(shape: &[usize], spec: &LayerSpec) -> Tensor<'static> {
     let (elements, experts) = (
         shape.iter().product::<usize>(),
@@ -126,7 +128,8 @@ fn table(shape: &[usize], spec: &LayerSpec) -> Tensor<'static> {
     Tensor::owned(shape, (0..elements).map(|i| (i % experts) as i32).collect())
 }
 
-/// Codes of every kind but NaN: a bit of each byte is zero, which E4M3 has ones in.
+/// Returns every kind of code but NaN. One bit of each byte is zero, because NaN has all exponent
+/// and mantissa bits set in E4M3.
 fn codes(shape: &[usize], seed: u64) -> Tensor<'static> {
     let mut made = floats(DType::F32, shape, 1.0, seed).into_static();
     for byte in made.data.to_mut().iter_mut() {
@@ -138,7 +141,7 @@ fn codes(shape: &[usize], seed: u64) -> Tensor<'static> {
     }
 }
 
-/// Uniform values in `(-scale, scale)` in a float type.
+/// Returns uniform values in `(-scale, scale)` in a float type.
 fn floats(dtype: DType, shape: &[usize], scale: f32, seed: u64) -> Tensor<'static> {
     const CHUNK: usize = 1 << 20;
     let mut made = Tensor::zeros(dtype, shape);
@@ -162,7 +165,7 @@ fn floats(dtype: DType, shape: &[usize], scale: f32, seed: u64) -> Tensor<'stati
 fn fill(dtype: DType, bytes: &mut [u8], scale: f32, seed: u64) {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     for element in bytes.chunks_exact_mut(dtype.size()) {
-        // xorshift64: quick, and random enough for products.
+        // xorshift64 is fast, and random enough for matrix products.
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;

@@ -1,4 +1,4 @@
-//! What one rank does and has, as arguments: for commands that show it and run nothing.
+//! Arguments that pick one rank of a mesh, for commands that show a rank and run nothing.
 
 use crate::experts;
 use crate::failure::{Failure, Result};
@@ -10,29 +10,29 @@ use moesaic::plan::{RankPlan, Sharing, plan_rank};
 use moesaic::{EngineError, LayerSpec, Parallel, PlanOptions, Strategy, Target};
 use std::path::{Path, PathBuf};
 
-/// What `--mesh` takes beside it.
+/// The options that go with `--mesh`.
 #[derive(Args, Debug)]
 pub struct OneRankArgs {
-    /// How ranks carry out calls, as in `run`: r, overlap_degree, overlap_by, comm_dtype and shadows change
-    /// steps; r, comm_dtype and shadows have kernels of their own
+    /// Strategy of the ranks, as in `run`: r, overlap_degree, overlap_by, comm_dtype and shadows
+    /// change steps; r, comm_dtype and shadows also change kernels
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default", requires = "mesh")]
     strategy: Strategy,
-    /// Which rank
+    /// Index of the rank
     #[arg(long, value_name = "N", default_value_t = 0, requires = "mesh")]
     rank: usize,
-    /// Which groups of ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if
-    /// not said
+    /// File that assigns experts to groups of ranks, such as `0-2 | 3-5,+2` (text or JSON); experts
+    /// in order if not given
     #[arg(long, value_name = "FILE", requires = "mesh")]
     placement: Option<PathBuf>,
 }
 
 impl OneRankArgs {
-    /// The file that says which groups have which experts.
+    /// Returns the placement file.
     pub fn placement(&self) -> Option<&Path> {
         self.placement.as_deref()
     }
 
-    /// What the rank does.
+    /// Returns the plan of the rank.
     pub fn plan(
         &self,
         spec: &LayerSpec,
@@ -52,20 +52,20 @@ impl OneRankArgs {
     }
 }
 
-/// A kernel of a rank, and whose of its parts it is.
+/// A kernel of a rank, and the part of the rank's plan that it belongs to.
 pub struct OfRank {
     pub part: &'static str,
     pub source: KernelSource,
 }
 
 impl OfRank {
-    /// `experts/grouped_gemm_up.c`.
+    /// Returns the part and the file name, such as `experts/grouped_gemm_up.c`.
     pub fn file_name(&self) -> String {
         format!("{}/{}", self.part, self.source.file_name())
     }
 }
 
-/// The kernels of every side of a rank, and for GPUs the one that adds up what ranks have.
+/// Emits the kernels of every part of a rank and, for GPUs, the kernel that sums values over ranks.
 pub fn kernels(plan: &RankPlan) -> Result<Vec<OfRank>> {
     let mut all = Vec::new();
     for (part, plan) in plan.named_parts() {

@@ -1,4 +1,5 @@
-//! Every command and option as a part of `docs/CLI.md`, made of the program's own help.
+//! The part of `docs/CLI.md` that lists every command and option, generated from the program's own
+//! help.
 
 use crate::args::Cli;
 use clap::{Arg, Command, CommandFactory};
@@ -16,7 +17,7 @@ fn tables() -> String {
     page
 }
 
-/// A command, then those below it. What `help` says of itself is left out.
+/// Describes a command and then its subcommands. The options of `help` itself are left out.
 fn describe(command: &Command, name: &str, page: &mut String) {
     let options: Vec<&Arg> = command
         .get_arguments()
@@ -37,22 +38,21 @@ fn describe(command: &Command, name: &str, page: &mut String) {
     }
 }
 
-/// What all commands take is listed once.
+/// Returns whether an option is listed with this command. Options of all commands are listed once.
 fn is_listed(option: &Arg, command: &str) -> bool {
     let everywhere = option.is_global_set() && command != "moesaic";
     let own = ["help", "version"].contains(&option.get_id().as_str());
     !(everywhere || own || option.is_hide_set())
 }
 
-/// `-o, --output <FILE>`, as it stands in the help, but for its colours.
+/// Returns an option as help shows it, such as `-o, --output <FILE>`, without colours.
 fn written(option: &Arg) -> String {
     let short = option.get_short().map(|c| format!("-{c}, "));
     let short = short.filter(|_| option.get_long().is_some());
     cell(&format!("{}{option}", short.unwrap_or_default()))
 }
 
-/// The help's first paragraph, with the values that may be given and the one that is taken
-/// where none is.
+/// Returns the first paragraph of the option's help, the values it accepts and its default.
 fn help(option: &Arg) -> String {
     let mut text = option
         .get_help()
@@ -77,7 +77,7 @@ fn help(option: &Arg) -> String {
     cell(&text)
 }
 
-/// A table ends a cell at a bar.
+/// Escapes text for a table cell, which a bar would end.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }

@@ -1,5 +1,5 @@
-//! What a rank's file says of itself: which rank's it is, of how many, and what is cut how. So
-//! parts come together in the order of ranks, whatever the order in which a shell lists them.
+//! Metadata of a rank's weight file: the rank, the number of ranks and the cut. It lets `unshard`
+//! put files into the order of ranks, whatever the order in which a shell lists them.
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
@@ -8,43 +8,44 @@ use moesaic::weights::Checkpoint;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Where the text is in a file's metadata.
+/// The key of the metadata.
 pub const KEY: &str = "moesaic.shard";
 
-/// More than any layer is cut for: what a file says is not believed beyond.
+/// The most ranks that a file's metadata may name: far more than any layer is cut for, so a larger
+/// number is damage.
 const MOST_RANKS: usize = 1 << 20;
 
-/// How a layer is cut for ranks.
+/// The cut of a layer for ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cut {
-    /// How many ranks have parts.
+    /// Number of ranks.
     pub ranks: usize,
-    /// Ranks among them that share each expert.
+    /// Number of ranks that share each expert.
     pub expert_tp: usize,
-    /// Whether they share the shared experts, too.
+    /// Whether the same ranks also share the shared experts.
     pub sharded: bool,
-    /// Which groups of ranks have which experts, as text.
+    /// The placement of experts on groups of ranks, as text.
     pub placement: String,
 }
 
-/// Files in the order of ranks.
+/// The files of the ranks, in the order of ranks.
 pub struct Ordered {
     pub files: Vec<PathBuf>,
-    /// The first of those that were given, and the cut that all of them name.
+    /// The first of the given files, and the cut that all files name; `None` if they name none.
     pub said: Option<(PathBuf, Cut)>,
 }
 
-/// A file and what it says.
+/// A file with the rank and cut in its metadata, if it has them.
 type Noted<'f> = (&'f Path, Option<(usize, Cut)>);
 
-/// The file of a rank. Names sort as ranks do.
+/// Returns the name of a rank's file. Sorted names are in the order of ranks.
 pub fn file_name(rank: usize, ranks: usize) -> String {
     let digits = ranks.saturating_sub(1).to_string().len();
     format!("rank-{rank:0digits$}.safetensors")
 }
 
 impl Cut {
-    /// That of a mesh, with the placement as text.
+    /// Returns the cut of a mesh, with the placement as text.
     pub fn new(mesh: Parallel, placement: String) -> Cut {
         Cut {
             ranks: mesh.ranks(),
@@ -54,7 +55,7 @@ impl Cut {
         }
     }
 
-    /// What is written into a rank's file.
+    /// Returns the metadata for a rank's file.
     pub fn text(&self, rank: usize) -> String {
         json!({
             "rank": rank,
@@ -70,7 +71,7 @@ impl Cut {
         if self.sharded { "sharded" } else { "whole" }
     }
 
-    /// A rank and its cut, from the text.
+    /// Parses metadata into a rank and its cut.
     fn read(text: &str) -> Option<(usize, Cut)> {
         let read: Value = serde_json::from_str(text).ok()?;
         let number = |key: &str| usize::try_from(read.get(key)?.as_u64()?).ok();
@@ -85,7 +86,7 @@ impl Cut {
             .filter(|(rank, cut)| *rank < cut.ranks && cut.ranks <= MOST_RANKS)
     }
 
-    /// Refuses a file that says another cut than this, which the command was given.
+    /// Refuses a file whose cut `said` differs from this one, which the command's options describe.
     pub fn check(&self, file: &Path, said: &Cut) -> Result {
         let parts = |cut: &Cut| {
             [
@@ -103,8 +104,8 @@ impl Cut {
     }
 }
 
-/// The files in the order of ranks, with the cut that they name; as they are given where none
-/// of them says whose it is, as those of older versions and of other programs.
+/// Puts the files into the order of ranks, and returns the cut that they name. Files without
+/// metadata, which another program has written, are taken in the given order.
 pub fn in_order(files: &[PathBuf], console: &Console) -> Result<Ordered> {
     let noted = files.iter().map(|file| noted(file));
     let noted: Vec<Noted<'_>> = noted.collect::<Result<_>>()?;
@@ -142,7 +143,8 @@ pub fn in_order(files: &[PathBuf], console: &Console) -> Result<Ordered> {
     })
 }
 
-/// Which rank's a file is, where `first` says how many there are.
+/// Returns the rank of a file. `first` is the first file with metadata and its cut, which must be
+/// the same for all files.
 fn rank_of(file: &Path, said: Option<&(usize, Cut)>, (first, cut): (&Path, &Cut)) -> Result<usize> {
     let (file, first) = (file.display(), first.display());
     let message = match said {

@@ -1,4 +1,4 @@
-//! The end of this process by a signal: its temporary folders are removed first.
+//! Signals that end this process: it removes its temporary folders first.
 
 use moesaic::target::scratch;
 use std::fs::File;
@@ -6,24 +6,27 @@ use std::io::{self, Read};
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
-/// What ends a process that is asked to.
+/// The signals that ask a process to end.
 const SIGNALS: [libc::c_int; 3] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
 
-/// Whether one of them has come.
+/// A flag that is set once one of the signals has arrived.
 static ENDING: AtomicBool = AtomicBool::new(false);
-/// Where the handler writes which one.
+/// The write end of the pipe through which the handler passes the signal on.
 static PIPE: AtomicI32 = AtomicI32::new(-1);
 
-/// Nothing but what a handler may do: it may have interrupted an allocation.
+/// Handles a signal. The handler may have interrupted an allocation, so it does only what is
+/// async-signal-safe: it stores and writes.
 extern "C" fn heard(signal: libc::c_int) {
+    // The flag comes first: once the byte is written, the clean-up makes the work of other
+    // threads fail, and the flag keeps them from reporting it.
     ENDING.store(true, Ordering::SeqCst);
     let byte = signal as u8;
     // SAFETY: one byte that lives here; the pipe is never closed.
     unsafe { libc::write(PIPE.load(Ordering::SeqCst), (&raw const byte).cast(), 1) };
 }
 
-/// From now on a signal that ends this process removes its temporary folders before. Where that
-/// cannot be arranged, signals do what they always do.
+/// Makes signals that end this process remove its temporary folders first. If the pipe or the
+/// thread cannot be made, signals keep their default effect.
 pub fn clean_up_at_the_end() {
     let Ok(mut signals) = pipe() else { return };
     let thread = std::thread::Builder::new().name("signals".to_string());
@@ -39,15 +42,15 @@ pub fn clean_up_at_the_end() {
     }
 }
 
-/// Does not return once the end has begun: what fails on the way, such as a compiler that got
-/// the same signal, is no failure to tell.
+/// Blocks for ever once a signal has arrived. Later failures are consequences of it, such as a
+/// compiler that received the same signal, and must not be reported.
 pub fn leave_to_the_end() {
     while ENDING.load(Ordering::SeqCst) {
         std::thread::park();
     }
 }
 
-/// The reading end of the handler's pipe.
+/// Makes the handler's pipe, and returns its read end.
 fn pipe() -> io::Result<File> {
     let mut ends: [RawFd; 2] = [-1; 2];
     // SAFETY: there is room for two descriptors.
@@ -64,9 +67,9 @@ fn pipe() -> io::Result<File> {
     Ok(File::from(read))
 }
 
-/// What `nohup` and a shell's `&` have switched off stays off.
+/// Installs the handler, unless `nohup` or a shell's `&` has made this process ignore the signal.
 fn listen(signal: libc::c_int) {
-    // SAFETY: an action is plain bits, of which all zero is one without flags and mask.
+    // SAFETY: an action is plain bits, and the all-zero action is one without flags and mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     // SAFETY: the action lives here, and is only written.
     let known = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
@@ -74,12 +77,14 @@ fn listen(signal: libc::c_int) {
         return;
     }
     action.sa_sigaction = heard as extern "C" fn(libc::c_int) as libc::sighandler_t;
+    // System calls in flight go on until the signals thread ends the process, so that no other
+    // thread reports an interrupted call as a failure of its own.
     action.sa_flags = libc::SA_RESTART;
-    // SAFETY: the handler does nothing that a handler must not.
+    // SAFETY: the handler is async-signal-safe.
     unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) };
 }
 
-/// Ends as if nobody had listened, so that a shell sees which signal it was.
+/// Ends the process by the signal's default action, so that a shell sees which signal it was.
 fn end_by(signal: libc::c_int) {
     // SAFETY: numbers only.
     unsafe {

@@ -1,4 +1,4 @@
-//! What the simulators need, for `moesaic doctor`.
+//! The simulators and their requirements, for `moesaic doctor`.
 
 use moesaic::target::{CompileError, Compiler};
 use moesaic::{Compilers, Engine, EngineOptions, OpenError, Target};
@@ -7,19 +7,19 @@ use std::sync::Arc;
 
 /// A simulator, and the compiler it runs on.
 pub struct Simulator {
-    /// `CUDA simulator`.
+    /// The name, such as `CUDA simulator`.
     pub subject: &'static str,
-    /// What it does and needs.
+    /// A description of the simulator and its requirements.
     pub needs: &'static str,
-    /// The compiler's name.
+    /// The name of the compiler, if one was found.
     pub found: Option<String>,
-    /// What it can stand in for now.
+    /// The targets that the simulator runs on this machine.
     pub targets: Vec<Target>,
-    /// Why there is no compiler, and what to do.
+    /// The reason why there is no compiler, and advice.
     pub trouble: Option<[String; 2]>,
 }
 
-/// Looks for what each needs.
+/// Looks for the requirements of every simulator.
 pub fn simulators() -> [Simulator; 4] {
     let compilers = Compilers::new(None);
     let look = |subject, needs, example: &str| {
@@ -75,8 +75,8 @@ impl Simulator {
         simulator
     }
 
-    /// As it is, if the device opens: an emulator is a program that may be
-    /// missing where the compiler is not.
+    /// Returns the simulator if its device opens, and otherwise reports the device's error. An
+    /// emulator is a separate program, which may be missing where the compiler is not.
     fn opened(mut self, example: &str) -> Simulator {
         let options = EngineOptions {
             store: None,
@@ -89,7 +89,7 @@ impl Simulator {
         self
     }
 
-    /// For scripts.
+    /// Returns the simulator as JSON, for scripts.
     pub fn json(&self) -> Value {
         let targets: Vec<String> = self.targets.iter().map(Target::to_string).collect();
         let trouble = self.trouble.as_ref();

@@ -39,7 +39,7 @@ struct ShowArgs {
     json: bool,
 }
 
-/// Checks or shows.
+/// Checks specs or shows one.
 pub fn execute(args: &SpecArgs, console: &Console) -> Result {
     match &args.action {
         Action::Check { files } => check(files, console),
@@ -78,7 +78,7 @@ fn show(args: &ShowArgs, console: &Console) -> Result {
     console.print(&(text + fused(spec.experts.layout)))
 }
 
-/// How a weight file may hold gate and up.
+/// Returns a comment on the fused tensor in which a weight file may hold gate and up.
 fn fused(layout: GateLayout) -> &'static str {
     match layout {
         GateLayout::Split => "",

@@ -1,4 +1,4 @@
-//! Where a layer spec comes from: a TOML file, a Hugging Face directory or a GGUF file.
+//! Sources of a layer spec: a TOML file, a Hugging Face directory or a GGUF file.
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
@@ -13,10 +13,10 @@ use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// What ModelOpt writes beside a model's config.json.
+/// The file that ModelOpt writes next to a model's config.json.
 pub const QUANT_CONFIG: &str = "hf_quant_config.json";
 
-/// One layer.
+/// The arguments that name one layer.
 #[derive(Args, Debug)]
 pub struct LayerArgs {
     /// The layer spec, a TOML file; `-` reads it from stdin
@@ -33,7 +33,7 @@ pub struct LayerArgs {
     /// A GGUF file, or the first of its shards
     #[arg(long, value_name = "FILE", group = "model")]
     pub gguf: Option<PathBuf>,
-    /// Which layer of the model; the first with experts if not given
+    /// Index of the layer in the model; the first layer with experts if not given
     #[arg(long, value_name = "N", requires = "model", conflicts_with = "spec")]
     pub layer: Option<usize>,
     /// Element type of weights and activations, instead of the spec's
@@ -59,12 +59,12 @@ impl From<Precision> for DType {
     }
 }
 
-/// A valid spec, and where its weights are found.
+/// A valid spec and the place of its weights.
 pub struct Source {
     /// The layer.
     pub spec: LayerSpec,
-    /// For a layer of a model, how its tensors are put together. Its spec is the one of the
-    /// file; `spec` may have another precision.
+    /// For a layer of a model: the recipe that assembles its tensors. Its spec is that of the
+    /// model's file, and `spec` may have another precision.
     pub import: Option<Import>,
     /// The directory of a Hugging Face model, or the GGUF file.
     pub model: Option<PathBuf>,
@@ -127,8 +127,8 @@ fn first_layer(model: &Model, console: &Console) -> Result<usize> {
     Ok(first)
 }
 
-/// The layers with experts of a model. Those that differ in nothing but their number are one, by
-/// the name of the first.
+/// Reads the layers with experts of a model. Layers that differ only in their index are one layer,
+/// under the name of the first.
 pub fn read_model(model: &Model, console: &Console) -> Result<Vec<LayerSpec>> {
     let layers = model.moe_layers()?;
     if layers.is_empty() {
@@ -160,7 +160,7 @@ pub fn read_model(model: &Model, console: &Console) -> Result<Vec<LayerSpec>> {
     Ok(specs)
 }
 
-/// A model whose layers are read.
+/// A model whose layers can be read.
 pub enum Model {
     /// A Hugging Face directory.
     Hf(Config),
@@ -169,7 +169,7 @@ pub enum Model {
 }
 
 impl Model {
-    /// Reads what `--hf` or `--gguf` names.
+    /// Reads the model that `--hf` or `--gguf` names.
     pub fn read(hf: &Option<PathBuf>, gguf: &Option<PathBuf>) -> Result<Option<Model>> {
         match (hf, gguf) {
             (Some(path), _) => Config::read(path).map(Model::Hf).map(Some),
@@ -213,7 +213,7 @@ impl Model {
     }
 }
 
-/// What a GGUF file says of its model.
+/// Returns the metadata of a GGUF file, which is empty for other files.
 fn metadata(file: &Checkpoint) -> Cow<'_, Metadata> {
     file.gguf().map_or_else(Cow::default, Cow::Borrowed)
 }
@@ -226,7 +226,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Reads that of a directory. The file itself will do.
+    /// Reads the config.json of a directory, or the file itself if `path` names it.
     fn read(path: &Path) -> Result<Config> {
         let (directory, file) = if path.is_file() {
             (
@@ -260,7 +260,7 @@ impl Config {
     }
 }
 
-/// The configuration with what ModelOpt writes beside it.
+/// Merges ModelOpt's file next to the configuration into it.
 fn with_quant_config(config: String, directory: &Path) -> Result<String> {
     let file = directory.join(QUANT_CONFIG);
     if !file.is_file() {
@@ -301,7 +301,7 @@ fn read_stdin() -> Result<String> {
     Ok(text)
 }
 
-/// A text file of bounded size: a spec is never long.
+/// Reads a text file of bounded size, because a spec is never long.
 fn read_text(what: &str, path: &Path) -> Result<String> {
     const MOST: u64 = 16 << 20;
     let unreadable = |error: std::io::Error| Failure::unreadable(what, path, &error);
@@ -321,7 +321,7 @@ fn read_text(what: &str, path: &Path) -> Result<String> {
         .map_err(|_| Failure::input(format!("{} is not a text file", path.display())))
 }
 
-/// An override may make a valid spec invalid.
+/// Validates the spec again, because an override can make a valid spec invalid.
 fn check(spec: &LayerSpec) -> Result {
     spec.validate().map_err(|problems| {
         let lines: Vec<String> = problems.iter().map(|p| format!("{}: {p}", p.key)).collect();

@@ -1,4 +1,4 @@
-//! Which kernel store a command works on.
+//! The kernel store that a command works on.
 
 use crate::console::Console;
 use crate::units;
@@ -8,7 +8,7 @@ use moesaic::cache::Tuned;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// The store of a command.
+/// The options that choose the store of a command.
 #[derive(Args, Debug, Default)]
 pub struct StoreArgs {
     /// The kernel cache, instead of MOESAIC_CACHE or ~/.cache/moesaic
@@ -17,18 +17,19 @@ pub struct StoreArgs {
 }
 
 impl StoreArgs {
-    /// Opens the store. One that cannot be used is told of and does no harm.
+    /// Opens the store. If the store cannot be used, a warning says so and the command goes on
+    /// without it.
     pub fn open(&self, console: &Console) -> Arc<Store> {
         let store = self.find();
         if let Some(trouble) = store.trouble() {
             console.warn(&trouble.to_string().replace('\n', "\n  "));
-            // The store says so again for every kernel.
+            // The store would repeat this warning for every kernel.
             crate::log::given("going on without the kernel cache");
         }
         store
     }
 
-    /// The same without a word about it.
+    /// Opens the store without a warning.
     pub fn find(&self) -> Arc<Store> {
         Arc::new(match &self.cache {
             Some(dir) => Store::open(dir),
@@ -37,7 +38,7 @@ impl StoreArgs {
     }
 }
 
-/// What a tuning is for, in a line.
+/// Describes in one line what a tuning is for.
 pub fn tuning(tuned: &Tuned) -> String {
     let tokens = tuned.buckets.iter().map(|bucket| bucket.tokens.to_string());
     format!(
@@ -50,7 +51,7 @@ pub fn tuning(tuned: &Tuned) -> String {
     )
 }
 
-/// Where a store is, for people.
+/// Returns the location of a store for messages.
 pub fn place(store: &Store) -> String {
     if store.dir().as_os_str().is_empty() {
         "no cache".to_string()

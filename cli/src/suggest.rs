@@ -1,6 +1,7 @@
-//! What a misspelt word was meant to be.
+//! Suggestions for misspelt words.
 
-/// The closest of `known`, if it is close enough to be what was meant.
+/// Returns the word of `known` that is closest to `word`, if it is close enough to be a
+/// misspelling.
 pub fn closest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let scored = known
         .into_iter()

@@ -13,14 +13,14 @@ struct Column {
     align: Align,
 }
 
-/// Which side of a column its texts touch.
+/// The side of a column that its texts are aligned to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Align {
     Left,
     Right,
 }
 
-/// A text with an ANSI style, which is empty as a rule.
+/// A text with an ANSI style, which is usually empty.
 #[derive(Clone, Debug)]
 pub struct Cell {
     text: String,
@@ -28,8 +28,8 @@ pub struct Cell {
 }
 
 impl Table {
-    /// A table of these columns; a title that begins with `>` is that of a
-    /// column of numbers, which touch its right side.
+    /// Returns a table with these columns. A title that begins with `>` marks a column of numbers,
+    /// which is aligned to the right.
     pub fn new(titles: &[&str]) -> Table {
         let column = |title: &&str| match title.strip_prefix('>') {
             Some(title) => Column {
@@ -52,7 +52,7 @@ impl Table {
         self.rows.push(cells.into_iter().map(Into::into).collect());
     }
 
-    /// The same table without the columns in which no row has anything to say.
+    /// Returns the table without the columns that are blank in every row.
     pub fn without_blanks(mut self) -> Table {
         let blank = |row: &Vec<Cell>, i: usize| row.get(i).is_none_or(|cell| cell.text == "-");
         for i in (0..self.columns.len()).rev() {
@@ -64,7 +64,7 @@ impl Table {
         self
     }
 
-    /// The lines, each with a newline, indented by two spaces.
+    /// Renders the lines, each with a newline and indented by two spaces.
     pub fn render(&self, palette: &Palette) -> String {
         let widths: Vec<usize> = (0..self.columns.len()).map(|i| self.width(i)).collect();
         let titles: Vec<Cell> = self
@@ -103,7 +103,7 @@ impl Table {
 }
 
 impl Cell {
-    /// A text in an ANSI style such as `31`.
+    /// Returns a text in an ANSI style such as `31`.
     pub fn styled(text: &str, style: &'static str) -> Cell {
         Cell {
             text: text.to_string(),

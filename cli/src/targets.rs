@@ -5,10 +5,10 @@ use crate::suggest::closest;
 use moesaic::kernel::TargetError;
 use moesaic::{Engine, EngineOptions, Target, resolve_target};
 
-/// Names that stand for what this machine has.
+/// Names that stand for a device of this machine.
 const SHORT: [&str; 4] = ["auto", "cpu", "cuda", "rocm"];
 
-/// The targets of a comma-separated list, each once, in the order given.
+/// Resolves a comma-separated list to targets, each once, in the given order.
 pub fn resolve(names: &[String]) -> Result<Vec<Target>> {
     let mut targets = Vec::new();
     for name in names {
@@ -20,23 +20,23 @@ pub fn resolve(names: &[String]) -> Result<Vec<Target>> {
     Ok(targets)
 }
 
-/// The target of a name. `auto` means this machine's CPU here, since nothing
-/// is run.
+/// Resolves one name. `auto` means this machine's CPU, because callers of this function run
+/// nothing.
 pub fn resolve_one(name: &str) -> Result<Target> {
     let name = if name == "auto" { "cpu" } else { name };
     Ok(resolve_target(name.trim())?)
 }
 
-/// A target by the name that was asked for.
+/// A target, with the name by which it was requested.
 #[derive(Clone, Copy, Debug)]
 pub struct Asked<'a> {
     name: &'a str,
-    /// What it stands for.
+    /// The target that the name resolves to.
     pub target: Target,
 }
 
 impl Asked<'_> {
-    /// The failure of an option that would change nothing.
+    /// Returns the failure for an option that has no effect on this target.
     pub fn idle(&self, option: &str, why: &str) -> Failure {
         let here = match self.name {
             "auto" => format!(", which is `{}` here", self.target),
@@ -47,8 +47,8 @@ impl Asked<'_> {
     }
 }
 
-/// Opens the engine of a target name. `check` says whether the options go with
-/// the target: before a device is looked for, unless only that says which it is.
+/// Opens the engine of a target name. `check` refuses options that do not fit the target. It runs
+/// before a device is opened, unless only the device decides the target.
 pub fn open(
     name: &str,
     options: EngineOptions,
@@ -64,7 +64,7 @@ pub fn open(
     Ok(engine)
 }
 
-/// The failure of a name that is not known.
+/// Returns the failure for an unknown name.
 pub fn unknown(error: &TargetError) -> Failure {
     let all: Vec<String> = Target::all().iter().map(Target::to_string).collect();
     let names = all.iter().map(String::as_str).chain(SHORT);
@@ -81,7 +81,7 @@ pub fn unknown(error: &TargetError) -> Failure {
     }
 }
 
-/// Every name, one line per backend.
+/// Lists every target name, one line for each backend.
 pub fn known() -> String {
     let line = |backend: &str| {
         let own = Target::all().into_iter().filter(|t| t.backend() == backend);

@@ -1,4 +1,4 @@
-//! The threads of a CPU or of a simulator.
+//! Threads of a CPU or of a simulator.
 
 use crate::failure::Result;
 use crate::targets::Asked;
@@ -6,19 +6,19 @@ use clap::Args;
 use moesaic::kernel::SimArch;
 use moesaic::{EngineOptions, Target};
 
-/// `--threads N` and `--pin`.
+/// The options `--threads N` and `--pin`.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct ThreadArgs {
     /// Threads of the CPU, or of a GPU's simulator; one per core if not given
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
-    /// Keep each CPU thread on one processor
+    /// Pin each CPU thread to one processor
     #[arg(long)]
     pin: bool,
 }
 
 impl ThreadArgs {
-    /// Refuses what a target has no use for.
+    /// Refuses options that the target has no use for.
     pub fn check(self, asked: &Asked<'_>) -> Result {
         let own_threads = match asked.target {
             Target::Cpu(_) | Target::Sim(SimArch::Cuda(_) | SimArch::Rocm(_)) => true,
@@ -40,12 +40,12 @@ impl ThreadArgs {
         Ok(())
     }
 
-    /// How many, if that was said.
+    /// Returns the number of threads, if it was given.
     pub fn count(self) -> Option<usize> {
         self.threads.map(usize::from)
     }
 
-    /// An engine with these threads.
+    /// Adds the threads to an engine's options.
     pub fn of(self, options: EngineOptions) -> EngineOptions {
         EngineOptions {
             threads: self.count(),

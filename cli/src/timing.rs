@@ -1,4 +1,4 @@
-//! What commands that time layers have in common.
+//! Helpers of the commands that time layers.
 
 use crate::failure::Result;
 use crate::random;
@@ -8,7 +8,7 @@ use std::time::Duration;
 /// A call that a layer is timed on.
 pub struct Call {
     pub input: Input<'static>,
-    /// Where the layer trains.
+    /// The gradient of the output, for a layer that trains.
     dy: Option<Tensor<'static>>,
 }
 
@@ -22,11 +22,11 @@ impl Call {
         }
     }
 
-    /// Runs the layer from host memory to host memory, forward and backward
-    /// where it trains. [`Layer::time_steps`] then runs the same launches.
+    /// Runs the layer from host memory to host memory: forward and, if the layer trains, backward.
+    /// [`Layer::time_steps`] then repeats the same launches.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// Fails if a launch fails.
     pub fn run(&self, layer: &Layer) -> Result {
         match &self.dy {
             None => drop(layer.forward(&self.input)?),
@@ -34,17 +34,17 @@ impl Call {
                 let rng_key = RngKey::default();
                 let (_, saved) = layer.forward_train(&self.input, &["y"], rng_key)?;
                 layer.backward(&saved, dy, false)?;
-                // Its memory, x in it, is what a timed pass keeps things in.
+                // The timed passes reuse the memory of this pass, x included.
             }
         }
         Ok(())
     }
 }
 
-/// What a layer gives for tokens in the pass that is timed.
+/// Returns the layer's output in the pass that is timed.
 ///
 /// # Errors
-/// When a launch fails.
+/// Fails if a launch fails.
 pub fn y(layer: &Layer, input: &Input<'_>) -> Result<Tensor<'static>> {
     let output = match layer.plan().training {
         None => layer.forward(input)?,
@@ -53,13 +53,13 @@ pub fn y(layer: &Layer, input: &Input<'_>) -> Result<Tensor<'static>> {
     Ok(output.y().clone())
 }
 
-/// The middle one, the later of two; zero of none.
+/// Returns the median, which is the later of two middle times; zero for an empty list.
 pub fn median(mut times: Vec<Duration>) -> Duration {
     times.sort_unstable();
     times.get(times.len() / 2).copied().unwrap_or_default()
 }
 
-/// The middle one; of an even number the mean of two. 1 of none.
+/// Returns the median, which is the mean of two middle ratios; 1 for an empty list.
 pub fn middle(mut ratios: Vec<f64>) -> f64 {
     ratios.sort_unstable_by(f64::total_cmp);
     let half = ratios.len() / 2;

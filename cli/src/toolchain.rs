@@ -41,7 +41,7 @@ enum Action {
     },
 }
 
-/// Installs or lists.
+/// Installs or lists compilers.
 pub fn execute(args: &ToolchainArgs, console: &Console) -> Result {
     let mut registry = Registry::open()?;
     match &args.action {
@@ -74,7 +74,7 @@ fn add(registry: &mut Registry, kinds: &[ToolKind], console: &Console) -> Result
     console.print(&table(registry, console))
 }
 
-/// Kinds for which nothing works here.
+/// Returns the kinds of compiler for which this machine has none that works.
 fn lacking(registry: &Registry) -> Vec<ToolKind> {
     let missing = |finding: &Finding| finding.found.is_none();
     let kind = |finding: &Finding| match finding.subject {

@@ -1,33 +1,32 @@
-//! What a layer is made for: inference, or training with what backward
-//! computes again.
+//! The purpose of a layer: inference, or training with an amount of recomputation in backward.
 
 use clap::{Args, ValueEnum};
 use moesaic::{Recompute, Training};
 
-/// `--training [WHAT]`.
+/// The option `--training [WHAT]`.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct TrainingArgs {
-    /// The kernels of training, forward and backward; WHAT is what backward computes again instead
-    /// of keeping it
+    /// Use the kernels of training, forward and backward; WHAT is recomputed in backward instead of
+    /// kept
     #[arg(long, value_name = "WHAT", num_args = 0..=1, default_missing_value = "none")]
     training: Option<RecomputeArg>,
 }
 
 impl TrainingArgs {
-    /// How the layer is trained, if it is.
+    /// Returns the training options, if the layer is trained.
     pub fn get(self) -> Option<Training> {
         self.training.map(RecomputeArg::training)
     }
 }
 
-/// What backward computes again.
+/// The values that backward recomputes.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum RecomputeArg {
     /// Nothing
     None,
-    /// What enters the activations
+    /// The inputs of the activations
     Hidden,
-    /// Routing too
+    /// The inputs of the activations, and routing
     All,
 }
 

@@ -1,13 +1,13 @@
-//! Numbers as people read and write them.
+//! Numbers in the form that people read and write.
 
 use std::time::Duration;
 
-/// `1.5 KiB`, `12 B`.
+/// Formats bytes, such as `1.5 KiB` or `12 B`.
 pub fn bytes(n: u64) -> String {
     scaled(n as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB"])
 }
 
-/// `1.5 GFLOP`, for a count of operations.
+/// Formats a count of operations, such as `1.5 GFLOP`.
 pub fn flops(n: f64) -> String {
     scaled(
         n,
@@ -16,22 +16,22 @@ pub fn flops(n: f64) -> String {
     )
 }
 
-/// `989 TFLOP/s`.
+/// Formats an arithmetic rate, such as `989 TFLOP/s`.
 pub fn flop_rate(n: f64) -> String {
     flops(n) + "/s"
 }
 
-/// `1.5 MB`, for traffic.
+/// Formats memory traffic, such as `1.5 MB`.
 pub fn traffic(n: f64) -> String {
     scaled(n, 1000.0, &["B", "kB", "MB", "GB", "TB"])
 }
 
-/// `3.35 TB/s`.
+/// Formats a bandwidth, such as `3.35 TB/s`.
 pub fn byte_rate(n: f64) -> String {
     traffic(n) + "/s"
 }
 
-/// `1.53 ms`.
+/// Formats a time, such as `1.53 ms`.
 pub fn seconds(s: f64) -> String {
     match s {
         s if !s.is_finite() => "-".to_string(),
@@ -43,7 +43,7 @@ pub fn seconds(s: f64) -> String {
     }
 }
 
-/// `3 days ago`.
+/// Formats an age, such as `3 days ago`.
 pub fn ago(age: Duration) -> String {
     let s = age.as_secs();
     let (n, unit) = match s {
@@ -55,7 +55,7 @@ pub fn ago(age: Duration) -> String {
     format!("{n} {} ago", plural(n as usize, unit))
 }
 
-/// `kernel` or `kernels`.
+/// Returns the word in singular or plural: `kernel` or `kernels`.
 pub fn plural(n: usize, word: &str) -> String {
     match n {
         1 => word.to_string(),
@@ -63,12 +63,12 @@ pub fn plural(n: usize, word: &str) -> String {
     }
 }
 
-/// `1 kernel`, `3 kernels`.
+/// Formats a count with its word: `1 kernel`, `3 kernels`.
 pub fn count(n: usize, word: &str) -> String {
     format!("{n} {}", plural(n, word))
 }
 
-/// Three significant digits.
+/// Formats a number with three significant digits.
 pub fn short(n: f64) -> String {
     match n.abs() {
         a if a >= 99.95 => format!("{n:.0}"),
@@ -79,7 +79,7 @@ pub fn short(n: f64) -> String {
 
 fn scaled(mut n: f64, by: f64, units: &[&str]) -> String {
     let mut unit = 0;
-    // 999.6 would be written as 1000.
+    // Round up to the next unit from 999.5 on, because 999.6 would be written as 1000.
     while n >= by - 0.5 && unit + 1 < units.len() {
         n /= by;
         unit += 1;
@@ -89,14 +89,14 @@ fn scaled(mut n: f64, by: f64, units: &[&str]) -> String {
     format!("{number} {}", units[unit])
 }
 
-/// Reads `500MB`, `2 GiB`, `1.5k` or `4096`.
+/// Parses a size such as `500MB`, `2 GiB`, `1.5k` or `4096`.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let (number, unit) = split(text);
     let factor = factor(unit)?;
     let whole = number.parse::<u64>().ok();
     let bytes = match whole {
         Some(whole) => whole.checked_mul(factor),
-        // u64::MAX as f64 is 2^64, the first that does not fit.
+        // u64::MAX as f64 is 2^64, the first number that does not fit.
         None => Some(positive(number, "500MB")? * factor as f64)
             .filter(|bytes| *bytes < u64::MAX as f64)
             .map(|bytes| bytes as u64),
@@ -104,7 +104,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     bytes.ok_or_else(|| "more bytes than any machine has; write it as 500MB".to_string())
 }
 
-/// Bytes of a unit.
+/// Returns the number of bytes in a unit.
 fn factor(unit: &str) -> Result<u64, String> {
     match unit.to_ascii_lowercase().as_str() {
         "" | "b" => Ok(1),
@@ -120,7 +120,7 @@ fn factor(unit: &str) -> Result<u64, String> {
     }
 }
 
-/// Reads `30d`, `12h`, `90m` or `45s`.
+/// Parses a duration such as `30d`, `12h`, `90m` or `45s`.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let (number, unit) = split(text);
     let factor = match unit {

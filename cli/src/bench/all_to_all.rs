@@ -1,5 +1,6 @@
-//! What steps take by each all-to-all algorithm and in chunks: `moesaic bench --ranks` times real ones, since the
-//! figures of links know nothing of what ranks do between their messages.
+//! Timing of whole steps by each all-to-all algorithm and overlap degree, for `moesaic bench
+//! --ranks`. It measures real steps because the figures of links do not include what ranks do
+//! between messages.
 
 use crate::failure::{Failure, Result};
 use crate::random;
@@ -10,10 +11,10 @@ use moesaic::{Engine, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Strategy, Te
 use moesaic::{Input, Tensor, Training};
 use std::time::Instant;
 
-/// Steps of each strategy, and one before them that compiles.
+/// Timed steps of each strategy. One more step comes first, which compiles.
 const ROUNDS: usize = 8;
 
-/// Those that need nodes last.
+/// The all-to-all algorithms. Those that need several nodes come last.
 const ALGORITHMS: [AllToAll; 5] = [
     AllToAll::Linear,
     AllToAll::TwoDh,
@@ -22,37 +23,38 @@ const ALGORITHMS: [AllToAll; 5] = [
     AllToAll::Dedup,
 ];
 
-/// In how many chunks: what lies between is interpolated.
+/// The overlap degrees that are timed. The planner interpolates between them.
 const DEGREES: [usize; 3] = [1, 2, 4];
 
-/// Steps of a layer whose experts are spread over all ranks.
+/// Timed steps of a layer whose experts are spread over all ranks.
 pub struct Steps {
     mesh: Parallel,
     spec: LayerSpec,
     timed: Vec<Timed>,
 }
 
-/// Steps of so many tokens on each rank.
+/// Timed steps with one number of tokens on each rank.
 struct Timed {
     tokens: usize,
-    /// Rows that each rank has for each expert.
+    /// The number of rows that each rank has for each expert.
     counts: Vec<Vec<u64>>,
-    /// Seconds with each strategy.
+    /// The seconds of a step with each strategy.
     seconds: Vec<(Strategy, f64)>,
 }
 
-/// A step by a all-to-all algorithm, in so many chunks.
+/// A step with one strategy, compared with the prediction.
 pub struct ByAllToAll {
     pub tokens: usize,
     pub strategy: Strategy,
     pub seconds: f64,
-    /// How much longer rows took than links say.
+    /// The ratio of the rows' time to the time that links predict.
     pub factor: AllToAllFactor,
 }
 
 impl Steps {
-    /// Times steps with each of these numbers of tokens; by all-to-all algorithms in two dimensions where
-    /// several nodes have several ranks each. `None` where experts cannot be spread evenly.
+    /// Times steps with each of these numbers of tokens. Two-dimensional algorithms are timed only
+    /// if several nodes have several ranks each. Returns `None` if the experts cannot be spread
+    /// evenly.
     pub fn time(
         engine: &Engine,
         spec: &LayerSpec,
@@ -90,7 +92,7 @@ impl Steps {
         }))
     }
 
-    /// Each step beside what a machine with such links is predicted to take.
+    /// Compares each step with the prediction for a machine with such links.
     pub fn on(&self, machine: &Machine) -> Result<Vec<ByAllToAll>> {
         let mut list = Vec::new();
         for timed in &self.timed {
@@ -123,7 +125,7 @@ impl Steps {
     }
 }
 
-/// Each all-to-all algorithm in one chunk and in several, and chunks by ranks.
+/// Returns every algorithm with each overlap degree, then chunks by peers.
 fn strategies(algorithms: &[AllToAll]) -> Vec<Strategy> {
     let of = |all_to_all, overlap_degree, overlap_by| Strategy {
         all_to_all,
@@ -142,7 +144,8 @@ fn strategies(algorithms: &[AllToAll]) -> Vec<Strategy> {
     algorithms.iter().flat_map(each).chain(by_ranks).collect()
 }
 
-/// Seconds of a step with each strategy, all in turns: the lower quartile of the slowest rank's.
+/// Times a step with every strategy, in turns. Each time is the lower quartile of the slowest
+/// rank's times.
 fn by_strategy(
     layer: &mut MeshLayer,
     strategies: &[Strategy],
@@ -153,7 +156,8 @@ fn by_strategy(
     let mut own = vec![Vec::new(); strategies.len()];
     for round in 0..=ROUNDS {
         for turn in 0..strategies.len() {
-            // Whoever comes first finds other queues than those after.
+            // Rotate the order: the first strategy of a round finds other queues than those after
+            // it.
             let at = (round + turn) % strategies.len();
             layer.set_strategy(strategies[at])?;
             let seconds = step(layer, (input, &dy), world)?;
@@ -172,7 +176,7 @@ fn step(
     (input, dy): (&Input<'_>, &Tensor<'_>),
     world: &mut dyn Collectives,
 ) -> Result<f64> {
-    // Who comes late to the first meeting is awake at the second.
+    // A rank that arrives late at the first barrier is awake at the second.
     for _ in 0..2 {
         let meet = world.barrier(&Call::new("begin of a step"));
         let meet = meet.map_err(Failure::work)?;
@@ -184,7 +188,7 @@ fn step(
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Random tokens, others on every rank, so that they have other experts, too.
+/// Returns random tokens that differ from rank to rank, and so choose other experts.
 fn own_input(spec: &LayerSpec, tokens: usize, rank: usize) -> Input<'static> {
     let mut input = random::input(spec, tokens);
     let flips = |at: usize| (at ^ rank << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 63 == 1;
@@ -195,7 +199,7 @@ fn own_input(spec: &LayerSpec, tokens: usize, rank: usize) -> Input<'static> {
     input
 }
 
-/// Of each of a rank's times the largest of any rank; of these the lower quartile.
+/// Returns the lower quartile, over the steps, of the slowest rank's time.
 fn slowest(world: &mut dyn Collectives, own: &[f64]) -> Result<f64> {
     let bytes: Vec<u8> = own.iter().flat_map(|n| n.to_le_bytes()).collect();
     let all = world.gather_bytes(&bytes, &Call::new("times of steps"));

@@ -1,4 +1,4 @@
-//! `moesaic bench --ranks`: what ranks do at once, as a file that `moesaic plan` reads.
+//! `moesaic bench --ranks`: measures ranks that run at once, and writes a file for `moesaic plan`.
 
 use super::BenchArgs;
 use super::all_to_all::{ByAllToAll, Steps};
@@ -20,29 +20,29 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
-/// Ranks that are asked for: threads of this process, or a launcher's processes.
+/// The requested ranks: threads of this process, or a launcher's processes.
 enum Ranks {
     Threads(usize),
     Processes(World),
 }
 
-/// What every rank is told.
+/// The settings that every rank gets.
 struct Job<'j> {
     engine: &'j Engine,
     spec: &'j LayerSpec,
     machine: &'j Machine,
     tokens: usize,
-    /// Of steps by each all-to-all algorithm.
+    /// The numbers of tokens for steps by each all-to-all algorithm.
     all_tokens: &'j [usize],
     budget: Duration,
     /// Whether steps over all ranks are timed.
     steps: bool,
 }
 
-/// How often a machine that is not quiet is measured at most.
+/// The most measurements of a machine that is not quiet.
 const ATTEMPTS: usize = 3;
 
-/// What the first rank has in the end.
+/// The result, which the first rank has.
 struct Found {
     calibration: Calibration,
     exchanges: Vec<Compared>,
@@ -57,13 +57,13 @@ struct Attempt {
 }
 
 impl Found {
-    /// Number of steps that no factor of their all-to-all algorithm explains.
+    /// Returns the number of steps that no factor of their all-to-all algorithm explains.
     fn at_bound(&self) -> usize {
         let at_bound = |step: &&ByAllToAll| step.factor.is_at_bound();
         self.steps.iter().filter(at_bound).count()
     }
 
-    /// Refuses to write what would mislead `moesaic plan`.
+    /// Refuses to write measurements that would mislead `moesaic plan`.
     fn check_quiet(&self, path: &Path) -> Result {
         let Some(step) = self.steps.iter().find(|step| step.factor.is_at_bound()) else {
             return Ok(());
@@ -85,8 +85,8 @@ impl Found {
     }
 }
 
-/// An exchange, and how far off the figures of its level are for it: without factors, and
-/// with those of all others.
+/// An exchange, with the relative error of its level's figures: without factors, and predicted from
+/// all other exchanges.
 struct Compared {
     level: String,
     exchange: Exchanged,
@@ -94,7 +94,7 @@ struct Compared {
     others: f64,
 }
 
-/// What one rank's processor did: seconds, and the work that was done in them.
+/// The work of one rank's processor and the seconds that it took.
 #[derive(Clone, Copy, Default)]
 struct Rates {
     flops: f64,
@@ -104,7 +104,7 @@ struct Rates {
     launch: f64,
 }
 
-/// Measures, and writes the file.
+/// Measures the ranks and writes the file.
 pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
@@ -126,7 +126,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     if let Ranks::Processes(world) = &ranks {
         options = options.for_rank(&args.target, world);
     }
-    // Ranks are what runs at once: one thread each, unless more are asked for.
+    // The ranks run at once, so each gets one thread unless the user asks for more.
     options.threads = options.threads.or(Some(1));
     let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
     let tokens = args.tokens.iter().copied().max().unwrap_or_default();
@@ -171,7 +171,7 @@ impl BenchArgs {
 }
 
 impl Ranks {
-    /// On every rank; the first has the result.
+    /// Measures on every rank. The first rank gets the result.
     fn measure(&self, job: &Job<'_>) -> Result<Option<Found>> {
         let device = job.engine.device();
         let end = &collectives::Call::new("end of the bench");
@@ -279,7 +279,7 @@ impl Job<'_> {
         })
     }
 
-    /// Makes the file's figures of what was measured on so many ranks.
+    /// Turns the measurements of `ranks` ranks into the figures of the file.
     fn found(&self, ranks: usize, topology: &Topology, measured: Attempt) -> Result<Found> {
         let (levels, exchanges) = self.levels(topology, &measured.exchanges)?;
         let errors = exchanges.iter().map(|one| one.others.abs());
@@ -315,8 +315,8 @@ impl Job<'_> {
         })
     }
 
-    /// What launches of a training step take while all ranks run some: means, since a
-    /// processor that several ranks share is away from each of them some of the time.
+    /// Measures the launches of a training step while all ranks run some. Times are means, because
+    /// a processor that several ranks share is away from each of them part of the time.
     fn rates(&self, layer: &Layer, world: &mut dyn Collectives) -> Result<Rates> {
         let one = self.timed(layer, world, self.tokens.min(1))?;
         let launch = one.iter().map(|(_, seconds)| *seconds);
@@ -351,7 +351,7 @@ impl Job<'_> {
         })
     }
 
-    /// Work of each launch, whether it is a product, and its mean seconds.
+    /// Returns the work of each launch, whether it is a GEMM, and its mean seconds.
     fn timed(
         &self,
         layer: &Layer,
@@ -382,7 +382,7 @@ impl Job<'_> {
         Ok(sums)
     }
 
-    /// The levels that were measured, and their exchanges.
+    /// Fits the levels that were measured, and compares each with its exchanges.
     fn levels(
         &self,
         topology: &Topology,
@@ -512,14 +512,14 @@ fn text(found: &Found, path: &Path, console: &Console) -> String {
     text + &format!("\nwritten to {}\n", path.display())
 }
 
-/// Year, month and day, in UTC.
+/// Returns the current date in UTC.
 fn today() -> String {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let days = since.map_or(0, |since| since.as_secs() / 86_400) as i64;
     date(days)
 }
 
-/// The date so many days after 1970-01-01, by the rules of the Gregorian calendar.
+/// Returns the date `days` days after 1970-01-01, in the Gregorian calendar.
 fn date(mut days: i64) -> String {
     let leap = |year: i64| (year % 4 == 0 && year % 100 != 0) || year % 400 == 0;
     let mut year = 1970;

@@ -1,4 +1,4 @@
-//! Is what is timed also right?
+//! A check of the results before they are timed.
 
 use crate::failure::{Failure, Result};
 use crate::random;
@@ -10,10 +10,10 @@ use moesaic::{DType, Input, Layer, LayerSpec, Tensor, Tensors};
 
 const TOKENS: usize = 2;
 
-/// Runs two tokens; the largest error of `y` relative to its largest element.
+/// Runs two tokens, and returns the largest error of `y` relative to its largest element.
 ///
 /// # Errors
-/// When the result is wrong: there is no point in timing it then.
+/// Fails if the result is wrong, because timing a wrong layer has no point.
 pub fn check(layer: &Layer, weights: &Tensors<'_>) -> Result<f64> {
     let spec = layer.spec();
     let call = random::input(spec, TOKENS);
@@ -38,8 +38,8 @@ pub fn check(layer: &Layer, weights: &Tensors<'_>) -> Result<f64> {
     Ok(error)
 }
 
-/// Roundings of hidden rows, expert rows and output. Weights have none: the
-/// reference gets them as they are stored.
+/// Returns the allowed relative error: roundings of hidden rows, expert rows and output. Weights
+/// add none, because the reference gets them as they are stored.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F32 => 1e-4,
@@ -47,7 +47,7 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// The reference's `y`, with the random numbers of training if it trains.
+/// Returns the reference's `y`, with the random numbers of training if the layer trains.
 fn expected(spec: &LayerSpec, weights: &Tensors<'_>, call: &Input<'_>, trains: bool) -> Vec<f64> {
     let floats = |name| call.tensors.get(name).map(Tensor::to_f64);
     let ints = |name| call.tensors.get(name).and_then(|t| t.to_vec::<i32>());

@@ -1,4 +1,4 @@
-//! Tokens that are led to experts, so that routing is uniform or skewed as asked.
+//! Tokens that are steered to experts, so that routing is uniform or as skewed as requested.
 
 use crate::failure::{Failure, Result};
 use crate::random;
@@ -6,17 +6,17 @@ use moesaic::reference::Skew;
 use moesaic::spec::{RouterInput, RouterKind};
 use moesaic::{Input, Layer, LayerSpec, Tensor, Tensors};
 
-/// By how much the logits of experts that a token is led to are larger; the
-/// others are of the order of one.
+/// The amount that is added to the logits of a token's intended experts. The other logits are of
+/// the order of one.
 const LEAN: f32 = 8.0;
 
 const SEED: u64 = 5;
 
-/// A call whose tokens want experts as often as `skew` says. What the router
-/// makes of it (groups, capacity) is its own affair: see [`busiest`].
+/// Returns a call whose tokens want experts as often as `skew` says. Groups or a capacity may still
+/// change the routing: see [`busiest`].
 ///
 /// # Errors
-/// For a router whose choice tokens do not determine so simply.
+/// Fails for a router whose choices do not follow from tokens so simply.
 pub fn input(
     spec: &LayerSpec,
     weights: &Tensors<'_>,
@@ -46,7 +46,7 @@ pub fn input(
     Ok(input)
 }
 
-/// For each expert, what is added to a token so that its logit grows by
+/// Returns, for each expert, the vector to add to a token so that the expert's logit grows by
 /// [`LEAN`].
 fn directions(spec: &LayerSpec, weights: &Tensors<'_>) -> Vec<Vec<f32>> {
     let d = spec.shape.model_dim;
@@ -76,7 +76,7 @@ fn leaned(x: &Tensor<'_>, ids: &[i32], k: usize, directions: &[Vec<f32>]) -> Ten
     })
 }
 
-/// For each expert a row of the table that begins with it, or has it.
+/// Returns, for each expert, a row of the table that contains it.
 fn rows_of(table: &Tensor<'_>, experts: usize, k: usize) -> Vec<i32> {
     let mut rows = vec![0; experts];
     let ids = table.to_vec::<i32>().unwrap_or_default();
@@ -88,10 +88,10 @@ fn rows_of(table: &Tensor<'_>, experts: usize, k: usize) -> Vec<i32> {
     rows
 }
 
-/// Rows of the busiest expert over the mean, as the layer routes a call.
+/// Returns the rows of the busiest expert over the mean, as the layer routes a call.
 ///
 /// # Errors
-/// When a launch fails.
+/// Fails if a launch fails.
 pub fn busiest(layer: &Layer, input: &Input<'_>) -> Result<f64> {
     let output = layer.route(input, &["counts"])?;
     let counts: Vec<i64> = output

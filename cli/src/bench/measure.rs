@@ -7,60 +7,60 @@ use moesaic::Layer;
 use moesaic::plan::{Step, Work};
 use std::time::{Duration, Instant};
 
-/// One token count, timed.
+/// The times at one token count.
 pub struct Run {
     pub tokens: usize,
-    /// How often it ran.
+    /// The number of repetitions.
     pub repeats: usize,
-    /// A call from host memory to host memory, forward and backward in training.
+    /// The time of a call from host memory to host memory, forward and backward in training.
     pub call: Duration,
-    /// Each launch.
+    /// The times of the launches.
     pub launches: Vec<Launch>,
-    /// Beside uniform routing, where it is skewed.
+    /// The comparison with uniform routing, if the routing is skewed.
     pub against: Option<AgainstUniform>,
 }
 
-/// One launch, timed.
+/// The time of one launch.
 pub struct Launch {
     /// The symbol, or the kernel's name where several kernels have the symbol.
     pub label: String,
-    /// Index into the plan's kernels.
+    /// The index into the plan's kernels.
     pub kernel: usize,
-    /// Least arithmetic and traffic.
+    /// The least arithmetic and traffic.
     pub work: Work,
-    /// The median.
+    /// The median time.
     pub time: Duration,
 }
 
 impl Run {
-    /// All launches together.
+    /// Returns the time of all launches together.
     pub fn time(&self) -> Duration {
         self.launches.iter().map(|launch| launch.time).sum()
     }
 }
 
-/// How a run with skewed routing stands to one with uniform routing.
+/// The comparison of a run with skewed routing to one with uniform routing.
 pub struct AgainstUniform {
-    /// All launches on tokens that are led to all experts alike.
+    /// The time of all launches on tokens that are spread over all experts alike.
     pub uniform: Duration,
-    /// Time on those over time on the run's own, the median over pairs: 1 where
-    /// skew costs nothing.
+    /// The median, over pairs, of the uniform time over the run's own time: 1 if skew costs
+    /// nothing.
     pub ratio: f64,
-    /// Rows of the busiest expert over the mean: the run's, and the uniform.
+    /// The rows of the busiest expert over the mean, in the run and in the uniform run.
     pub busiest: [f64; 2],
 }
 
 /// The calls that are timed.
 pub struct Calls {
     pub own: Call,
-    /// Timed beside it.
+    /// The call with uniform routing, timed in turns with the run's own.
     pub uniform: Option<Call>,
 }
 
 const LEAST: usize = 3;
 const MOST: usize = 1000;
 
-/// Warms up, then repeats for about `budget`; every time is a median.
+/// Warms up, then repeats for about `budget`. Every time is a median.
 pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
     let tokens = calls.own.input.tokens;
     calls.own.run(layer)?;

@@ -25,7 +25,7 @@ use moesaic::{Engine, EngineOptions, Layer, Target, Tensors, Training};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Time a layer and hold it against the machine's limits
+/// Time a layer and compare it with the machine's limits
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -60,22 +60,22 @@ pub struct BenchArgs {
     /// The GPU whose published limits are used; with --ranks a machine of `moesaic plan`
     #[arg(long, value_name = "NAME")]
     machine: Option<String>,
-    /// Measure N ranks at once instead, which are threads of this process or what a launcher has
-    /// started: links, products and other kernels, for `moesaic plan --calibrate`
+    /// Measure N ranks at once instead, which are threads of this process or the processes of a
+    /// launcher: links, GEMMs and other kernels, for `moesaic plan --calibrate`
     #[arg(long, value_name = "N", requires = "calibration", conflicts_with_all = ["skew", "training"], value_parser = clap::value_parser!(u16).range(1..))]
     ranks: Option<u16>,
-    /// With --ranks: the file that is written
+    /// With --ranks: the file to write
     #[arg(long, value_name = "FILE", requires = "ranks")]
     calibration: Option<PathBuf>,
-    /// With --ranks: time no steps of the layer over all ranks, so that the file has no factors
-    /// of routes
+    /// With --ranks: do not time steps of the layer over all ranks; the file then has no factors of
+    /// all-to-all algorithms
     #[arg(long, requires = "ranks")]
     without_steps: bool,
-    /// Time forward as in training and backward
+    /// Time a training step: forward and backward
     #[arg(long)]
     training: bool,
-    /// Lead tokens to experts: uniform, or zipf:S, the n-th in rank by n^-S, which is also timed
-    /// beside uniform
+    /// Steer tokens to experts: uniform, or zipf:S, which picks the n-th in rank by n^-S and is
+    /// also timed against uniform
     #[arg(long, value_name = "SKEW")]
     skew: Option<Skew>,
     /// Print JSON
@@ -85,7 +85,7 @@ pub struct BenchArgs {
     store: StoreArgs,
 }
 
-/// Makes a layer of random weights, checks it, times it.
+/// Makes a layer of random weights, checks its results and times it.
 pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     if args.ranks.is_some() {
         return calibrate::execute(args, console);
@@ -132,12 +132,12 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     }
 }
 
-/// The time that a simulator takes says nothing about a GPU.
+/// Refuses simulators, because a simulator's time says nothing about a GPU.
 fn refuse_simulators(target: &str) -> Result {
     if target.split(':').next() != Some("sim") {
         return Ok(());
     }
-    // A name that is not known is worth saying first.
+    // An unknown name is the better error, so report it first.
     let target = crate::targets::resolve_one(target)?;
     Err(Failure::input(format!(
         "`{target}` is a simulator: it counts what kernels do, its times mean nothing"
@@ -156,7 +156,7 @@ impl BenchArgs {
         })
     }
 
-    /// Whether the options go with the target.
+    /// Refuses options that do not fit the target.
     fn fits(&self, asked: &Asked<'_>) -> Result {
         self.threads.check(asked)?;
         match &self.machine {

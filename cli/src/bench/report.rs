@@ -1,4 +1,4 @@
-//! What `bench` says.
+//! The output of `bench`.
 
 use super::measure::{AgainstUniform, Launch, Run};
 use crate::console::Palette;
@@ -15,15 +15,15 @@ pub struct Report<'a> {
     pub engine: &'a Engine,
     pub layer: &'a Layer,
     pub machine: Option<Machine>,
-    /// Of `y` against the reference.
+    /// The error of `y` against the reference.
     pub error: f64,
-    /// How tokens were led to experts, if they were.
+    /// The skew of the tokens, if one was requested.
     pub skew: Option<Skew>,
     pub runs: Vec<Run>,
 }
 
 impl Report<'_> {
-    /// For people.
+    /// Renders the report for people.
     pub fn text(&self, palette: &Palette) -> String {
         let title = format!("{} on {}", self.layer.spec().name, self.engine.target());
         let device = self.engine.device_info();
@@ -48,7 +48,7 @@ impl Report<'_> {
         text
     }
 
-    /// The numbers of tokens that tiles were measured for.
+    /// Returns the numbers of tokens for which tiles were measured.
     fn tuned(&self) -> impl Iterator<Item = usize> {
         self.layer.tilings().buckets().map(|(tokens, _)| tokens)
     }
@@ -141,7 +141,7 @@ impl Report<'_> {
             .sum()
     }
 
-    /// For scripts.
+    /// Returns the report as JSON, for scripts.
     pub fn json(&self) -> Value {
         let device = self.engine.device_info();
         json!({

@@ -1,4 +1,4 @@
-//! What a simulator counts while it runs the layer once on random tokens.
+//! Counts of a simulator from one run of the layer on random tokens.
 
 use super::model::Inspection;
 use crate::failure::{Failure, Result};
@@ -11,7 +11,8 @@ use moesaic::{Engine, EngineOptions, LayerSpec, RngKey, Store, Target, Training}
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Columns; those of numbers begin with `>`. Sectors are of what lies before.
+/// Titles of the columns. A title that begins with `>` marks a column of numbers. Sectors per
+/// request refer to the column before.
 pub const TITLES: [&str; 11] = [
     "KERNEL",
     ">BLOCKS",
@@ -26,27 +27,28 @@ pub const TITLES: [&str; 11] = [
     ">MATRIX FLOP",
 ];
 
-/// One run.
+/// The counts of one run.
 pub struct Counted {
     /// The simulator.
     pub target: Target,
-    /// Tokens of the call.
+    /// The number of tokens of the call.
     pub tokens: usize,
-    /// One per symbol, in the order of first launches.
+    /// The counts of each symbol, in the order of first launches.
     pub kernels: Vec<Kernel>,
 }
 
-/// What was counted of the launches of a symbol.
+/// The counts of all launches of a symbol.
 pub struct Kernel {
-    /// The launch's, if it is one: kernels for few tokens and for many have one symbol, and
-    /// those of one kind have no blocks. Else the symbol.
+    /// The name of the launch, if only one launch of the symbol has blocks, and otherwise the
+    /// symbol. Kernels for few tokens and for many share a symbol, and one of the two has no
+    /// blocks.
     pub name: String,
-    /// By symbol.
+    /// The counters of the symbol.
     pub counters: KernelCounters,
 }
 
 impl Counted {
-    /// Runs `tokens` random tokens on `simulator`, backward too where it trains.
+    /// Runs `tokens` random tokens on `simulator`, and also runs backward if the layer trains.
     pub fn run(
         spec: &LayerSpec,
         training: Option<Training>,
@@ -86,7 +88,7 @@ impl Counted {
         })
     }
 
-    /// Those of the launches that were asked for, by their names.
+    /// Keeps the counts of the requested launches, and names the kernels after these launches.
     #[must_use]
     pub fn of(mut self, inspection: &Inspection) -> Counted {
         self.kernels
@@ -99,19 +101,19 @@ impl Counted {
         self
     }
 
-    /// The heading of the table.
+    /// Returns the heading of the table.
     pub fn title(&self) -> String {
         format!("counted on {} at {} tokens", self.target, self.tokens)
     }
 
-    /// One row per kernel.
+    /// Returns a table with one row per kernel.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&TITLES);
         self.rows().into_iter().for_each(|row| table.row(row));
         table
     }
 
-    /// The cells under [`TITLES`]; `-` for what this simulator cannot know.
+    /// Returns the cells under [`TITLES`], with `-` for counts that this simulator cannot know.
     pub fn rows(&self) -> Vec<[String; TITLES.len()]> {
         let seen = if self.sees_warps() {
             seen_by_warps
@@ -123,13 +125,13 @@ impl Counted {
             .collect()
     }
 
-    /// Whether the simulator runs whole warps. The one for AMD runs threads as
-    /// host code: of a request it sees the bytes, not the lanes that share it.
+    /// Returns whether the simulator runs whole warps. AMD's runs threads as host code: it sees the
+    /// bytes of a request, but not the lanes that share it.
     fn sees_warps(&self) -> bool {
         !matches!(self.target, Target::Sim(SimArch::Rocm(_)))
     }
 
-    /// For scripts.
+    /// Returns the counts as JSON, for scripts.
     pub fn json(&self) -> Value {
         json!({
             "target": self.target.to_string(),
@@ -138,7 +140,7 @@ impl Counted {
         })
     }
 
-    /// The counters; null for what this simulator cannot know.
+    /// Returns the counters as JSON, with null for counts that this simulator cannot know.
     fn kernel_json(&self, kernel: &Kernel) -> Value {
         let mut json = json!(kernel.counters);
         json["kernel"] = json!(kernel.name);
@@ -152,7 +154,7 @@ impl Counted {
     }
 }
 
-/// What the simulator that runs threads leaves at 0.
+/// JSON pointers of the counters that a simulator of single threads leaves at 0.
 const UNKNOWN_TO_THREADS: [&str; 15] = [
     "/instructions/integer",
     "/instructions/float",
@@ -205,7 +207,7 @@ fn seen_by_threads(name: &str, kernel: &KernelCounters) -> [String; TITLES.len()
     ]
 }
 
-/// Sectors per request; `-` without a request.
+/// Returns the sectors per request, or `-` if there was no request.
 fn sectors(counts: &GlobalCounts) -> String {
     match counts.requests {
         0 => "-".to_string(),
@@ -213,7 +215,7 @@ fn sectors(counts: &GlobalCounts) -> String {
     }
 }
 
-/// The simulator of a target that counts.
+/// Returns the simulator of a target, if it counts.
 pub fn simulator(target: Target) -> Result<Target> {
     let simulator = match target {
         Target::Sim(_) => Some(target),
@@ -223,7 +225,7 @@ pub fn simulator(target: Target) -> Result<Target> {
     counting.ok_or_else(|| no_simulator(target))
 }
 
-/// Those of GPUs; the emulator of CPUs runs instructions and counts none.
+/// Returns whether a simulator counts. Those of GPUs do; the CPU emulator only runs instructions.
 fn counts(simulator: Target) -> bool {
     simulator.hardware().backend() != "cpu"
 }

@@ -1,4 +1,4 @@
-//! An inspection for scripts.
+//! An inspection as JSON, for scripts.
 
 use super::counted::Counted;
 use super::model::{At, Inspection, Kernel, Launch};
@@ -6,7 +6,7 @@ use crate::machine::Machine;
 use moesaic::plan::Step;
 use serde_json::{Value, json};
 
-/// One document.
+/// Returns the inspection as one JSON document.
 pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> Value {
     let kernels = inspection.kernels.iter().enumerate();
     let kernels: Vec<Value> = kernels
@@ -32,7 +32,7 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> Value {
     })
 }
 
-/// The launches of an evaluation by a layer that trains.
+/// Lists the launches of an evaluation by a layer that trains.
 fn evaluation(inspection: &Inspection) -> Vec<Value> {
     let plan = &inspection.plan;
     let one = |step: &Step| {
@@ -51,7 +51,7 @@ fn tensors(inspection: &Inspection) -> Vec<Value> {
     inspection.plan.tensors.iter().map(one).collect()
 }
 
-/// A machine's limits.
+/// Returns a machine's limits as JSON.
 pub fn machine(machine: &Machine) -> Value {
     json!({
         "name": machine.name,

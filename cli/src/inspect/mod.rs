@@ -67,13 +67,13 @@ pub struct InspectArgs {
     simulate: Option<u32>,
     #[command(flatten)]
     training: TrainingArgs,
-    /// Show what a rank does instead, where ranks share the layer so: launches and exchanges, and the
-    /// bytes that it sends to other ranks of its node and to other nodes
+    /// Show one rank of this mesh instead: its launches and exchanges, and the bytes that it sends
+    /// to other ranks of its node and to other nodes
     #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "html", "machine"])]
     mesh: Option<Parallel>,
     #[command(flatten)]
     rank: OneRankArgs,
-    /// Ranks of a node, one node's after the other's; all ranks are on one node if not given
+    /// Ranks per node, numbered node by node; all ranks are on one node if not given
     #[arg(long, value_name = "N", requires = "mesh", value_parser = clap::value_parser!(u16).range(1..))]
     per_node: Option<u16>,
     #[command(flatten)]
@@ -94,7 +94,7 @@ pub struct InspectArgs {
     store: StoreArgs,
 }
 
-/// Plans, emits, compiles, and shows.
+/// Plans, emits and compiles the layer, and shows the result.
 pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     if let Some(page) = &args.html {
         check_output("--html", page)?;
@@ -157,7 +157,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
 }
 
 impl InspectArgs {
-    /// What a rank does.
+    /// Shows the steps of one rank.
     fn of_rank(
         &self,
         spec: &LayerSpec,
@@ -253,7 +253,7 @@ fn disassembly(inspection: &Inspection) -> Result<Vec<String>> {
     inspection.kernels.iter().map(one).collect()
 }
 
-/// Kernels that do not compile are shown first and counted last.
+/// Returns a failure that counts the kernels that did not compile, after they were shown.
 fn failures(inspection: &Inspection) -> Result {
     let failed: Vec<&str> = inspection
         .kernels

@@ -1,4 +1,4 @@
-//! Everything an inspection shows, as data.
+//! The data that an inspection shows.
 
 use super::counted::Counted;
 use crate::failure::{Failure, Result};
@@ -17,7 +17,7 @@ use moesaic::{
 };
 use std::sync::Arc;
 
-/// What is asked for.
+/// The request for an inspection.
 pub struct Request<'a> {
     pub spec: &'a LayerSpec,
     pub target: Target,
@@ -28,62 +28,62 @@ pub struct Request<'a> {
     pub store: Arc<Store>,
 }
 
-/// A layer on a target.
+/// The inspection of a layer on a target.
 pub struct Inspection {
     pub target: Target,
-    /// Without sizes of a tuning.
+    /// The plan with the default tile sizes, without a tuning.
     pub plan: LayerPlan,
     pub tokens: Vec<u64>,
     pub machine: Option<Machine>,
-    /// Those of the plan, then those that numbers of tokens have instead.
+    /// The kernels of the plan, then those that a tuning uses instead for some numbers of tokens.
     pub kernels: Vec<Kernel>,
     pub launches: Vec<Launch>,
-    /// Why nothing was compiled.
+    /// The reason why nothing was compiled.
     pub trouble: Option<String>,
-    /// What was measured to be best here, if it was.
+    /// The cached tuning of the layer for this machine.
     pub tuned: Option<Tuned>,
-    /// What a simulator counted, when it was asked to.
+    /// The counts of a simulator, if they were requested.
     pub counted: Option<Counted>,
 }
 
-/// A kernel source and what its binary says.
+/// A kernel's source and the facts of its binary.
 pub struct Kernel {
-    /// Index into the plan's kernels.
+    /// The index into the plan's kernels.
     pub of: usize,
-    /// The measured numbers of tokens that it is for; none: all that have no
-    /// other.
+    /// The measured numbers of tokens that the kernel is for; empty for a kernel that serves all
+    /// other numbers.
     pub tokens: Vec<usize>,
     pub source: KernelSource,
-    /// Absent when it was not compiled.
+    /// The binary; `None` if it was not compiled.
     pub artifact: Option<Artifact>,
-    /// Whether the cache had it.
+    /// Whether the binary came from the cache.
     pub cached: bool,
-    /// Why it does not compile.
+    /// The reason why the kernel does not compile.
     pub problem: Option<String>,
 }
 
-/// A launch of the forward pass.
+/// A launch of a pass.
 pub struct Launch {
-    /// Its place in the pass, from one.
+    /// The position in the pass, from one.
     pub number: usize,
-    /// Index into the inspection's kernels.
+    /// The index into the inspection's kernels.
     pub kernel: usize,
-    /// The symbol, or the kernel's name where several kernels have the symbol.
+    /// The symbol, or the kernel's name if several kernels share the symbol.
     pub label: String,
     pub step: Step,
-    /// What it launches.
+    /// The entry that is launched.
     pub entry: EntryId,
-    /// At each token count asked for.
+    /// The work at each requested token count.
     pub at: Vec<At>,
 }
 
-/// A launch at a token count.
+/// A launch at one token count.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     pub tokens: u64,
     pub grid: [u64; 2],
     pub work: Work,
-    /// The roofline on the machine, if the limits of the machine are known.
+    /// The roofline, if the machine's limits are known.
     pub roofline: Option<Roofline>,
 }
 
@@ -91,14 +91,14 @@ pub struct At {
 #[derive(Clone, Copy, Debug)]
 pub struct Roofline {
     pub seconds: f64,
-    /// Arithmetic is what takes it, not memory.
+    /// Whether arithmetic takes this time, and not memory.
     pub compute_bound: bool,
-    /// The arithmetic rate it was held against, in FLOP/s.
+    /// The arithmetic rate of the roofline, in FLOP/s.
     pub flops: f64,
 }
 
 impl Inspection {
-    /// Plans, emits and compiles.
+    /// Plans, emits and compiles the layer.
     pub fn new(request: Request<'_>) -> Result<Inspection> {
         let (tilings, tuned) = tilings(&request)?;
         let chosen = choose(&tilings.first().kernels, request.kernel)?;
@@ -117,8 +117,7 @@ impl Inspection {
         })
     }
 
-    /// Each launch with its kernel, and with those that numbers of tokens have
-    /// instead.
+    /// Returns each launch with its kernel, and with the kernels that a tuning uses instead.
     pub fn launched(&self) -> impl Iterator<Item = (&Launch, &Kernel)> {
         let own = |launch: &Launch, kernel: &&Kernel| kernel.of == launch.entry.kernel;
         let each = self.launches.iter();
@@ -131,12 +130,13 @@ impl Inspection {
         })
     }
 
-    /// Whether a launch of this symbol is among those asked for.
+    /// Returns whether a launch of this symbol was requested.
     pub fn shows(&self, symbol: &str) -> bool {
         self.launches.iter().any(|l| self.entry(l).symbol == symbol)
     }
 
-    /// The launch of this symbol that has blocks in a call of so many tokens, if it is one.
+    /// Returns the launch of this symbol that has blocks in a call of `tokens` tokens, if it is the
+    /// only one.
     pub fn only(&self, symbol: &str, tokens: u64) -> Option<&Launch> {
         let has_blocks = |launch: &&Launch| {
             let entry = self.entry(launch);
@@ -146,31 +146,31 @@ impl Inspection {
         launches.next().filter(|_| launches.next().is_none())
     }
 
-    /// The entry of a launch.
+    /// Returns the entry of a launch.
     pub fn entry(&self, launch: &Launch) -> &Entry {
         &self.plan[launch.entry]
     }
 }
 
 impl Kernel {
-    /// What the binary says about a launch's entry.
+    /// Returns the facts that the binary reports about a launch's entry.
     pub fn report(&self, launch: &Launch) -> Option<&KernelReport> {
         let artifact = self.artifact.as_ref()?;
         artifact.report.kernel(&self.entry(launch).symbol)
     }
 
-    /// The entry of a launch.
+    /// Returns the entry of a launch.
     pub fn entry(&self, launch: &Launch) -> &Entry {
         &self.source.entries[launch.entry.entry]
     }
 
-    /// Its name in links.
+    /// Returns the kernel's name in links.
     pub fn anchor(&self) -> String {
         let tokens = self.tokens.iter().map(|tokens| format!("-{tokens}"));
         format!("kernel-{}{}", self.source.name, tokens.collect::<String>())
     }
 
-    /// A name of its or a launch's, and the numbers of tokens that it is for.
+    /// Returns `name` with the numbers of tokens that the kernel is for.
     pub fn label(&self, name: &str) -> String {
         let tokens: Vec<String> = self.tokens.iter().map(usize::to_string).collect();
         if tokens.is_empty() {
@@ -181,7 +181,7 @@ impl Kernel {
     }
 }
 
-/// The plans that an engine of this machine would make.
+/// Returns the plans that an engine on this machine would make.
 fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
     let plan = plan(request.spec, request.target, &request.options);
     let plan = plan.map_err(EngineError::from)?;
@@ -200,7 +200,7 @@ fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
     })
 }
 
-/// Indices of the kernels that a stem or name asks for.
+/// Returns the indices of the kernels that match a stem or name.
 fn choose(kernels: &[KernelPlan], wanted: Option<&str>) -> Result<Vec<usize>> {
     let Some(wanted) = wanted else {
         return Ok((0..kernels.len()).collect());
@@ -215,7 +215,7 @@ fn choose(kernels: &[KernelPlan], wanted: Option<&str>) -> Result<Vec<usize>> {
     }
 }
 
-/// None of the kernels of these names was meant.
+/// Returns the failure for a name that matches no kernel.
 pub fn unknown_kernel(names: &[&str], wanted: &str) -> Failure {
     let message = format!(
         "the layer has no kernel `{wanted}`\nits kernels: {}",
@@ -230,8 +230,8 @@ pub fn unknown_kernel(names: &[&str], wanted: &str) -> Failure {
     }
 }
 
-/// The chosen kernels of the first plan, then those that other plans have
-/// instead, and why nothing was compiled.
+/// Returns the chosen kernels of the first plan, then those that other plans use instead, and the
+/// reason why nothing was compiled.
 fn kernels(
     request: &Request<'_>,
     tilings: &Tilings,
@@ -255,14 +255,14 @@ fn kernels(
     Ok((kernels, trouble))
 }
 
-/// The measured numbers of tokens that a plan other than the first is for.
+/// Returns the measured numbers of tokens for which a plan replaces the first one.
 fn tokens_of(tilings: &Tilings, plan: &LayerPlan) -> Vec<usize> {
     let buckets = tilings.buckets().filter(|_| plan != tilings.first());
     let own = buckets.filter(|(_, other)| *other == plan);
     own.map(|(tokens, _)| tokens).collect()
 }
 
-/// Every kernel, compiled where that is possible.
+/// Returns every kernel of a plan, compiled if that is possible.
 fn compile(request: &Request<'_>, plan: &LayerPlan) -> Result<(Vec<Kernel>, Option<String>)> {
     let sources = &emit_layer(plan).map_err(EngineError::from)?;
     let compilers = Compilers::new(Some(request.store.clone()));
@@ -365,8 +365,8 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
     }
 }
 
-/// The element type whose rate bounds a kernel: that of the expert weights
-/// for their products, f32 for everything else.
+/// Returns the element type whose rate bounds a kernel: the type of the expert weights for the
+/// kernels that multiply them, f32 for all others.
 pub fn arithmetic(kernel: &KernelPlan, spec: &LayerSpec) -> DType {
     match kernel.op.gemm() {
         Some(_) => spec.precision.weights,

@@ -1,4 +1,4 @@
-//! What a rank does and sends.
+//! The steps of one rank and the bytes it sends.
 
 use super::model::unknown_kernel;
 use crate::console::Palette;
@@ -15,14 +15,14 @@ use moesaic::{Compilers, Store, Target};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// A kernel of a rank that is shown.
+/// A kernel of a rank to show.
 pub struct Shown {
     kernel: OfRank,
-    /// Its machine code, where that was asked for.
+    /// The machine code, if it was requested.
     asm: Option<String>,
 }
 
-/// The kernels that a stem or name asks for, or that of an entry, as steps name it.
+/// Returns the kernels that match a stem, a name or the name of an entry in the steps.
 pub fn chosen(all: Vec<OfRank>, wanted: Option<&str>) -> Result<Vec<Shown>> {
     let names: Vec<String> = all.iter().map(|one| one.source.name.clone()).collect();
     let fits = |one: &OfRank| wanted.is_none_or(|wanted| is_called(&one.source, wanted));
@@ -44,7 +44,7 @@ fn is_called(source: &KernelSource, wanted: &str) -> bool {
         || entries.any(|entry| entry.symbol == wanted)
 }
 
-/// Compiles kernels and reads their machine code.
+/// Compiles the kernels and disassembles their binaries.
 pub fn disassemble(kernels: &mut [Shown], target: Target, store: &Arc<Store>) -> Result {
     let compiler = Compilers::new(Some(store.clone())).get(target);
     let compiler = compiler.map_err(|error| Failure::from(&error))?;
@@ -56,7 +56,7 @@ pub fn disassemble(kernels: &mut [Shown], target: Target, store: &Arc<Store>) ->
     Ok(())
 }
 
-/// Kernels for people: their source, their machine code, or how to see them.
+/// Renders kernels for people: their source, their machine code, or a hint on how to see them.
 pub fn listing(kernels: &[Shown], source: bool, palette: &Palette) -> String {
     let mut text = String::new();
     for shown in kernels {
@@ -77,7 +77,7 @@ pub fn listing(kernels: &[Shown], source: bool, palette: &Palette) -> String {
     text
 }
 
-/// The passes that a plan has.
+/// Returns the passes of a plan.
 fn passes(plan: &RankPlan) -> Vec<(&'static str, &[RankStep])> {
     let all = [
         ("forward", &*plan.steps),
@@ -89,7 +89,7 @@ fn passes(plan: &RankPlan) -> Vec<(&'static str, &[RankStep])> {
         .collect()
 }
 
-/// The steps of each pass, and the bytes of each for some numbers of tokens a rank.
+/// Renders the steps of each pass, with the bytes of each step at some numbers of tokens per rank.
 pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette) -> String {
     let mesh = plan.mesh;
     let mut text = format!(
@@ -125,7 +125,7 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
     text + &table.render(palette)
 }
 
-/// The rank's experts: a range, or in their order.
+/// Describes the rank's experts as a range, or as a list if they are out of order.
 fn experts(plan: &RankPlan) -> String {
     let own = plan.own_experts();
     if own.is_sorted_by(|a, b| a + 1 == *b) {
@@ -164,7 +164,7 @@ fn adaptive_r(plan: &RankPlan) -> String {
     }
 }
 
-/// For scripts.
+/// Returns the rank's plan as JSON, for scripts.
 pub fn json(plan: &RankPlan, kernels: &[Shown], tokens: &[u64], per_node: usize) -> Value {
     let bytes =
         |sent: Sent| json!({ "here": sent.here, "node": sent.node, "network": sent.network });

@@ -12,7 +12,7 @@ use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
 use moesaic::target::KernelReport;
 use std::iter;
 
-/// Every table.
+/// Renders every table.
 pub fn render(inspection: &Inspection, palette: &Palette) -> String {
     let title = format!("{} on {}", inspection.plan.spec.name, inspection.target);
     let counted = inspection.counted.as_ref();
@@ -40,7 +40,7 @@ fn indent(lines: &[String]) -> String {
     lines.iter().map(|line| format!("  {line}\n")).collect()
 }
 
-/// The layer in a few lines.
+/// Describes the layer in a few lines.
 pub fn summary(inspection: &Inspection) -> Vec<String> {
     let (spec, plan) = (&inspection.plan.spec, &inspection.plan);
     let weights = plan
@@ -63,7 +63,7 @@ pub fn summary(inspection: &Inspection) -> Vec<String> {
     lines
 }
 
-/// How many there are, and of a layer that trains how many to evaluate.
+/// Describes the number of launches, and for a layer that trains also the number to evaluate.
 fn launches(plan: &LayerPlan) -> String {
     let all = plan.all_steps().count();
     let all = units::count(all, "launch").replace("launchs", "launches");
@@ -73,7 +73,7 @@ fn launches(plan: &LayerPlan) -> String {
     }
 }
 
-/// What a tuning changes, for each number of tokens that was measured.
+/// Describes the sizes that a tuning changes, for each measured number of tokens.
 fn tuned(tuned: &Tuned) -> Vec<String> {
     let threads = units::count(tuned.machine.threads as usize, "thread");
     let title = format!("tuned for {threads} of {}", tuned.machine.name);
@@ -109,7 +109,7 @@ fn shape(spec: &LayerSpec) -> String {
     )
 }
 
-/// The router and the capacity in words.
+/// Describes the router and the capacity.
 pub fn router(spec: &LayerSpec) -> String {
     let kind = match spec.router.kind {
         RouterKind::Linear => "linear",
@@ -170,12 +170,12 @@ fn plan(inspection: &Inspection) -> Table {
 }
 
 impl Inspection {
-    /// Tensors a launch writes.
+    /// Returns the tensors that a launch writes.
     pub fn writes<'s>(&'s self, launch: &'s Launch) -> Vec<&'s str> {
         self.bound(launch, |access| access != Access::Read)
     }
 
-    /// Tensors a launch reads.
+    /// Returns the tensors that a launch reads.
     pub fn reads<'s>(&'s self, launch: &'s Launch) -> Vec<&'s str> {
         self.bound(launch, |access| access != Access::Write)
     }
@@ -186,7 +186,7 @@ impl Inspection {
         bound.map(|(tensor, _)| &*self.plan[tensor].name).collect()
     }
 
-    /// `y [T, 64]`.
+    /// Returns a tensor's name and shape, such as `y [T, 64]`.
     pub fn shaped(&self, name: &str) -> String {
         let Some(tensor) = self.plan.tensor(name) else {
             return name.to_string();
@@ -230,7 +230,7 @@ fn kernels(inspection: &Inspection) -> Table {
     table.without_blanks()
 }
 
-/// One word for who provides a tensor.
+/// Returns one word for the provider of a tensor.
 pub fn role_name(role: Role) -> &'static str {
     match role {
         Role::Input => "input",
@@ -244,7 +244,7 @@ pub fn role_name(role: Role) -> &'static str {
     }
 }
 
-/// Registers per thread; for AMD vector and scalar ones.
+/// Returns the registers per thread; for AMD vector and scalar registers.
 pub fn registers(report: Option<&KernelReport>) -> String {
     let Some(registers) = report.and_then(|r| r.registers) else {
         return "-".to_string();
@@ -255,8 +255,8 @@ pub fn registers(report: Option<&KernelReport>) -> String {
     }
 }
 
-/// Bytes that are spilled to memory; for AMD also scalar registers that are spilled to lanes of
-/// vector registers.
+/// Returns the bytes that are spilled to memory; for AMD also the scalar registers that are spilled
+/// to lanes of vector registers.
 pub fn spills(report: Option<&KernelReport>) -> String {
     let bytes = report.and_then(|r| r.spill_bytes);
     let bytes = bytes.map_or("-".to_string(), |bytes| bytes.to_string());
@@ -266,7 +266,7 @@ pub fn spills(report: Option<&KernelReport>) -> String {
     }
 }
 
-/// How long the compiler took.
+/// Returns the time that the compiler took.
 pub fn compile_time(kernel: &Kernel) -> String {
     let artifact = kernel.artifact.as_ref();
     artifact.map_or("-".to_string(), |a| {
@@ -313,13 +313,14 @@ fn geometry(inspection: &Inspection) -> Table {
     table
 }
 
-/// `ceil(T/16) x 4`, or one dimension where the other is one.
+/// Returns the grid as a formula such as `ceil(T/16) x 4`, or as its only dimension if the other is
+/// one.
 pub fn grid_formula(launch: &moesaic::kernel::Launch) -> String {
     let [x, y] = launch.grid.each_ref().map(ToString::to_string);
     if y == "1" { x } else { format!("{x} x {y}") }
 }
 
-/// `256 x 4`.
+/// Returns the grid at one token count, such as `256 x 4`.
 pub fn grid(at: &At) -> String {
     match at.grid {
         [x, 1] => x.to_string(),
@@ -335,7 +336,7 @@ fn roofline_title(inspection: &Inspection) -> String {
     format!("roofline on {}", roofs(machine))
 }
 
-/// The machine and its limits in one line.
+/// Describes a machine and its limits in one line.
 pub fn roofs(machine: &crate::machine::Machine) -> String {
     let half = machine.half().map_or(String::new(), |(rate, name)| {
         format!(", {} {name}", units::flop_rate(rate))
@@ -393,7 +394,7 @@ fn roofline_row(symbol: &str, at: &At) -> Vec<Cell> {
     ]
 }
 
-/// What bounds a launch.
+/// Returns the limit that bounds a launch.
 pub fn bound(at: &At) -> &'static str {
     match at.roofline {
         None => "-",
@@ -403,7 +404,7 @@ pub fn bound(at: &At) -> &'static str {
     }
 }
 
-/// Operations per byte.
+/// Returns the arithmetic intensity, in operations per byte.
 pub fn intensity(work: &moesaic::plan::Work) -> f64 {
     if work.bytes > 0.0 {
         work.flops / work.bytes

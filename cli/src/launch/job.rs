@@ -1,4 +1,4 @@
-//! The launcher's side of a job: one loop over everything that ranks say.
+//! The launcher's side of a job: one loop over all messages from the ranks.
 
 use super::job_dir::{JobDir, Pipe};
 use super::lines::{Line, Queue};
@@ -154,14 +154,14 @@ impl Job {
                     failed = failed.or((ended.code != 0).then_some(ended.code));
                 }
             }
-            // Whatever ranks have said is in the pipes when the process is gone.
+            // The output of a process that has ended is complete in its pipes, so read them now.
             self.read();
             if let Some(code) = failed {
                 self.finish(code);
             }
             self.write();
             if self.out.closed && self.outcome.is_none() {
-                // Nobody reads any more: no failure, as with every command.
+                // The reader of the output has gone. As with every command this is no failure.
                 self.finish(0);
             }
             if self.limit.is_some_and(|limit| Instant::now() > limit) {
@@ -208,10 +208,11 @@ impl Job {
             return;
         }
         if self.limit.is_some() {
-            // Asked twice: at once.
+            // The second request to end kills at once.
             self.limit = Some(Instant::now());
         }
-        // What `mpiexec` says of ranks that end now is no failure of its own.
+        // From now on `mpiexec` reports ranks that the launcher ends, which is no failure of its
+        // own.
         self.known |= self.outcome.is_none();
         self.finish(128 + signal as u8);
     }
@@ -262,7 +263,7 @@ impl Job {
         if count > 0 {
             return;
         }
-        // Before a rank has opened its end of a pipe, there is nothing either.
+        // A pipe also reads as ended before its rank has opened it, so these stay open.
         match source.origin {
             Origin::Rank(rank, _) if self.ranks[rank] == Rank::Awaited && !gone => return,
             Origin::Rank(_, Pipe::Out) => source.line.end(&source.prefix, &mut self.out),
@@ -273,8 +274,8 @@ impl Job {
         source.file = None;
     }
 
-    /// Handles status lines of a rank. Each arrives whole, because a rank writes less at a time than
-    /// a pipe takes in one piece.
+    /// Handles status lines of a rank. Each arrives whole, because a rank writes it at once and it
+    /// is shorter than the size up to which a pipe writes atomically.
     fn heard(&mut self, rank: usize, bytes: &[u8]) {
         for line in String::from_utf8_lossy(bytes).lines() {
             let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
@@ -330,7 +331,8 @@ impl Job {
     }
 
     fn write(&mut self) {
-        // Both may be the same terminal, so a line is finished first.
+        // Both streams may be the same terminal, so finish a line on one before writing to the
+        // other.
         let (out, err) = (self.out.inside_line(), self.err.inside_line());
         if !err && ready(&self.out, io::stdout().as_raw_fd()) {
             self.out.write(&mut io::stdout().lock());

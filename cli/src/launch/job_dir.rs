@@ -14,7 +14,7 @@ use std::time::Duration;
 pub enum Pipe {
     Out,
     Err,
-    /// Reports of the program's fate: `started`, `ended CODE` or `failed CODE WORDS`, a line each.
+    /// Reports on the program: `started`, `ended CODE` or `failed CODE WORDS`, one line each.
     Status,
 }
 
@@ -86,8 +86,8 @@ impl JobDir {
         self.0.join(format!("{rank}.{name}"))
     }
 
-    /// Returns the path of the liveness pipe. The launcher alone holds it open for writing, so ranks
-    /// read the end of the file when the launcher ends in any way or closes it to end them.
+    /// Returns the path of the liveness pipe. The launcher alone holds it open for writing, so
+    /// ranks read the end of the file when the launcher ends in any way or closes it to end them.
     fn liveness_pipe(&self) -> PathBuf {
         self.0.join("alive")
     }

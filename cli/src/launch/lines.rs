@@ -1,8 +1,8 @@
-//! Output of many ranks, whole line by whole line.
+//! Output of many ranks, merged line by line.
 
 use std::io::Write;
 
-/// A line that is longer goes out in parts.
+/// Length in bytes from which a line goes out in parts.
 const LONGEST: usize = 64 << 10;
 /// Bytes that a ready pipe takes without blocking its writer: POSIX `PIPE_BUF` on Linux.
 const AT_ONCE: usize = 4096;
@@ -37,13 +37,13 @@ impl Line {
     }
 }
 
-/// Lines on their way to one of this process's streams.
+/// Lines waiting to be written to one of this process's streams.
 #[derive(Default)]
 pub struct Queue {
     bytes: Vec<u8>,
-    /// Bytes at the front that are written already.
+    /// Number of bytes at the front that are already written.
     written: usize,
-    /// Whether nobody reads any more.
+    /// Whether the reader of the stream has gone.
     pub closed: bool,
 }
 
@@ -55,7 +55,7 @@ impl Queue {
         }
     }
 
-    /// Adds a line of this program's own.
+    /// Adds a line from the launcher itself.
     pub fn say(&mut self, text: &str) {
         self.push(text.as_bytes(), b"\n");
     }
@@ -73,11 +73,11 @@ impl Queue {
         self.written > 0 && self.bytes[self.written - 1] != b'\n'
     }
 
-    /// Writes what the stream takes without waiting: it is known to be ready.
+    /// Writes as much as the stream takes without blocking. The caller knows that it is ready.
     pub fn write(&mut self, stream: &mut dyn Write) {
         let end = self.bytes.len().min(self.written + AT_ONCE);
         let piece = &self.bytes[self.written..end];
-        // Whole lines, unless one is longer than that.
+        // Write whole lines only, unless a single line is longer than the limit.
         let lines = piece.iter().rposition(|byte| *byte == b'\n');
         let piece = &piece[..lines.map_or(piece.len(), |last| last + 1)];
         match stream.write(piece).and_then(|n| stream.flush().map(|()| n)) {

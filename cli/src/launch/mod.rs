@@ -40,22 +40,22 @@ Ranks find each other by MPI, if there is one (`moesaic toolchain install mpi`),
 variables. The first rank that fails ends the others, and gives the exit code. On clusters, start
 programs by mpirun or srun.")]
 pub struct LaunchArgs {
-    /// How many ranks
+    /// Number of ranks
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
     ranks: u16,
-    /// Whether ranks are an MPI world, started by its mpiexec
+    /// Start the ranks as an MPI world, with MPI's mpiexec
     #[arg(long, value_name = "WHEN", default_value = "auto")]
     mpi: Choice,
-    /// As root, let Open MPI start the ranks, which it refuses otherwise; for containers
+    /// As root, allow Open MPI to start the ranks, which it otherwise refuses; for containers
     #[arg(long)]
     allow_run_as_root: bool,
-    /// What a rank's threads are bound to
+    /// Processors that a rank's threads are bound to
     #[arg(long, value_name = "TO", default_value = "numa")]
     bind: Bind,
-    /// Leave out the rank before each line of output
+    /// Print lines of output without their rank
     #[arg(long)]
     no_prefix: bool,
-    /// Seconds between asking ranks to end and ending them
+    /// Seconds between SIGTERM and SIGKILL when ranks must end
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0, value_parser = seconds)]
     grace: f64,
     /// MASTER_PORT of the ranks; a free one if not given
@@ -75,7 +75,7 @@ fn seconds(text: &str) -> std::result::Result<f64, String> {
     number.ok_or_else(|| "it must be a number of seconds from 0 to 86400".to_string())
 }
 
-/// Starts the ranks, and stays until all have ended.
+/// Starts the ranks, and waits until all have ended.
 pub fn execute(args: &LaunchArgs, console: &Console) -> Result<ExitCode> {
     refuse_contradictions()?;
     let mut program = args.program.clone();
@@ -113,7 +113,7 @@ pub fn execute(args: &LaunchArgs, console: &Console) -> Result<ExitCode> {
     }
 }
 
-/// Ranks of this job would find two descriptions of who they are.
+/// Refuses to start ranks inside a job, where they would find two descriptions of their rank.
 fn refuse_contradictions() -> Result {
     const VARIABLES: [&str; 10] = [
         "RANK",
@@ -149,7 +149,7 @@ fn refuse_contradictions() -> Result {
     .hint("unset it; for several machines, use mpirun or srun"))
 }
 
-/// The program by the search path, before anything is started.
+/// Finds the program on the search path, before anything is started.
 fn find_program(name: &OsStr) -> Result<PathBuf> {
     let path = Path::new(name);
     let places: Vec<PathBuf> = if name.to_string_lossy().contains('/') {
@@ -236,7 +236,7 @@ fn choose_mpi(args: &LaunchArgs, console: &Console) -> Result<Option<Mpiexec>> {
     }
 }
 
-/// A port that nobody listens at now.
+/// Returns a port on which nothing listens now.
 fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
 }
@@ -254,7 +254,7 @@ fn processors(args: &LaunchArgs, ranks: usize) -> Vec<Vec<usize>> {
     places.into_iter().map(|place| place.processors).collect()
 }
 
-/// This program as a rank.
+/// Returns the command line that runs this program as a rank.
 fn rank_words(job_dir: &Path, program: &[OsString]) -> io::Result<Vec<OsString>> {
     let mut words = vec![
         env::current_exe()?.into_os_string(),
@@ -289,7 +289,7 @@ fn start_by(
 ) -> Result {
     let mut command = mpiexec.command(ranks);
     command.args(rank_words(job_dir, program)?);
-    // What it says matters only when no rank has come so far as to say what is wrong.
+    // The output of `mpiexec` matters only if no rank gets far enough to report the error itself.
     let (said, end) = io::pipe()?;
     command.stdout(end.try_clone()?).stderr(end);
     let child = spawn(&mut command)?;
@@ -300,8 +300,8 @@ fn start_by(
     Ok(())
 }
 
-/// In a process group of its own: a terminal's signals are for the launcher, which has
-/// ranks end in good order.
+/// Starts a process in a group of its own, so that a terminal's signals reach the launcher alone,
+/// which ends the ranks in order.
 fn spawn(command: &mut Command) -> Result<Child> {
     command.stdin(Stdio::null()).process_group(0);
     // SAFETY: between fork and exec only system calls are made, and nothing is allocated.

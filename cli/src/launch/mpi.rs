@@ -14,11 +14,11 @@ pub enum Choice {
     Auto,
     /// Yes, or nothing is started
     On,
-    /// No: they only have torchrun's variables
+    /// No: ranks only have torchrun's variables
     Off,
 }
 
-/// A launcher of an MPI.
+/// The launcher of an MPI installation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mpiexec {
     pub program: PathBuf,
@@ -26,7 +26,7 @@ pub struct Mpiexec {
     pub library: Option<PathBuf>,
     /// Whether `MOESAIC_MPI` names its library.
     pub is_asked_for: bool,
-    /// Whether it is told that root may start ranks.
+    /// Whether the launcher may start ranks as root.
     pub as_root: bool,
 }
 
@@ -64,7 +64,7 @@ pub fn find() -> Result<Option<Mpiexec>> {
     Ok(installed.or_else(of_machine))
 }
 
-/// Looks beside the library, in the `bin` of its installation, and on the path.
+/// Looks for the launcher near the library, in the `bin` of its installation, and on the path.
 fn of_library(library: &Path, path: &OsString) -> Option<PathBuf> {
     let folder = library.parent().filter(|f| !f.as_os_str().is_empty());
     let near = folder.into_iter().flat_map(|folder| {
@@ -78,7 +78,7 @@ fn of_library(library: &Path, path: &OsString) -> Option<PathBuf> {
     } else {
         ["mpiexec.mpich", "mpiexec.hydra", "mpiexec", "mpirun"]
     };
-    // A system's `bin` may have the launcher of another MPI under the plain names.
+    // A system's `bin` may hold another MPI's launcher under the plain names.
     let system =
         folder.is_none_or(|folder| folder.starts_with("/usr") || folder.starts_with("/lib"));
     let mut near = found.filter(|program| !system && program.is_file());

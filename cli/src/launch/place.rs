@@ -1,4 +1,4 @@
-//! The processors that a rank runs on: those of the NUMA node that its GPU is on.
+//! The processors that a rank runs on: those of its GPU's NUMA node.
 
 use moesaic::cpu::numbered_nodes;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,7 +13,7 @@ pub enum Bind {
     Off,
     /// The processors of a NUMA node, if there are several nodes
     Numa,
-    /// Processors of its own, of a NUMA node
+    /// Processors of its own, within a NUMA node
     Cores,
 }
 
@@ -41,7 +41,7 @@ pub struct Place {
     pub processors: Vec<usize>,
 }
 
-/// NVIDIA's and AMD's numbers, and the variables that say which GPUs a process sees.
+/// PCI vendor numbers of NVIDIA and AMD, with the variables that limit the GPUs a process sees.
 const VENDORS: [(&str, &[&str]); 2] = [
     ("0x10de", &["CUDA_VISIBLE_DEVICES"]),
     (
@@ -55,7 +55,7 @@ const VENDORS: [(&str, &[&str]); 2] = [
 ];
 
 impl Machine {
-    /// Reads a folder that is made up like Linux's `/sys`.
+    /// Reads a folder with the structure of Linux's `/sys`.
     pub fn read(
         sysfs: &Path,
         processors: &[usize],
@@ -167,7 +167,7 @@ fn gpus(sysfs: &Path, vendor: &str) -> Vec<(String, Option<u32>)> {
         let class = read("class")?;
         let gpu = class.starts_with("0x03") || class.starts_with("0x1200");
         let address = entry.file_name().into_string().ok()?;
-        // -1 where the firmware does not say.
+        // The file holds -1 if the firmware does not name a node.
         let node = read("numa_node").and_then(|node| node.parse().ok());
         (gpu && read("vendor")? == vendor).then_some((address, node))
     };

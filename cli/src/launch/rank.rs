@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-/// A rank of `moesaic launch`; it is started by that
+/// A rank of `moesaic launch`, which starts it
 #[derive(Args, Debug)]
 pub struct RankArgs {
     /// The launcher's folder
@@ -109,7 +109,7 @@ fn open(job_dir: &JobDir, rank: usize, pipe: Pipe) -> io::Result<File> {
         .open(job_dir.path(rank, pipe))
 }
 
-/// Writes one line in one piece, as the launcher expects it.
+/// Writes a line with a single write, because the launcher expects whole lines.
 fn say(status: &mut File, line: &str) -> io::Result<()> {
     status.write_all(format!("{line}\n").as_bytes())
 }
@@ -165,7 +165,7 @@ impl Rank {
 
     /// Waits until the program and every process that it started have ended.
     fn run(&mut self, status: &mut File) -> io::Result<u8> {
-        // The launcher may be gone, which `wait` will find.
+        // If the launcher has gone, the write fails; `wait` notices that too.
         let _ = say(status, "started");
         let mut code = None;
         loop {
@@ -204,7 +204,7 @@ impl Rank {
         while let Some(signal) = system::next_signal(&self.signals) {
             asked |= signal != libc::SIGCHLD;
         }
-        // The launcher never writes: there is an end of the file, or nothing.
+        // The launcher never writes, so a read finds the end of the file or nothing.
         if let Some(liveness) = &mut self.liveness {
             asked |= matches!(liveness.read(&mut [0]), Ok(0));
         }

@@ -26,7 +26,7 @@ pub fn make_fifo(path: &Path) -> io::Result<()> {
     done(unsafe { libc::mkfifo(name.as_ptr(), 0o600) })
 }
 
-/// Opens the reading end of a named pipe, whether or not anybody writes.
+/// Opens the reading end of a named pipe, whether or not a writer has opened it.
 pub fn open_fifo(path: &Path) -> io::Result<File> {
     let mut options = fs::OpenOptions::new();
     options.read(true).custom_flags(libc::O_NONBLOCK).open(path)
@@ -68,7 +68,7 @@ pub fn next_signal(signals: &File) -> Option<c_int> {
     (read == size as isize).then(|| unsafe { info.assume_init() }.ssi_signo as c_int)
 }
 
-/// A file to wait for.
+/// A file to wait for, with the direction.
 #[derive(Clone, Copy)]
 pub struct Watch {
     pub file: RawFd,
@@ -129,7 +129,7 @@ pub fn reap() -> Option<Ended> {
 
 /// Sends a signal to a process.
 pub fn kill(pid: Pid, signal: c_int) {
-    // SAFETY: no memory is passed. Who is gone needs no signal.
+    // SAFETY: no memory is passed. A process that has gone needs no signal.
     unsafe { libc::kill(pid, signal) };
 }
 
@@ -141,7 +141,7 @@ pub fn descendants() -> Vec<Pid> {
         .filter_map(|entry| {
             let pid: Pid = entry.file_name().to_str()?.parse().ok()?;
             let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
-            // The name before may have spaces and brackets of its own.
+            // The program's name comes first, in brackets, and may hold spaces and brackets itself.
             let mut fields = stat.rsplit_once(") ")?.1.split(' ');
             let state = fields.next()?;
             (state != "Z").then_some((pid, fields.next()?.parse().ok()?))

@@ -19,7 +19,7 @@ use moesaic::{LayerSpec, Parallel};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Say what a layer over many ranks will take on a machine, and how it is best shared
+/// Predict how long a layer over many ranks takes on a machine, and rank the meshes and strategies
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -36,10 +36,10 @@ pub struct PlanArgs {
     /// Ranks of the job
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8192))]
     world: u32,
-    /// The machine: a name that ships, or a file that ends in .toml
+    /// The machine: the name of a built-in one, or a file that ends in .toml
     #[arg(long, value_name = "NAME|FILE")]
     machine: String,
-    /// Ranks of a node, instead of the machine's
+    /// Ranks per node, instead of the machine's number
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     per_node: Option<u16>,
     /// Tokens of each rank
@@ -52,31 +52,33 @@ pub struct PlanArgs {
     tokens: u32,
     #[command(flatten)]
     training: TrainingArgs,
-    /// How unequal experts are: the i-th most popular one is chosen in proportion to 1 / i^S
+    /// Skew of the experts: the i-th most popular one is chosen in proportion to 1 / i^S
     #[arg(long, value_name = "zipf=S", value_parser = parse_skew, conflicts_with = "counts")]
     skew: Option<f64>,
-    /// Rows of each rank for each expert, as they were counted: a JSON array of one array a rank
+    /// Counted rows of each rank for each expert: a JSON array with one array per rank
     #[arg(long, value_name = "FILE")]
     counts: Option<PathBuf>,
-    /// How many configurations to show
+    /// Number of configurations to show
     #[arg(long, value_name = "N", default_value_t = 10, conflicts_with = "strategy", value_parser = clap::value_parser!(u16).range(1..))]
     top: u16,
-    /// What rows may be between nodes: exact, bf16, f16, fp8
+    /// Types in which rows may travel between nodes: none (unchanged), bf16, f16, fp8
     #[arg(long, value_name = "D[,D]", value_delimiter = ',', default_value = "none", conflicts_with = "strategy", value_parser = str::parse::<CommDtype>)]
     comm_dtypes: Vec<CommDtype>,
-    /// Measurements that replace figures of the machine
+    /// File of measurements that replace figures of the machine
     #[arg(long, value_name = "FILE")]
     calibrate: Option<PathBuf>,
-    /// Which groups of ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if not said
+    /// File that assigns experts to groups of ranks, such as `0-2 | 3-5,+2` (text or JSON); experts
+    /// in order if not given
     #[arg(long, value_name = "FILE")]
     placement: Option<PathBuf>,
-    /// This mesh alone
+    /// Only this mesh
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// This strategy alone: r=N,overlap_degree=N/N,overlap_by=B,all_to_all=A,comm_dtype=D/D,shadows=N, or default
+    /// Only this strategy:
+    /// r=N,overlap_degree=N/N,overlap_by=B,all_to_all=A,comm_dtype=D/D,shadows=N, or default
     #[arg(long, value_name = "S", requires = "mesh")]
     strategy: Option<Strategy>,
-    /// Also write the timeline of the best one, in Chrome's trace format
+    /// Also write the timeline of the best configuration, in Chrome's trace format
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Print JSON instead
@@ -84,10 +86,10 @@ pub struct PlanArgs {
     json: bool,
 }
 
-/// Ranks that may all differ in a search of every mesh.
+/// The most ranks with counts of their own in a search over every mesh.
 const MOST_COUNTED: usize = 512;
 
-/// Simulates, ranks and shows.
+/// Simulates the configurations, ranks them and prints the best.
 pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     args.check_files()?;
     let spec = args.layer.load(console)?.spec;
@@ -181,8 +183,8 @@ impl PlanArgs {
         machine.map_err(|error| in_file(&error, path))
     }
 
-    /// Whether measurements are of this machine: an owner may call it what he likes, but not
-    /// by the name of another that ships.
+    /// Refuses measurements of another machine. The owner of a machine may call it anything, except
+    /// by the name of another built-in one.
     fn check_calibrated(
         &self,
         measured: &str,
@@ -239,7 +241,7 @@ impl PlanArgs {
     }
 }
 
-/// A machine that ships, or one in a file.
+/// Returns a built-in machine, or reads one from a file.
 pub fn machine(name: &str) -> Result<Machine> {
     if let Some(path) = is_file(name) {
         let machine = Machine::from_toml(&read("the machine", path)?);
@@ -249,7 +251,7 @@ pub fn machine(name: &str) -> Result<Machine> {
     }
 }
 
-/// The file that the name of a machine is, if it is one.
+/// Returns the path if the name of a machine is a file.
 pub fn is_file(machine: &str) -> Option<&Path> {
     let path = Path::new(machine);
     path.extension().filter(|end| *end == "toml").map(|_| path)

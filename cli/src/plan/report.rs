@@ -1,4 +1,4 @@
-//! What a plan looks like.
+//! The output of `plan`.
 
 use crate::console::Palette;
 use crate::table::Table;
@@ -6,13 +6,13 @@ use crate::{mesh, units};
 use moesaic::planner::{Bound, PhaseOf, Prediction, Ranked, Scenario};
 use serde_json::{Value, json};
 
-/// What was asked, and what was found.
+/// The scenario and the ranked predictions.
 pub struct Report<'a> {
     pub question: &'a Scenario,
-    /// Of each rank; `None` where rows were counted.
+    /// The tokens of each rank; `None` if the rows were counted.
     pub tokens: Option<u32>,
     pub ranked: &'a Ranked,
-    /// With its phases.
+    /// The best prediction, with its phases.
     pub best: &'a Prediction,
 }
 
@@ -164,7 +164,7 @@ impl Report<'_> {
         (seconds / (1.0 + band), seconds * (1.0 + band))
     }
 
-    /// For scripts.
+    /// Returns the report as JSON, for scripts.
     pub fn json(&self) -> Value {
         let machine = &self.question.machine;
         let ranked = self.ranked.best.iter().map(|found| self.found(found));

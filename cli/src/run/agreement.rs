@@ -1,5 +1,5 @@
-//! What ranks that are processes must have been told the same, each by its own command line
-//! and files.
+//! A check that all processes of a job have the same options and input, since each reads its own
+//! command line and files.
 
 use super::ranks::Job;
 use crate::failure::Failure;
@@ -9,22 +9,23 @@ use moesaic::collectives::{Call, CollectiveError, Collectives, agree};
 use moesaic::weights::{LayerReader, TensorRef};
 use moesaic::{EngineError, Parallel, Strategy, Tensors};
 
-/// Tensors of the layer of which a few bytes are compared; the names, types and shapes of all
-/// are.
+/// The most tensors of the layer from which bytes are compared. Names, types and shapes of all
+/// tensors are compared.
 const SAMPLED: usize = 256;
-/// So many bytes of each.
+/// Bytes of each sample.
 const SAMPLE: usize = 1 << 10;
 
-/// How ranks carry the layer out, besides what the job is.
+/// The mesh and the strategy of the ranks, which the job does not hold.
 pub struct Plan {
     pub mesh: Parallel,
     pub strategy: Strategy,
 }
 
-/// Compares before anything runs. Only a hash travels where all is the same.
+/// Compares the options and inputs of all ranks before anything runs. If they are the same, only a
+/// hash is exchanged.
 ///
 /// # Errors
-/// [`CollectiveError::Disagreement`] on every rank.
+/// Returns [`CollectiveError::Disagreement`] on every rank if they differ.
 pub fn check(
     world: &mut dyn Collectives,
     job: &Job<'_>,
@@ -35,7 +36,7 @@ pub fn check(
     agree(world, &values, &Call::new("what ranks were told"))
 }
 
-/// With advice, where ranks were told different things.
+/// Adds advice to the failure if the ranks have different options or inputs.
 pub fn failure(error: CollectiveError) -> Failure {
     let differs = matches!(error, CollectiveError::Disagreement { .. });
     let failure = Failure::from(EngineError::from(error));
@@ -65,8 +66,8 @@ fn values(job: &Job<'_>, plan: &Plan) -> Vec<(&'static str, String)> {
     values
 }
 
-/// All that is read of the input, to the last bit: a rank has it all in memory or mapped, and
-/// to hash it takes a small part of the time that a layer takes.
+/// Hashes all tensors of the input to the last bit. A rank has all of them in memory or mapped, and
+/// hashing takes a small part of the layer's time.
 fn input(tensors: &Tensors<'_>) -> String {
     let mut hasher = Hasher::new();
     let mut names = Vec::new();
@@ -77,9 +78,9 @@ fn input(tensors: &Tensors<'_>) -> String {
     format!("{}, of hash {}", names.join(", "), short(&hasher))
 }
 
-/// The tensors that the layer is made of, by their names, types and shapes, and some of their
-/// bytes: they may be much larger than what this rank reads of them. `reading` is what else
-/// decides which weights are read. Other tensors of a model need not be there, nor be the same.
+/// Hashes the names, types and shapes of the layer's tensors, and samples of their bytes, because
+/// the tensors may be much larger than the part that this rank reads. `reading` holds the other
+/// choices that decide the weights. A model's other tensors may be missing or differ.
 fn weights(read: &LayerReader<'_>, reading: &str) -> String {
     let tensors: Vec<TensorRef<'_>> = read.tensors().collect();
     let mut header = Hasher::new();

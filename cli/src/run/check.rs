@@ -1,4 +1,4 @@
-//! Results against the f64 reference.
+//! Comparison of results with the f64 reference.
 
 use super::input::Tokens;
 use moesaic::reference::rng::Draw;
@@ -6,21 +6,21 @@ use moesaic::reference::{self, Gradients};
 use moesaic::{LayerSpec, Tensor, Tensors};
 use std::time::{Duration, Instant};
 
-/// How far results are from the reference.
+/// The distance of results from the reference.
 pub struct Comparison {
-    /// The largest difference in `y`, relative to the largest expected element;
-    /// `None` where only routing ran.
+    /// The largest difference in `y`, relative to the largest expected element; `None` if only
+    /// routing ran.
     pub y_error: Option<f64>,
-    /// The same of the gradient that is furthest off, where there are any.
+    /// The error of the gradient that is furthest off, in the same measure; `None` without
+    /// gradients.
     pub gradient_error: Option<f64>,
-    /// Tokens whose experts, in order, are others.
+    /// The number of tokens whose experts differ, order included.
     pub other_experts: usize,
-    /// How long the reference took.
+    /// The time that the reference took.
     pub time: Duration,
 }
 
-/// Runs the reference on what the layer got; with the random numbers of `draw`
-/// as in training.
+/// Runs the reference on the layer's inputs, with the random numbers of `draw` as in training.
 pub fn compare(
     spec: &LayerSpec,
     weights: &Tensors<'_>,
@@ -51,7 +51,7 @@ pub fn compare(
     }
 }
 
-/// The largest error of a gradient, relative to its largest element.
+/// Returns the largest error of a gradient, relative to the gradient's largest element.
 fn gradient_error(expected: &Gradients, found: impl Fn(&str) -> Option<Vec<f64>>) -> f64 {
     let weights = expected.weights.iter();
     let weights = weights.map(|(name, tensor)| (format!("grad.{name}"), &tensor.data));
@@ -81,8 +81,8 @@ fn input(tokens: &Tokens<'_>, draw: Option<Draw>) -> reference::Input {
     }
 }
 
-/// The largest difference, relative to the largest finite expected value. Two
-/// NaN are equal; one is not.
+/// Returns the largest difference, relative to the largest finite expected value. Two NaNs are
+/// equal; a single NaN is not.
 pub fn relative_error(found: &[f64], expected: &[f64]) -> f64 {
     let finite = expected.iter().filter(|v| v.is_finite());
     let scale = finite.fold(0f64, |most, v| most.max(v.abs()));

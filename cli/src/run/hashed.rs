@@ -1,4 +1,4 @@
-//! Hashes of all weights that a rank reads, compared among the ranks that read the same.
+//! Hashes of all weights that a rank reads, compared among the ranks that read the same weights.
 
 use crate::failure::Failure;
 use blake3::Hasher;
@@ -11,16 +11,17 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Weights that are hashed as they are read: their bytes come from the file anyway, and no
-/// more of them.
+/// A source of weights that hashes them while they are read, because their bytes pass through
+/// memory anyway. It reads no other bytes.
 pub struct Hashed<'w> {
     weights: &'w dyn WeightSource,
-    /// By name and, of weights of experts, the row; of others the whole tensor.
+    /// The hashes by tensor name and row. Tensors of experts have a hash for each expert's row;
+    /// other tensors have one, at row 0.
     hashes: Mutex<BTreeMap<(String, usize), Hasher>>,
 }
 
 impl<'w> Hashed<'w> {
-    /// `weights` are what this rank has of the layer's.
+    /// Wraps `weights`, this rank's part of the layer's weights.
     pub fn new(weights: &'w dyn WeightSource) -> Hashed<'w> {
         Hashed {
             weights,
@@ -28,11 +29,12 @@ impl<'w> Hashed<'w> {
         }
     }
 
-    /// Rows come in order, from the first on.
+    /// Adds rows to the hashes. Rows of a tensor must come in order, from the first on.
     fn add(&self, name: &str, first: usize, tensor: &Tensor<'_>) {
         let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         let rows = tensor.shape.first().copied().unwrap_or(1).max(1);
         if is_of_experts(name) {
+            // One hash per expert, because two ranks may have some experts in common and not all.
             let row = tensor.data.len() / rows;
             for (at, bytes) in tensor.data.chunks(row.max(1)).enumerate() {
                 let mut hasher = Hasher::new();
@@ -42,14 +44,15 @@ impl<'w> Hashed<'w> {
             return;
         }
         let key = (name.to_string(), 0);
+        // The first row starts the hash anew, so that a tensor that is read twice hashes as one.
         if first == 0 {
             hashes.insert(key.clone(), Hasher::new());
         }
         hashes.entry(key).or_default().update(&tensor.data);
     }
 
-    /// A line for each tensor or expert's row, and its hash: the same line on ranks that have
-    /// the same of it.
+    /// Returns (name, hash) for each tensor or expert's row. Ranks that hold the same weight use
+    /// the same name for it.
     fn lines(&self, layer: &MeshLayer) -> Vec<(String, String)> {
         let (mesh, experts) = (layer.mesh(), layer.plan().own_experts());
         let slice = mesh.place().tp;
@@ -74,7 +77,7 @@ impl<'w> Hashed<'w> {
     /// differ, returns on every rank the same failure, which names the weights and the ranks.
     ///
     /// # Errors
-    /// An exchange between the ranks failed.
+    /// Fails if an exchange between the ranks fails.
     pub fn differs(
         &self,
         world: &mut dyn Collectives,
@@ -93,7 +96,7 @@ impl<'w> Hashed<'w> {
     }
 }
 
-/// The first few weights that another rank had otherwise before.
+/// Describes the first few weights that differ from those of an earlier rank.
 fn differences(all: &[String]) -> Option<String> {
     const SHOWN: usize = 4;
     let mut known: BTreeMap<&str, (usize, &str)> = BTreeMap::new();
@@ -120,7 +123,7 @@ fn differences(all: &[String]) -> Option<String> {
     Some(first + &rest)
 }
 
-/// Whether a row of the first dimension is an expert.
+/// Returns whether the rows of a tensor's first dimension are experts.
 fn is_of_experts(name: &str) -> bool {
     name.starts_with("experts.")
 }

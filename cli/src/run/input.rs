@@ -1,4 +1,4 @@
-//! Tokens from a file, in the types that a layer takes.
+//! Tokens from a file, converted to the types that a layer takes.
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
@@ -8,11 +8,11 @@ use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
 use std::ops::Range;
 use std::path::Path;
 
-/// What a layer is called with.
+/// The inputs of a layer's call.
 pub struct Tokens<'a> {
-    /// Tokens.
+    /// The number of tokens.
     pub count: usize,
-    /// The capacity factor of the call instead of the spec's.
+    /// The capacity factor of the call, in place of the spec's.
     pub capacity_factor: Option<f64>,
     tensors: Tensors<'a>,
 }
@@ -28,7 +28,7 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
     Ok(Checkpoint::open(path)?)
 }
 
-/// The tokens of an input file.
+/// Returns the number of tokens in an input file.
 pub fn count(file: &Checkpoint, spec: &LayerSpec) -> Result<usize> {
     let sizes = [None, Some(spec.shape.model_dim)];
     expect_shape(&find(file, "x")?, &sizes, "[tokens, model_dim]")
@@ -79,7 +79,7 @@ impl<'a> Tokens<'a> {
         Ok(())
     }
 
-    /// Reads what masks tokens and slots.
+    /// Reads the masks of tokens and slots.
     fn masks(&mut self, file: &'a Checkpoint, spec: &LayerSpec) -> Result {
         if spec.router.token_mask {
             let mask = find(file, "token_mask")?;
@@ -94,8 +94,8 @@ impl<'a> Tokens<'a> {
         Ok(())
     }
 
-    /// Reads what losses need: sequences, and counts of a larger group, which ranks that
-    /// share the tokens make themselves.
+    /// Reads the inputs of losses: sequences, and the counts of a larger group. Ranks that share
+    /// the tokens compute these counts themselves.
     pub fn read_groups(&mut self, file: &'a Checkpoint, spec: &LayerSpec, ranks: bool) -> Result {
         for loss in &spec.losses {
             match (loss.kind, loss.sequence_length) {
@@ -118,7 +118,7 @@ impl<'a> Tokens<'a> {
         Ok(())
     }
 
-    /// The tokens of a file, with the choices of a routing record.
+    /// Reads the tokens of a file, with the experts and weights of a routing record.
     pub fn replay(
         file: &'a Checkpoint,
         record: &Path,
@@ -152,17 +152,17 @@ impl<'a> Tokens<'a> {
         self.tensors.insert(name, tensor);
     }
 
-    /// The tensor of this name.
+    /// Returns the tensor of this name.
     pub fn get(&self, name: &str) -> Option<&Tensor<'a>> {
         self.tensors.get(name)
     }
 
-    /// All tensors of the call.
+    /// Returns all tensors of the call.
     pub fn all(&self) -> &Tensors<'a> {
         &self.tensors
     }
 
-    /// Some of the tokens.
+    /// Returns a range of the tokens.
     pub fn share(&self, tokens: &Range<usize>) -> Result<Tokens<'_>> {
         let part = |(name, tensor): (&String, &'_ Tensor<'a>)| {
             let part = match name.as_str() {
@@ -181,7 +181,7 @@ impl<'a> Tokens<'a> {
         })
     }
 
-    /// The call.
+    /// Returns the layer's input.
     pub fn input(&self) -> Input<'_> {
         Input {
             tokens: self.count,
@@ -206,7 +206,7 @@ pub fn find<'a>(file: &'a Checkpoint, name: &str) -> Result<TensorRef<'a>> {
     })
 }
 
-/// Checks a shape and gives its first size. `None` is any size.
+/// Checks a shape and returns its first size. `None` stands for any size.
 pub fn expect_shape(tensor: &TensorRef<'_>, sizes: &[Option<usize>], words: &str) -> Result<usize> {
     let fits = tensor.shape.len() == sizes.len()
         && tensor
@@ -249,7 +249,7 @@ fn wrong_dtype(tensor: &TensorRef<'_>, expected: &str) -> Failure {
     ))
 }
 
-/// Floats in the wanted type; without a copy when they are.
+/// Returns floats in the wanted type, without a copy if they have it.
 fn floats<'a>(tensor: &TensorRef<'a>, wanted: DType) -> Result<Tensor<'a>> {
     let wrong = || wrong_dtype(tensor, "f32, f16 or bf16");
     let held = tensor.tensor().map_err(|_| wrong())?;
@@ -260,7 +260,8 @@ fn floats<'a>(tensor: &TensorRef<'a>, wanted: DType) -> Result<Tensor<'a>> {
     }
 }
 
-/// Values that are converted at a time: a file may be much larger than the memory to spare.
+/// The number of values converted at a time, because a file may be much larger than the spare
+/// memory.
 const PIECE: usize = 1 << 20;
 
 fn convert(tensor: &Tensor<'_>, wanted: DType) -> Tensor<'static> {
@@ -278,7 +279,7 @@ fn convert(tensor: &Tensor<'_>, wanted: DType) -> Tensor<'static> {
     converted
 }
 
-/// Counts the infinite values.
+/// Counts infinite values.
 fn infinite(tensor: &Tensor<'_>) -> usize {
     let pieces = tensor.data.chunks(PIECE * tensor.dtype.size());
     let piece = |from: &[u8]| {
@@ -292,7 +293,7 @@ fn infinite(tensor: &Tensor<'_>) -> usize {
     pieces.map(piece).sum()
 }
 
-/// Numbers of tokens, which are i64.
+/// Returns numbers of tokens, which are i64.
 fn counts<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     match tensor.tensor() {
         Ok(held) if held.dtype == DType::I64 => Ok(held),
@@ -300,7 +301,7 @@ fn counts<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     }
 }
 
-/// A mask as i32: of its values only zero is told from others.
+/// Returns a mask as i32. Any value but zero counts as set.
 fn mask_of<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     let held = tensor.tensor().ok();
     let wide = held.as_ref().and_then(|held| held.values::<i64>());
@@ -311,7 +312,7 @@ fn mask_of<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     Ok(Tensor::owned(tensor.shape, bits))
 }
 
-/// Integers as i32, which all of them are in the layer.
+/// Returns integers as i32, which is the type of all integers in the layer.
 fn integers<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     let wrong = || wrong_dtype(tensor, "i32 or i64");
     let held = tensor.tensor().map_err(|_| wrong())?;

@@ -1,5 +1,5 @@
-//! Processes that come together before any file is read, so that one that cannot take part
-//! tells the others, which would wait for it until their deadline.
+//! A meeting of processes before any file is read. A process that cannot take part tells the
+//! others, which would otherwise wait for it until their deadline.
 
 use crate::failure::{Failure, Result};
 use moesaic::EngineError;
@@ -11,19 +11,19 @@ use moesaic::toolchain::{self, Registry};
 use std::cell::RefCell;
 use std::sync::Arc;
 
-/// The ranks of a launcher, until all of them can begin.
+/// The ranks of a launcher, until all of them are ready.
 pub struct Meeting {
     world: RefCell<Option<Communicator>>,
 }
 
-/// Both ends of what ranks say have to be called the same.
+/// Returns the call of the readiness exchange, which must have the same name on all ranks.
 fn call() -> Call {
     Call::new("whether all ranks can begin")
 }
 
 impl Meeting {
-    /// Begins MPI. Its letters need no device; [`Communicator::on_device`] gives it the
-    /// layer's later.
+    /// Begins MPI. Its messages need no device yet; [`Communicator::on_device`] sets the layer's
+    /// device later.
     pub fn start() -> Result<Meeting> {
         let options = options()?;
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new());
@@ -33,10 +33,10 @@ impl Meeting {
         })
     }
 
-    /// Says that this rank can begin, and waits for the others to say so.
+    /// Reports that this rank is ready, and waits for the other ranks.
     ///
     /// # Errors
-    /// The reasons of the ranks that cannot begin.
+    /// Returns the reasons of the ranks that cannot begin.
     pub fn all_ready(&self) -> Result<Communicator> {
         let world = self.world.borrow_mut().take();
         let mut world = world.expect("ranks begin once");
@@ -51,7 +51,8 @@ impl Meeting {
         if missing.is_empty() {
             return Ok(world);
         }
-        // Launchers end the others when the first ends: by then all have found it.
+        // A launcher ends all ranks when the first one ends, so wait until every rank knows the
+        // reason.
         let _ = world.finish(&Call::new("nothing has run"));
         Err(Failure::input(missing.join("\n")).hint("nothing has run"))
     }
@@ -70,7 +71,7 @@ impl Meeting {
     }
 }
 
-/// With the library that `toolchain install mpi` has brought, if nothing nearer is there.
+/// Returns MPI options that fall back to the library from `toolchain install mpi`.
 pub fn options() -> Result<mpi::Options> {
     let registry = Registry::open()?;
     Ok(mpi::Options {

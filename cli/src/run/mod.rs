@@ -57,8 +57,8 @@ and `grad.<name>` of every weight. The output appears whole or not at all.")]
 pub struct RunArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// The weights, a safetensors file or a directory; with --hf and --gguf the model's own if not
-    /// given
+    /// The weights, a safetensors file or a directory; with --hf and --gguf the model's own weights
+    /// if not given
     #[arg(long, value_name = "PATH", required_unless_present = "model")]
     weights: Option<PathBuf>,
     #[command(flatten)]
@@ -66,7 +66,7 @@ pub struct RunArgs {
     /// The tokens, a safetensors file
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
-    /// Where the results go, a safetensors file
+    /// The results, a safetensors file
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
     /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2, cuda:sm_90a; a
@@ -75,16 +75,16 @@ pub struct RunArgs {
     target: String,
     #[command(flatten)]
     threads: ThreadArgs,
-    /// Compile nothing: a kernel that is not cached is an error
+    /// Compile nothing; a kernel that is not cached is an error
     #[arg(long)]
     strict: bool,
     /// Round weights that the layer's precision cannot hold exactly
     #[arg(long)]
     narrow: bool,
-    /// Let --narrow make values infinite that the precision has no room for
+    /// Let values become infinite that --narrow cannot represent
     #[arg(long, requires = "narrow")]
     allow_infinite: bool,
-    /// Ignore tensors of the layer that the spec has no use for
+    /// Ignore tensors of the layer that the spec does not use
     #[arg(long)]
     allow_extra: bool,
     /// Also compare with the slow f64 reference
@@ -99,9 +99,9 @@ pub struct RunArgs {
     /// Take experts and weights of every token from a routing record instead of the router
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
-    /// Also write when each launch ran and each exchange was in flight, for
-    /// chrome://tracing and ui.perfetto.dev: a lane for launches and one for exchanges of each
-    /// rank. On GPUs each launch is then waited for
+    /// Also write the times of each launch and exchange, for chrome://tracing and ui.perfetto.dev,
+    /// with one lane for launches and one for exchanges per rank. On GPUs the run then waits for
+    /// each launch
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     #[command(flatten)]
@@ -115,8 +115,8 @@ pub struct RunArgs {
     store: StoreArgs,
 }
 
-/// Checks everything that can be checked, weights last since they may be large;
-/// then compiles, runs and writes.
+/// Checks everything that can be checked, with the weights last because they may be large. Then
+/// compiles, runs and writes.
 pub fn execute(args: &RunArgs, console: &Console) -> Result {
     let meeting = args.ranks.meet(&args.target)?;
     let done = args.carry_out(meeting.as_ref(), console);
@@ -127,7 +127,7 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
 }
 
 impl RunArgs {
-    /// Does the work of [`execute`] once the processes of a launcher have met.
+    /// Runs the work of [`execute`] after the processes of a launcher have met.
     fn carry_out(&self, meeting: Option<&Meeting>, console: &Console) -> Result {
         self.check_files()?;
         let mut source = self.layer.load(console)?;
@@ -137,7 +137,8 @@ impl RunArgs {
             return Err(Failure::input(message).hint("leave it out, or take --spec"));
         }
         if self.replay.is_some() {
-            // What a capacity dropped is masked in the record, and not dropped again.
+            // The record already masks the choices that a capacity dropped, so nothing is dropped
+            // again.
             source.spec = source.spec.decided_elsewhere();
         }
         self.pass.check_factor(&source.spec.capacity)?;
@@ -226,7 +227,7 @@ impl RunArgs {
         }
     }
 
-    /// Whether outputs can be written, and none of them over what is read.
+    /// Checks that outputs can be written, and that none of them overwrites an input.
     fn check_files(&self) -> Result {
         let outputs = [
             ("--output", Some(&self.output)),
@@ -246,7 +247,7 @@ impl RunArgs {
         files.check()
     }
 
-    /// Makes the layer and runs it, in this process alone.
+    /// Makes the layer and runs it in this process alone.
     fn alone(
         &self,
         engine: &Engine,
@@ -283,7 +284,7 @@ impl RunArgs {
         Ok(Checkpoint::open(path)?)
     }
 
-    /// The layer's weights, of which names, types and shapes are read here.
+    /// Opens the layer's weights. Only names, types and shapes are read here.
     fn weights<'c>(&self, source: &Source, file: &'c Checkpoint) -> Result<LayerReader<'c>> {
         let options = LoadOptions {
             narrow: self.narrow,
@@ -305,15 +306,15 @@ impl RunArgs {
         })
     }
 
-    /// What decides which weights are read, besides their file and the spec.
+    /// Describes the choices that decide the weights, besides their file and the spec.
     fn reading(&self, source: &Source) -> String {
         let (keys, narrow) = (self.keys.get(), self.narrow);
         let recipes = source.import.as_ref().map(|import| &import.sources);
         format!("{recipes:?}, {keys:?}, {narrow}")
     }
 
-    /// What `precompile` has to be told besides what an engine knows: a replay has the layer
-    /// without its router.
+    /// Returns the options that `precompile` needs and an engine does not know: a replay has the
+    /// layer without its router.
     fn ahead(&self) -> &'static str {
         if self.replay.is_some() {
             " --replay"

@@ -1,20 +1,20 @@
-//! What a run gave.
+//! The outcome of a run.
 
 use moesaic::Tensors;
 use serde_json::Value;
 use std::time::Duration;
 
-/// Results, and what it took.
+/// The results of a run, with its times.
 pub struct Outcome {
     pub outputs: Tensors<'static>,
-    /// To make the layer.
+    /// The time to make the layer.
     pub built: Duration,
-    /// To run it.
+    /// The time to run the layer.
     pub ran: Duration,
     /// Whether the layer has a capacity.
     pub limited: bool,
-    /// Bytes of device memory of intermediates.
+    /// The device memory of intermediates, in bytes.
     pub workspace: u64,
-    /// When launches ran and exchanges were in flight, of all ranks; empty if nobody asked.
+    /// The trace of launches and exchanges of all ranks; empty if it was not requested.
     pub trace: Vec<Value>,
 }

@@ -1,4 +1,4 @@
-//! What `run` does of a layer: evaluates, trains, or only decides where tokens go.
+//! The passes of `run`: evaluation, training, or routing alone.
 
 use super::input::Tokens;
 use crate::failure::Result;
@@ -8,25 +8,25 @@ use moesaic::reference::rng::Draw;
 use moesaic::spec::Capacity;
 use moesaic::{Input, Layer, MeshLayer, RngKey, Tensor, Tensors, Training};
 
-/// Which pass, and what it depends on besides tokens.
+/// The options that choose the pass and its parameters.
 #[derive(Args, Debug)]
 pub struct PassArgs {
-    /// Run forward as in training: noise is drawn, and losses are computed
+    /// Run forward as in training: draw noise and compute losses
     #[arg(long, group = "trains")]
     training: bool,
     /// As --training, and also compute gradients: the input holds `dy [tokens, output_dim]` too
     #[arg(long, group = "trains")]
     pub grad: bool,
-    /// What backward computes again instead of keeping it; gradients are the same
+    /// The values that backward recomputes instead of keeping them; gradients are the same
     #[arg(long, value_name = "WHAT", default_value = "none", requires = "grad")]
     recompute: RecomputeArg,
-    /// Key of the random numbers of noise and jitter
+    /// Key of the random numbers for noise and jitter
     #[arg(long, value_name = "N", default_value_t = 0, requires = "trains")]
     seed: u64,
     /// The training step, for the random numbers
     #[arg(long, value_name = "N", default_value_t = 0, requires = "trains")]
     step: u64,
-    /// Decide where tokens go, and stop: the output holds no `y` and no losses
+    /// Only decide which experts each token goes to: the output holds no `y` and no losses
     #[arg(long, conflicts_with = "grad")]
     routing_only: bool,
     /// The capacity factor of this run instead of the spec's, for modes factor and bounded
@@ -34,7 +34,7 @@ pub struct PassArgs {
     pub capacity_factor: Option<f64>,
 }
 
-/// Results that are written when the pass gives them.
+/// Results that are written if the pass gives them.
 const RESULTS: [&str; 6] = [
     "y",
     "router.logits",
@@ -44,22 +44,22 @@ const RESULTS: [&str; 6] = [
     "locations",
 ];
 
-/// Those of a layer with a capacity. `locations` of others go into a record only.
+/// Results of a layer with a capacity. Without one, `locations` goes into the routing record only.
 const PLACES: [&str; 2] = ["capacity", "overflow"];
 
 impl PassArgs {
-    /// How the layer is trained, if it is.
+    /// Returns the training options, if the layer is trained.
     pub fn training(&self) -> Option<Training> {
         let trains = self.training || self.grad;
         trains.then(|| self.recompute.training())
     }
 
-    /// Whether losses are computed, and so what they are made of is read.
+    /// Returns whether losses are computed, which means that their inputs are read.
     pub fn has_losses(&self) -> bool {
         self.training().is_some() && !self.routing_only
     }
 
-    /// What ranks have to have been told the same, by the names of options.
+    /// Returns the options that must be the same on all ranks, by name.
     pub fn words(&self) -> [(&'static str, String); 5] {
         let pass = match (self.grad, self.training) {
             (true, _) => "--grad",
@@ -82,7 +82,7 @@ impl PassArgs {
         ]
     }
 
-    /// Whether the layer can have the capacity factor.
+    /// Refuses a capacity factor that the layer cannot have.
     pub fn check_factor(&self, capacity: &Capacity) -> Result {
         let Some(factor) = self.capacity_factor else {
             return Ok(());
@@ -99,7 +99,7 @@ impl PassArgs {
         }
     }
 
-    /// The random numbers of the reference, where any are drawn.
+    /// Returns the random numbers for the reference, if any are drawn.
     pub fn draw(&self) -> Option<Draw> {
         let RngKey { seed, step, .. } = self.rng_key();
         self.training().map(|_| Draw {
@@ -109,7 +109,7 @@ impl PassArgs {
         })
     }
 
-    /// Runs the pass; results by name.
+    /// Runs the pass and returns its results by name.
     pub fn run(&self, layer: &Layer, tokens: &Tokens<'_>) -> Result<Tensors<'static>> {
         let (input, names) = (tokens.input(), self.outputs(layer));
         if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
@@ -124,9 +124,9 @@ impl PassArgs {
         Ok(output.into_tensors())
     }
 
-    /// Runs the pass for a rank's tokens; gradients of weights are those of all ranks.
-    /// Locations of a layer that drops nothing take a pass over the tokens of all ranks: they
-    /// are computed where they are `recorded`.
+    /// Runs the pass for a rank's tokens. Gradients of weights are those of all ranks. In a layer
+    /// that drops nothing, locations take a pass over the tokens of all ranks, so they are computed
+    /// only if they are `recorded`.
     pub fn run_on_rank(
         &self,
         layer: &MeshLayer,
@@ -167,7 +167,7 @@ impl PassArgs {
         Ok(results)
     }
 
-    /// The results that the pass gives.
+    /// Returns the names of the results that the pass gives.
     fn outputs<'l>(&self, layer: &'l Layer) -> Vec<&'l str> {
         let plan = layer.plan();
         let limited = plan.tensor("capacity").is_some();
@@ -184,8 +184,8 @@ impl PassArgs {
     }
 }
 
-/// Results of both passes: those of forward, `dx`, and `grad.<name>` of every
-/// weight, in f32.
+/// Returns the results of both passes: those of forward, `dx`, and `grad.<name>` of every weight,
+/// in f32.
 fn gradients(
     layer: &Layer,
     input: &Input<'_>,

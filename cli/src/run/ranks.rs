@@ -1,4 +1,4 @@
-//! A layer that ranks share: threads of this process, or processes under a launcher.
+//! A layer that ranks share: threads of this process, or the processes of a launcher.
 
 use super::agreement::{self, Plan};
 use super::hashed::Hashed;
@@ -27,48 +27,49 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// `--ranks N` and `--mesh`.
+/// The options that share a layer among ranks.
 #[derive(Args, Debug)]
 pub struct RankArgs {
-    /// Share the layer among N ranks, which are threads of this process; processes that mpirun or
-    /// srun has started are ranks by themselves
+    /// Share the layer among N ranks, which are threads of this process. Processes that mpirun or
+    /// srun has started are ranks without this option
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     ranks: Option<u16>,
-    /// How ranks share it: ep groups share the experts, each expert has so many shards, and dp groups
-    /// hold all of them; what is not named is 1. Shared experts are whole on every rank, or
-    /// with shared=sharded in as many shards
+    /// Mesh of the ranks: ep groups share the experts, expert_tp ranks share each expert, and dp
+    /// groups hold all experts; 1 where not named. Shared experts are whole on every rank, or with
+    /// shared=sharded sharded over expert_tp ranks
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// How ranks carry out the call: r=N,overlap_degree=N,overlap_by=B,all_to_all=A,comm_dtype=D,shadows=N; what is not
-    /// named is as without this option. docs/ADAPTIVE.md says what each is
+    /// Strategy of the ranks:
+    /// r=N,overlap_degree=N,overlap_by=B,all_to_all=A,comm_dtype=D,shadows=N; the default where not
+    /// named. docs/ADAPTIVE.md explains each
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default")]
     strategy: Strategy,
-    /// Which groups of ranks have which experts, such as `0-2 | 3-5,+2` (text or JSON); in order if
-    /// not said
+    /// File that assigns experts to groups of ranks, such as `0-2 | 3-5,+2` (text or JSON); experts
+    /// in order if not given
     #[arg(long, value_name = "FILE")]
     pub placement: Option<PathBuf>,
-    /// What processes exchange rows by
+    /// Library by which processes exchange rows
     #[arg(long, value_name = "E", value_enum, default_value_t = Exchange::Auto)]
     exchange: Exchange,
 }
 
-/// What processes exchange by.
+/// The library by which processes exchange rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Exchange {
     /// NCCL or RCCL between GPUs, else MPI
     Auto,
-    /// MPI; rows of a GPU go by way of the host
+    /// MPI; rows of a GPU go through the host
     Mpi,
     /// NCCL or RCCL, for cuda and rocm
     Nccl,
 }
 
-/// Who the ranks are.
+/// The identity of the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ranks {
-    /// So many threads of this process.
+    /// The number of threads of this process.
     Threads(usize),
-    /// The processes of a launcher, so many, and which one this is.
+    /// The processes of a launcher: their number, and the rank of this one.
     Processes(World),
 }
 
@@ -81,37 +82,38 @@ impl Ranks {
     }
 }
 
-/// What ranks do together.
+/// The work that the ranks do together.
 pub struct Job<'j> {
     pub engine: &'j Engine,
     pub spec: &'j LayerSpec,
     pub weights: &'j LayerReader<'j>,
-    /// What besides the file decides which are read.
+    /// The choices that decide which weights are read, besides their file and the spec.
     pub reading: String,
     pub pass: &'j PassArgs,
     pub tokens: &'j Tokens<'j>,
-    /// Whether a trace is wanted.
+    /// Whether a trace was requested.
     pub traced: bool,
-    /// Whether a routing record is.
+    /// Whether a routing record was requested.
     pub recorded: bool,
-    /// What `precompile` has to be told besides what the engine knows.
+    /// The options that `precompile` needs and an engine does not know.
     pub ahead: &'static str,
 }
 
-/// Ranks of a run, and how they share the layer.
+/// The ranks of a run, and the way they share the layer.
 #[derive(Clone, Debug)]
 pub struct Shared {
     ranks: Ranks,
     exchange: Exchange,
     pub mesh: Parallel,
-    /// Where experts are, if not in order.
+    /// The placement of experts; `None` for experts in order.
     pub placement: Option<Placement>,
     strategy: Strategy,
 }
 
 impl RankArgs {
-    /// Begins MPI where a launcher has started several processes that exchange by it: before
-    /// anything is read that may be missing on one of them. `target` is as it was asked for.
+    /// Begins MPI if a launcher has started several processes that exchange by it. This comes
+    /// before the process reads anything that may be missing on one of them. `target` is the
+    /// requested name.
     pub fn meet(&self, target: &str) -> Result<Option<Meeting>> {
         let Some(Ranks::Processes(world)) = self.ranks()? else {
             return Ok(None);
@@ -170,7 +172,7 @@ impl RankArgs {
         Ok(Some(ranks))
     }
 
-    /// How the layer is shared, if it is.
+    /// Returns the mesh, placement and strategy of the ranks, if there are ranks.
     pub fn get(&self, spec: &LayerSpec) -> Result<Option<Shared>> {
         let Some(ranks) = self.ranks()? else {
             return Ok(None);
@@ -194,7 +196,7 @@ impl RankArgs {
         }))
     }
 
-    /// Refuses what is about ranks where there are none.
+    /// Refuses options for ranks in a single process.
     fn check_one_process(&self) -> Result {
         let strategy = self.strategy != Strategy::default();
         let given = [
@@ -210,7 +212,7 @@ impl RankArgs {
 }
 
 impl Shared {
-    /// With the GPU of this process, if it has one of several.
+    /// Sets the GPU of this process, if the host has several.
     pub fn options(&self, target: &str, options: EngineOptions) -> EngineOptions {
         match self.ranks {
             Ranks::Threads(_) => options,
@@ -218,8 +220,8 @@ impl Shared {
         }
     }
 
-    /// Runs the pass; the first rank, or the only process, has the results. `meeting` is
-    /// where processes have met, if they have done so before they read files.
+    /// Runs the pass. The first rank, or the only process, returns the results. `meeting` is where
+    /// the processes met before they read files, if they did.
     pub fn run(&self, job: &Job<'_>, meeting: Option<&Meeting>) -> Result<Option<Outcome>> {
         let device = job.engine.device();
         let Ranks::Processes(_) = self.ranks else {
@@ -259,7 +261,7 @@ impl Shared {
         }
     }
 
-    /// A rank's pass in a world, whose end is then waited for.
+    /// Runs a rank's pass in a world, and then waits for the end of the world.
     fn rank_of<W: Collectives>(
         &self,
         mut world: W,
@@ -286,7 +288,7 @@ impl Shared {
         Ok(outcome)
     }
 
-    /// Threads have been told the same.
+    /// Checks that processes agree on options and input. Threads share both.
     fn check(
         &self,
         world: &mut dyn Collectives,
@@ -299,7 +301,7 @@ impl Shared {
         agreement::check(world, job, &Plan { mesh, strategy })
     }
 
-    /// Of a kernel that is not cached, with all that `precompile` has to be told.
+    /// Adds the options that `precompile` needs to the error of a kernel that is not cached.
     fn ahead(&self, error: EngineError, job: &Job<'_>) -> EngineError {
         if self.strategy == Strategy::default() {
             error.needing(job.ahead)
@@ -364,10 +366,10 @@ impl Shared {
     }
 }
 
-/// Why a rank runs no further.
+/// The reason why a rank stops.
 struct Stop {
     failure: Failure,
-    /// Every rank stops here, and has found the same.
+    /// Whether every rank stops here, for the same reason.
     by_all: bool,
 }
 
@@ -380,14 +382,14 @@ impl<E: Into<Failure>> From<E> for Stop {
     }
 }
 
-/// Which variables say so.
+/// Names the variables that describe the world, for messages.
 fn said(world: &World) -> String {
     let variables = world.said_by();
     variables.map_or(String::new(), |words| format!(" ({words})"))
 }
 
-/// Where the tokens of each rank begin, and the end: as many for each, but for a sequence that
-/// a loss looks at as a whole, which one rank has.
+/// Returns the first token of each rank, and the end. Ranks have equal shares, except that one rank
+/// has all of a sequence that a loss looks at as a whole.
 fn edges(job: &Job<'_>, ranks: usize) -> Vec<usize> {
     let starts = if job.pass.has_losses() {
         sequences(job.spec, job.tokens)
@@ -404,7 +406,7 @@ fn edges(job: &Job<'_>, ranks: usize) -> Vec<usize> {
     (0..=ranks).map(edge).collect()
 }
 
-/// The tokens at which ranks may begin, and the number of all, where a loss looks at
+/// Returns the tokens at which a rank may begin, and the number of tokens, if a loss looks at
 /// sequences.
 fn sequences(spec: &LayerSpec, tokens: &Tokens<'_>) -> Option<Vec<usize>> {
     let losses = spec.losses.iter();
@@ -420,7 +422,7 @@ fn sequences(spec: &LayerSpec, tokens: &Tokens<'_>) -> Option<Vec<usize>> {
     Some(starts.chain([tokens.count]).collect())
 }
 
-/// What the first rank has, or why some rank failed.
+/// Returns the outcome of the first rank, or the failure that caused the others.
 fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Option<Outcome>> {
     let mut outcome = None;
     let mut failures = Vec::new();
@@ -431,7 +433,8 @@ fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Opt
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }
-    // Ranks that only waited for another say so; the one that failed says why.
+    // Ranks that only waited for another one name a rank in their message. The rank that failed by
+    // itself gives the cause.
     let waited = |failure: &Failure| failure.message.contains("rank ");
     let cause = failures.iter().position(|failure| !waited(failure));
     if failures.is_empty() {
@@ -441,8 +444,8 @@ fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Opt
     }
 }
 
-/// The results of all ranks on the first: of tokens one after the other, of the rest as
-/// one process has them.
+/// Gathers the results of all ranks on the first rank: results of tokens in rank order, and the
+/// others as one process has them.
 fn gather(
     layer: &MeshLayer,
     job: &Job<'_>,
@@ -463,7 +466,7 @@ fn gather(
     Ok((mesh.rank() == 0).then_some(outputs))
 }
 
-/// The events of all ranks on the first.
+/// Gathers the trace events of all ranks on the first rank.
 fn gather_trace(mesh: &Mesh, job: &Job<'_>, own: Option<&Trace>) -> Result<Vec<Value>> {
     let Some(own) = own else {
         return Ok(Vec::new());
@@ -475,7 +478,8 @@ fn gather_trace(mesh: &Mesh, job: &Job<'_>, own: Option<&Trace>) -> Result<Vec<V
     Ok(all.flat_map(read).collect())
 }
 
-/// Another rank's tensor, which differs from this one's in rows at most.
+/// Returns another rank's tensor from its bytes. It differs from `like` in the number of rows at
+/// most.
 fn of_rank(like: &Tensor<'_>, data: Vec<u8>) -> Tensor<'static> {
     let mut shape = like.shape.clone();
     let row = shape.iter().skip(1).product::<usize>() * like.dtype.size();
@@ -500,6 +504,8 @@ fn whole(name: &str, job: &Job<'_>, mesh: &Mesh, parts: &[Tensor<'static>]) -> T
             Some(weight) if mesh.process_group(weight) != ProcessGroup::World => {
                 joined_placed(weight, placed, |place| parts[placed.0.rank(place)].lend())
             }
+            // Every rank already has the sum over ranks of these gradients. The two others have
+            // a row for each token.
             Some(of_tokens) if !["topk_weights", "router.logits"].contains(&of_tokens) => first(),
             _ => beside(parts),
         },
@@ -515,7 +521,8 @@ fn sums(parts: &[Tensor<'static>]) -> Tensor<'static> {
     Tensor::owned(&parts[0].shape, all)
 }
 
-/// A loss of all tokens, which every rank has that has tokens.
+/// Returns a loss over all tokens. Every rank with tokens has the same value, and a rank without
+/// tokens has none.
 fn loss(job: &Job<'_>, parts: &[Tensor<'static>]) -> Tensor<'static> {
     let edges = edges(job, parts.len());
     let with_tokens = edges.windows(2).position(|edge| edge[0] < edge[1]);

@@ -1,4 +1,4 @@
-//! Routing records: what the router of a run decided, in a file of its own.
+//! Routing records: the decisions of a run's router, in a file of their own.
 
 use super::input::{expect_shape, find};
 use crate::failure::{Failure, Result};
@@ -6,22 +6,22 @@ use moesaic::weights::Checkpoint;
 use moesaic::{LayerSpec, Record, Statistics, Tensor, Tensors};
 use std::path::Path;
 
-/// The tensors of a record that a replay reads.
+/// The tensors of a record that `--replay` reads.
 pub const CHOICES: [&str; 3] = ["topk_ids", "topk_weights", "locations"];
 
-/// The record of a call, from its results.
+/// The routing of a call, taken from its results.
 pub struct Routing {
     experts: usize,
     with_rows: usize,
     top_k: usize,
     ids: Vec<i32>,
     weights: Vec<f32>,
-    /// `None` where nothing can be dropped.
+    /// The place of each choice in its expert's rows; `None` if nothing can be dropped.
     locations: Option<Vec<i32>>,
 }
 
 impl Routing {
-    /// `limited` says whether the layer has a capacity.
+    /// Takes the routing from results. `limited` tells whether the layer has a capacity.
     pub fn of(spec: &LayerSpec, results: &Tensors<'_>, limited: bool) -> Option<Routing> {
         let whole = |name: &str| {
             let values = results.get(name)?.to_f64();
@@ -50,8 +50,8 @@ impl Routing {
     }
 }
 
-/// What `--record` writes: ids, weights, locations, counts of the results,
-/// and how many choices of each slot were dropped.
+/// Returns the tensors for `--record`: ids, weights, locations, counts, and the number of dropped
+/// choices per slot.
 pub fn tensors<'r>(results: &'r Tensors<'_>, statistics: &Statistics) -> Tensors<'r> {
     let names = CHOICES.iter().chain(&["counts"]);
     let found = names.filter_map(|name| Some((*name, results.get(*name)?.lend())));
@@ -61,8 +61,8 @@ pub fn tensors<'r>(results: &'r Tensors<'_>, statistics: &Statistics) -> Tensors
     record
 }
 
-/// Ids and weights of a record for a call of `tokens` tokens; dropped choices
-/// become masked.
+/// Reads ids and weights from a record for a call of `tokens` tokens. Dropped choices become
+/// masked.
 pub fn choices(path: &Path, spec: &LayerSpec, tokens: usize) -> Result<(Vec<i32>, Vec<f32>)> {
     if path.is_dir() {
         let message = format!("--replay {} is a directory, not a file", path.display());
@@ -80,6 +80,8 @@ pub fn choices(path: &Path, spec: &LayerSpec, tokens: usize) -> Result<(Vec<i32>
     let (mut ids, locations) = (whole("topk_ids")?, whole("locations")?);
     let rows = spec.shape.experts as i32;
     for (id, location) in ids.iter_mut().zip(locations) {
+        // Identity and zero experts have larger ids. They have no rows, and so no location, but
+        // nothing of theirs is dropped.
         if *id < rows && location < 0 {
             *id = -1;
         }

@@ -1,4 +1,4 @@
-//! What `run` says.
+//! The output of `run`.
 
 use super::check::Comparison;
 use super::outcome::Outcome;
@@ -23,7 +23,7 @@ pub struct Report<'a> {
 }
 
 impl Report<'_> {
-    /// For people.
+    /// Renders the report for people.
     pub fn text(&self, stats: bool, palette: &Palette) -> String {
         let mut text = format!(
             "{} through {} on {}{} in {}\n",
@@ -88,13 +88,13 @@ impl Report<'_> {
         counts.into_iter().map(|n| n as i64).collect()
     }
 
-    /// Assignments without a place; absent where nothing can be dropped.
+    /// Returns the number of dropped assignments, or `None` if nothing can be dropped.
     fn dropped(&self) -> Option<u64> {
         self.outcome.outputs.get("locations")?;
         Some(self.routing.as_ref()?.overflow())
     }
 
-    /// For scripts.
+    /// Returns the report as JSON, for scripts.
     pub fn json(&self) -> Value {
         let stats = self.engine.stats();
         let tensors =
@@ -127,7 +127,7 @@ impl Report<'_> {
     }
 }
 
-/// What the router did, with a bar for each expert.
+/// Describes the decisions of the router, with a bar for each expert.
 fn routed(found: &Statistics, spec: &LayerSpec) -> String {
     let least = found.loads.iter().min().copied().unwrap_or(0);
     let most = found.loads.iter().max().copied().unwrap_or(0);

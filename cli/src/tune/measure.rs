@@ -1,4 +1,4 @@
-//! Layers in turns.
+//! Timing of layers in turns.
 
 use crate::failure::{Failure, Result};
 use crate::timing::{self, Call, median, middle};
@@ -6,32 +6,32 @@ use moesaic::plan::{LayerPlan, Step};
 use moesaic::{Input, Layer};
 use std::time::{Duration, Instant};
 
-/// What layers are compared on.
+/// The call and the time budget of comparisons.
 pub struct Bench {
-    /// The call.
+    /// The input of the call.
     pub input: Input<'static>,
-    /// For each comparison.
+    /// The time for each comparison.
     pub budget: Duration,
 }
 
-/// A candidate beside the layer as it was.
+/// The times of a candidate, compared in pairs with the layer so far.
 #[derive(Clone, Copy, Debug)]
 pub struct Pairs {
-    /// The candidate's launches, the median.
+    /// The median time of the candidate's launches.
     pub seconds: f64,
-    /// Its time over the other's in the same turn, the median.
+    /// The median ratio of the candidate's time to the other layer's time in the same turn.
     pub ratio: f64,
-    /// The part of the pairs in which it was faster.
+    /// The fraction of the pairs in which the candidate was faster.
     pub agreed: f64,
-    /// The part of the whole layer before that its launches were.
+    /// The fraction of the whole layer's time that these launches took before.
     pub share: f64,
-    /// How many there were.
+    /// The number of pairs.
     pub pairs: usize,
 }
 
 impl Pairs {
-    /// The whole layer's time over the time before: that of the other launches
-    /// is the same.
+    /// Returns the ratio of the whole layer's time to its time before. The time of all other
+    /// launches is unchanged.
     pub fn whole(&self) -> f64 {
         1.0 - self.share * (1.0 - self.ratio)
     }
@@ -40,18 +40,18 @@ impl Pairs {
 const LEAST: usize = 5;
 const MOST: usize = 100;
 
-/// A turn is about this long, so that a short pass is not one tick of noise.
+/// The length of a turn, about, so that a short pass is more than a tick of noise.
 const TURN: Duration = Duration::from_millis(3);
 
-/// Passes of a turn at most.
+/// The most passes in a turn.
 const PASSES: usize = 25;
 
 impl Bench {
-    /// Times the launches in which `others` differ from `before`, in turns: the
-    /// seconds of those of `before`, and each candidate beside them.
+    /// Times the launches in which `others` differ from `before`, in turns. Returns the seconds of
+    /// these launches in `before`, and the comparison with each candidate.
     ///
     /// # Errors
-    /// When a launch fails.
+    /// Fails if a launch fails.
     pub fn compare(&self, before: &Layer, others: &[Layer]) -> Result<(f64, Vec<Pairs>)> {
         let tokens = self.input.tokens;
         let differ = differing(before.plan(), others);
@@ -68,7 +68,8 @@ impl Bench {
             if round >= LEAST && begun.elapsed() > self.budget {
                 break;
             }
-            // Nobody always follows the same layer, nor is always the first.
+            // Rotate the order: a layer must neither always follow the same layer nor always be
+            // first.
             for place in 0..=others.len() {
                 let turn = (place + round) % (others.len() + 1);
                 let layer = others.get(turn).unwrap_or(before);
@@ -84,8 +85,10 @@ impl Bench {
         Ok((time, pairs))
     }
 
+    /// Checks that both layers give the same bytes.
+    ///
     /// # Errors
-    /// When the layers do not give the same bytes, which is a defect.
+    /// Fails if the bytes differ, which is a defect.
     pub fn same_results(&self, default: &Layer, tuned: &Layer) -> Result {
         let y = |layer: &Layer| timing::y(layer, &self.input);
         if y(default)? == y(tuned)? {
@@ -114,7 +117,7 @@ fn beside(own: Vec<Duration>, befores: &[Duration], share: f64) -> Pairs {
     }
 }
 
-/// For each launch of a pass, whether a layer has another kernel there.
+/// Returns, for each launch of a pass, whether one of `others` has another kernel there.
 fn differing(before: &LayerPlan, others: &[Layer]) -> Vec<bool> {
     let same =
         |kernel: usize, other: &LayerPlan| before.kernels[kernel].op == other.kernels[kernel].op;
@@ -126,7 +129,7 @@ fn differing(before: &LayerPlan, others: &[Layer]) -> Vec<bool> {
     before.all_steps().map(differ).collect()
 }
 
-/// One pass: the time of the launches that count, and of all.
+/// Times one pass: the launches that count, and all launches.
 fn pass(layer: &Layer, tokens: usize, counts: &[bool]) -> Result<[Duration; 2]> {
     let mut sums = [Duration::ZERO; 2];
     for (step, counts) in layer.time_steps(tokens)?.iter().zip(counts) {
@@ -136,7 +139,7 @@ fn pass(layer: &Layer, tokens: usize, counts: &[bool]) -> Result<[Duration; 2]> 
     Ok(sums)
 }
 
-/// The medians of so many passes.
+/// Returns the medians over `passes` passes.
 fn middle_pass(
     layer: &Layer,
     tokens: usize,

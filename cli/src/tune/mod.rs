@@ -66,7 +66,7 @@ pub struct TuneArgs {
     store: StoreArgs,
 }
 
-/// Makes a layer of random weights, tries its sizes, keeps the best.
+/// Makes a layer of random weights, times the candidates for its tile sizes and keeps the best.
 pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
@@ -107,13 +107,13 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     }
 }
 
-/// Only CPUs have sizes to choose so far.
+/// Refuses targets other than CPUs, which alone have sizes to choose so far.
 fn refuse_others(target: &str) -> Result {
     if target.split(':').next() == Some("cpu") {
         return Ok(());
     }
     if !["auto", "cuda", "rocm"].contains(&target) {
-        // A name that is not known is worth saying first.
+        // An unknown name is the better error, so report it first.
         crate::targets::resolve_one(target)?;
     }
     Err(
@@ -123,7 +123,8 @@ fn refuse_others(target: &str) -> Result {
 }
 
 impl TuneArgs {
-    /// Candidates are not for the cache, and start from the default.
+    /// Returns the options of the engine. Candidates start from the default sizes and stay out of
+    /// the cache.
     fn options(&self) -> EngineOptions {
         self.threads.of(EngineOptions {
             store: None,
@@ -132,7 +133,7 @@ impl TuneArgs {
         })
     }
 
-    /// Puts the kernels, then the sizes, into the cache; the file of the sizes.
+    /// Stores the kernels and then the sizes in the cache, and returns the file of the sizes.
     fn keep(
         &self,
         found: &[Found],

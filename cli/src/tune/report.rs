@@ -1,4 +1,4 @@
-//! What `tune` says.
+//! The output of `tune`.
 
 use super::measure::Pairs;
 use super::search::{Candidate, Found, Tried};
@@ -9,17 +9,17 @@ use moesaic::{Engine, LayerSpec};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// A finished search.
+/// The result of a search.
 pub struct Report<'a> {
     pub engine: &'a Engine,
     pub spec: &'a LayerSpec,
-    /// By number of tokens.
+    /// The findings for each number of tokens.
     pub found: &'a [Found],
     pub file: &'a Path,
 }
 
 impl Report<'_> {
-    /// For people.
+    /// Renders the report for people.
     pub fn text(&self, palette: &Palette) -> String {
         let title = format!("{} on {}", self.spec.name, self.engine.target());
         let machine = self.engine.machine();
@@ -35,8 +35,7 @@ impl Report<'_> {
         )
     }
 
-    /// Percent by which the default is slower than what was found, where it is
-    /// most so.
+    /// Returns the largest slowdown of the default sizes against the best ones found, in percent.
     fn behind(&self) -> f64 {
         let gains = self.found.iter().map(|found| found.best.gain);
         let most = gains.fold(1.0, f64::max);
@@ -56,7 +55,7 @@ impl Report<'_> {
         )
     }
 
-    /// For scripts.
+    /// Returns the report as JSON, for scripts.
     pub fn json(&self) -> Value {
         let machine = self.engine.machine();
         json!({
@@ -75,7 +74,7 @@ fn tokens(found: &Found) -> String {
     units::count(found.best.tokens, "token")
 }
 
-/// What was tried for a number of tokens, and what is best.
+/// Renders the candidates for one number of tokens, and the best sizes.
 fn section(found: &Found, palette: &Palette) -> String {
     format!(
         "\n{}\n{}{}\n",
@@ -85,8 +84,8 @@ fn section(found: &Found, palette: &Palette) -> String {
     )
 }
 
-/// A line per value that was tried: times of the launches that it changes and
-/// ratios of pairs, then what that makes of the whole layer.
+/// Returns a table with one line per candidate value: times and ratios of the launches that the
+/// value changes, then the effect on the whole layer.
 fn table(found: &Found) -> Table {
     let mut table = Table::new(&["KERNELS", "SIZE", ">VALUE", ">TIME", ">LAYER", ""]);
     for tried in &found.tried {

@@ -1,8 +1,7 @@
-//! Which sizes are better than the default, for each number of tokens by itself.
+//! A search for tile sizes that beat the default, separately for each number of tokens.
 //!
-//! One size after another, what weighs most first; each candidate runs in turns
-//! with the layer as it is so far, and takes its place only when it is clearly
-//! faster.
+//! The search goes through the sizes one by one, those with most influence first. Each candidate
+//! runs in turns with the best layer so far, and replaces it only if it is clearly faster.
 
 use super::measure::{Bench, Pairs};
 use crate::failure::Result;
@@ -11,44 +10,44 @@ use moesaic::Layer;
 use moesaic::engine::{Measured, Variants};
 use moesaic::plan::{Choice, Tuning};
 
-/// A size is better whose launches take less than this part of their time ...
+/// A candidate wins if its launches take less than this fraction of their time before ...
 const CLEAR: f64 = 0.98;
 
-/// ... where so many of the pairs say so, and more when they are few: two
-/// standard deviations beyond half of them ...
+/// ... and at least this fraction of the pairs agrees. With few pairs more of them must agree: half
+/// plus two standard deviations ...
 const AGREED: f64 = 0.75;
 
-/// ... if the whole layer takes less than this part: launches of microseconds
-/// differ by where their memory lies.
+/// ... and the whole layer takes less than this fraction, because launches of microseconds also
+/// differ by the place of their memory.
 const WORTH: f64 = 0.997;
 
 /// A size and the candidates for it.
 pub struct Tried {
     pub choice: Choice,
-    /// The launches that the size is of as they were, in seconds.
+    /// The seconds that the launches with this size took before.
     pub before: f64,
     pub candidates: Vec<Candidate>,
-    /// Index of the candidate that is better.
+    /// The index of the winning candidate.
     pub winner: Option<usize>,
 }
 
-/// A size that was tried.
+/// A candidate value of a size, with its comparison.
 pub struct Candidate {
     pub size: usize,
     pub pairs: Pairs,
 }
 
-/// What was found for one number of tokens.
+/// The findings for one number of tokens.
 pub struct Found {
     pub tried: Vec<Tried>,
-    /// The gain is that of whole layers; 1 where nothing was better.
+    /// The best sizes; their gain is that of whole layers, and 1 if nothing was better.
     pub best: Measured,
-    /// Sizes won that are not kept, because the whole layer was not faster.
+    /// Whether winning sizes were dropped because the whole layer was not faster.
     pub dropped: bool,
 }
 
 impl Candidate {
-    /// The whole layer's time over the time before.
+    /// Returns the ratio of the whole layer's time to its time before.
     pub fn ratio(&self) -> f64 {
         self.pairs.whole()
     }
@@ -63,16 +62,16 @@ fn is_better(pairs: &Pairs) -> bool {
     pairs.ratio < CLEAR && pairs.agreed >= agreed && pairs.whole() < WORTH
 }
 
-/// The best of those that are better.
+/// Returns the best of the candidates that are better.
 fn winner(candidates: &[Candidate]) -> Option<usize> {
     let better = (0..candidates.len()).filter(|&i| candidates[i].is_better());
     better.min_by(|&a, &b| candidates[a].ratio().total_cmp(&candidates[b].ratio()))
 }
 
-/// Tries everything.
+/// Tries every candidate of every size.
 ///
 /// # Errors
-/// When a layer cannot be made or run.
+/// Fails if a layer cannot be made or run.
 pub fn search(variants: &Variants<'_>, bench: &Bench, progress: &Progress) -> Result<Found> {
     let tokens = bench.input.tokens;
     let mut tuning = Tuning::default();
@@ -86,7 +85,8 @@ pub fn search(variants: &Variants<'_>, bench: &Bench, progress: &Progress) -> Re
         tried.push(one);
     }
     progress.next(format!("comparing with the default at T={tokens}"));
-    // Parts may win and the whole not: caches are shared.
+    // Compare the whole layer once more: launches that are each faster can be slower together,
+    // because they share caches.
     let confirmed = confirm(variants, bench, &tuning)?;
     let dropped = confirmed.is_none() && !tuning.is_empty();
     let (tuning, gain) = match confirmed {
@@ -131,7 +131,7 @@ fn try_one(
     })
 }
 
-/// The default's time over the tuned layer's, if that is better.
+/// Returns the ratio of the default's time to the tuned layer's time, if the tuned layer is faster.
 fn confirm(variants: &Variants<'_>, bench: &Bench, tuning: &Tuning) -> Result<Option<f64>> {
     if tuning.is_empty() {
         return Ok(None);

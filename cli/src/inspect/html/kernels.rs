@@ -1,11 +1,11 @@
-//! Each kernel: entries, parameters, source, machine code.
+//! The section on kernels: entries, parameters, source and machine code of each.
 
 use super::super::model::{Inspection, Kernel};
 use super::escape;
 use crate::units;
 use moesaic::kernel::{Access, Entry, Param, ParamType, Scalar};
 
-/// Every kernel; the first is open.
+/// Renders every kernel, with the first one open.
 pub fn section(inspection: &Inspection, asm: Option<&[String]>) -> String {
     let kernels = inspection.kernels.iter().enumerate();
     let kernels: String = kernels
@@ -76,7 +76,7 @@ fn param(param: &Param) -> String {
     )
 }
 
-/// Lines, each an element of its own, so that numbers are not copied along.
+/// Renders each line as an element of its own, so that copied text has no line numbers.
 fn lines(text: &str) -> String {
     let line = |line: &str| format!("<span class=\"l\">{}</span>", escape(line));
     text.lines().map(line).collect()

@@ -1,7 +1,7 @@
 //! An inspection as one self-contained page.
 //!
-//! The page needs nothing from outside: style and drawing are inline, and the
-//! only script turns light into dark.
+//! The page loads nothing from outside: style and drawing are inline, and the only script switches
+//! between light and dark.
 
 mod kernels;
 mod roofline;
@@ -12,7 +12,7 @@ use super::text::{roofs, router};
 use crate::units;
 use moesaic::plan::{LayerPlan, Role};
 
-/// The whole page.
+/// Renders the whole page.
 pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
     let spec = &inspection.plan.spec;
     let title = escape(&format!("{} on {}", spec.name, inspection.target));
@@ -45,7 +45,7 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
     )
 }
 
-/// Text that is safe between tags and in attributes.
+/// Escapes text for use between tags and in attributes.
 pub fn escape(text: &str) -> String {
     let mut safe = String::with_capacity(text.len());
     for c in text.chars() {
@@ -126,7 +126,7 @@ fn facts(inspection: &Inspection) -> String {
     format!("<div class=\"facts\">{cards}</div>\n")
 }
 
-/// Sizes of the layer, each with its name.
+/// Returns the sizes of the layer with their names.
 fn sizes(plan: &LayerPlan) -> Vec<(String, String)> {
     let (spec, shape) = (&plan.spec, &plan.spec.shape);
     let weights = plan

@@ -14,7 +14,7 @@ const RIGHT: f64 = 24.0;
 const TOP: f64 = 22.0;
 const BOTTOM: f64 = 52.0;
 
-/// Drawing and table.
+/// Renders the drawing and the table.
 pub fn section(inspection: &Inspection, machine: &Machine) -> String {
     let idle: Vec<String> = inspection
         .launches
@@ -39,7 +39,7 @@ pub fn section(inspection: &Inspection, machine: &Machine) -> String {
     )
 }
 
-/// Logarithmic axes.
+/// The logarithmic axes of the drawing.
 struct Axes {
     x: [f64; 2],
     y: [f64; 2],
@@ -150,7 +150,7 @@ fn grid(axes: &Axes) -> String {
     )
 }
 
-/// `0.01`, `1`, `1000`.
+/// Formats a number without an exponent, such as `0.01`, `1` or `1000`.
 fn plain(value: f64) -> String {
     if value >= 1.0 {
         format!("{value:.0}")
@@ -186,7 +186,7 @@ fn roof(axes: &Axes, machine: &Machine, flops: f64, name: &str, class: &str) -> 
     )
 }
 
-/// Where each launch is at each token count, numbers on top.
+/// Draws each launch at each token count, with the numbers on top.
 fn points(
     launches: &[&Launch],
     inspection: &Inspection,
@@ -241,7 +241,7 @@ fn title(launch: &Launch, tokens: u64, intensity: f64, rate: f64) -> String {
     ))
 }
 
-/// A circle with a number, below its place where another one is in the way.
+/// Draws a circle with a number, moved down if another circle is in the way.
 fn numbered(
     number: usize,
     stem: &str,

@@ -1,4 +1,4 @@
-//! Plan, resources and launch geometry.
+//! The sections on plan, resources and launch geometry.
 
 use super::super::counted::{Counted, TITLES};
 use super::super::model::{Inspection, Kernel, Launch};
@@ -7,7 +7,7 @@ use super::escape;
 use moesaic::plan::Role;
 use moesaic::target::KernelReport;
 
-/// The launches in order, with the tensors that flow through them.
+/// Renders the launches in order, with the tensors that flow through them.
 pub fn plan(inspection: &Inspection) -> String {
     let steps: String = inspection
         .launches
@@ -70,7 +70,7 @@ fn chip(inspection: &Inspection, name: &str) -> String {
     )
 }
 
-/// Facts of a binary: the titles of their columns, and what is shown of them.
+/// Titles of the columns with facts of a binary.
 const FACTS: [&str; 7] = [
     "Registers",
     "Spills",
@@ -81,8 +81,7 @@ const FACTS: [&str; 7] = [
     "Compile",
 ];
 
-/// What the binaries say. Columns of facts that this kind of binary does not
-/// hold are left out.
+/// Renders the facts of the binaries, without the columns that this kind of binary does not report.
 pub fn resources(inspection: &Inspection) -> String {
     let facts: Vec<[String; 7]> = inspection
         .launched()
@@ -151,7 +150,7 @@ fn resource(launch: &Launch, kernel: &Kernel, facts: &[String; 7], columns: &[us
     )
 }
 
-/// Blocks and threads.
+/// Renders the blocks and threads of the launches.
 pub fn geometry(inspection: &Inspection) -> String {
     let counts = inspection.tokens.iter();
     let counts: String = counts
@@ -188,7 +187,7 @@ fn launch_row(inspection: &Inspection, launch: &Launch) -> String {
     )
 }
 
-/// What a simulator counted.
+/// Renders the counts of a simulator.
 pub fn counted(counted: &Counted) -> String {
     let titles: String = TITLES.iter().map(|title| heading(title)).collect();
     let rows: String = counted
@@ -210,7 +209,7 @@ pub fn counted(counted: &Counted) -> String {
     )
 }
 
-/// `>BANK CONFLICTS` as the heading of a column of numbers.
+/// Renders a title such as `>BANK CONFLICTS` as the heading of a column of numbers.
 fn heading(title: &str) -> String {
     let words = |title: &str| match title.split_at_checked(1) {
         Some((first, rest)) => format!("{first}{}", rest.to_lowercase().replace("flop", "FLOP")),
