@@ -178,7 +178,13 @@ impl CastPlan {
         let mut steps = Vec::new();
         if desc.counts() {
             let counts = self.tensor("comm_cast", "counts", I32, &[Size::Tokens], Role::Scratch);
-            let all = self.tensor("comm_cast", "saturated", I64, &[Size::Const(1)], Role::Output);
+            let all = self.tensor(
+                "comm_cast",
+                "saturated",
+                I64,
+                &[Size::Const(1)],
+                Role::Output,
+            );
             pack.push(counts);
             steps.push(self.step(kernel, 0, pack));
             steps.push(self.step(kernel, 1, vec![counts, all]));
