@@ -115,9 +115,9 @@ fn between_nodes(spec: &LayerSpec, target: Target) -> LayerPlan {
         ..ranks.tokens.clone()
     };
     for comm_dtype in [CommDtype::F16, CommDtype::Bf16, CommDtype::Fp8] {
-        let comm_dtype = ranks.in_comm_dtype(Both::same(comm_dtype)).comm_cast;
+        let casts = ranks.in_comm_dtype(Both::same(comm_dtype)).comm_cast;
         all.kernels
-            .extend(wire.into_iter().flat_map(|plan| plan.kernels));
+            .extend(casts.into_iter().flat_map(|plan| plan.kernels));
     }
     all
 }
