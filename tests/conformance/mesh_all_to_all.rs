@@ -152,7 +152,10 @@ fn nodes_that_an_algorithm_cannot_use_are_refused() {
     });
     for errors in errors.unwrap() {
         let [nodes, dedup] = errors.unwrap();
-        assert!(dedup.contains("all_to_all=dedup needs the same number"), "{dedup}");
+        assert!(
+            dedup.contains("all_to_all=dedup needs the same number"),
+            "{dedup}"
+        );
         let said = "all_to_all=2dh-inter-first needs the same number of consecutive ranks on each \
                     node, but ranks lie on a (3), b (1)";
         assert!(nodes.contains(said), "{nodes}");
