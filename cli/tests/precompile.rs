@@ -81,9 +81,10 @@ fn precompile_covers_the_layers_of_a_model() {
     let cache = scratch();
     let precompile = |model: &str, more: &[&str]| {
         let file = std::path::PathBuf::from(model);
-        let model = match file.is_absolute() {
-            true => file,
-            false => repository(&format!("tests/oracle/{model}")),
+        let model = if file.is_absolute() {
+            file
+        } else {
+            repository(&format!("tests/oracle/{model}"))
         };
         let mut call = command();
         call.args(["precompile", "--target", "cpu", "--json", "--cache"]);
