@@ -6,7 +6,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use moesaic::spec::canonical_tensors;
 use moesaic::{Engine, LayerSpec};
-use moesaic_candle::{RngKey, Inputs, MoeLayer};
+use moesaic_candle::{Inputs, MoeLayer, RngKey};
 use std::collections::BTreeMap;
 
 const SPEC: &str = r#"

@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use moesaic::spec::canonical_tensors;
 use moesaic::{Engine, LayerSpec};
-use moesaic_candle::{RngKey, MoeLayer};
+use moesaic_candle::{MoeLayer, RngKey};
 use std::collections::BTreeMap;
 
 /// A layer, the variables behind its weights, and what draws more of them.

@@ -2,7 +2,7 @@
 
 use crate::in_candle::{Case, assert_close, floats};
 use candle_core::{Result, Tensor};
-use moesaic_candle::{RngKey, Inputs, Routing};
+use moesaic_candle::{Inputs, RngKey, Routing};
 
 const QUIET: &str = r#"
 shape = { model_dim = 24, hidden_dim = 8, experts = 6, top_k = 2 }
