@@ -219,12 +219,12 @@ impl WeightFormat {
             return Some("a block has 1 row or more, and 0 columns for a whole row".to_string());
         }
         let short = self.depth();
-        if columns % short != 0 || short % 8 != 0 {
+        if !columns.is_multiple_of(short) || !short.is_multiple_of(8) {
             let what = "are no multiple of 8 up to 128, and no multiple of 128";
             return Some(format!("{columns} columns of a block {what}"));
         }
         match self.second {
-            Some(second) if second > 0 && (columns == 0 || second % columns != 0) => {
+            Some(second) if second > 0 && (columns == 0 || !second.is_multiple_of(columns)) => {
                 let what = "columns of a second scale are no multiple of a block's";
                 Some(format!("{second} {what}"))
             }
