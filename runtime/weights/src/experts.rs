@@ -3,7 +3,8 @@
 use crate::codes::Published;
 use crate::weight::Weight;
 use crate::{Checkpoint, LayerReader, LoadOptions};
-use moesaic_spec::hf::Import;
+use moesaic_kernel::DType;
+use moesaic_spec::hf::{Import, QUANTIZED_NOTE};
 use moesaic_spec::{LayerSpec, TensorSpec, WeightFormat, canonical_tensors};
 use std::collections::BTreeMap;
 
@@ -21,7 +22,8 @@ pub struct ExpertFormats {
 
 /// Sets `precision.experts` of an import to the formats that hold the routed experts of the
 /// checkpoint exactly, so that layers multiply their codes. If some matrix has no such format, or
-/// [`LoadOptions::dequantize`] is set, the experts stay numbers.
+/// [`LoadOptions::dequantize`] is set, the experts become numbers. The import's note on quantized
+/// weights then says so.
 ///
 /// Reads the headers of the checkpoint, and zero points if it has any. Problems with its tensors
 /// are left to the reading of weights.
@@ -32,7 +34,7 @@ pub fn set_expert_formats(
 ) -> ExpertFormats {
     import.spec = import.spec.dequantized();
     if let Some(dtype) = options.dequantize {
-        import.spec.precision.weights = dtype;
+        dequantize_to(&mut import.spec, dtype);
         return ExpertFormats::default();
     }
     let found = Found::of(import, checkpoint, options);
@@ -41,21 +43,49 @@ pub fn set_expert_formats(
     };
     let reason = match found.formats() {
         Ok(formats) => match formats.set(&mut import.spec) {
-            Ok(()) => return formats,
+            Ok(()) => {
+                formats.note(&mut import.notes);
+                return formats;
+            }
             Err(reason) => reason,
         },
         Err(reason) => reason,
     };
-    let weights = import.spec.precision.weights;
     ExpertFormats {
-        dequantized: Some(format!(
-            "the experts are dequantized to {weights}, because {reason}"
-        )),
+        dequantized: Some(dequantized(&import.spec, &reason)),
         ..ExpertFormats::default()
     }
 }
 
+/// Returns the sentence that says why the experts of a layer are numbers.
+pub fn dequantized(spec: &LayerSpec, reason: &str) -> String {
+    let weights = spec.precision.weights;
+    format!("the experts are dequantized to {weights}, because {reason}")
+}
+
+/// Gives the weights a type, and the activations too, if they would be of another 16-bit type.
+fn dequantize_to(spec: &mut LayerSpec, dtype: DType) {
+    let precision = &mut spec.precision;
+    precision.weights = dtype;
+    if precision.activations != dtype && precision.activations.size() == dtype.size() {
+        precision.activations = dtype;
+    }
+}
+
 impl ExpertFormats {
+    /// Replaces the note on quantized weights.
+    fn note(&self, notes: &mut Vec<String>) {
+        let names = [self.up, self.down].into_iter().flatten();
+        let mut names: Vec<String> = names.map(|format| format.to_string()).collect();
+        names.dedup();
+        let stored = format!(
+            "the experts are multiplied as they are stored ({}); activations are not quantized",
+            names.join(", and down ")
+        );
+        notes.retain(|note| note != QUANTIZED_NOTE);
+        notes.push(stored);
+    }
+
     /// Sets the formats in a spec, unless it would be invalid with them.
     fn set(&self, spec: &mut LayerSpec) -> Result<(), String> {
         let mut stored = spec.clone();

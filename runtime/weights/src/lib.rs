@@ -33,7 +33,7 @@ mod writer;
 
 pub use checkpoint::{Checkpoint, TensorRef};
 pub use error::WeightsError;
-pub use experts::{ExpertFormats, set_expert_formats};
+pub use experts::{ExpertFormats, dequantized, set_expert_formats};
 pub use keys::{KeyOptions, load_keys};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};
 pub use reader::LayerReader;
