@@ -524,6 +524,7 @@ pub(crate) fn can_be(field: &str, text: &str) -> bool {
             Decode::E5m2,
         ]),
         "stores" => names(&[Stores::Cached, Stores::Streamed, Stores::Runs]),
+        "codes.scale_nan" => vec![String::new()],
         "codes.offset" => ["f16", "int8", "zero", ""].map(str::to_string).to_vec(),
         "codes.scale" => names(&[
             ScaleType::F32,
