@@ -5,7 +5,7 @@ use crate::console::Console;
 use crate::failure::{Failure, Result, reason};
 use crate::files::{Files, check_output};
 use crate::rank::{self, OfRank, OneRankArgs};
-use crate::spec_source::LayerArgs;
+use crate::spec_source::{LayerArgs, needs_numbers};
 use crate::training::TrainingArgs;
 use crate::{mesh, targets};
 use clap::Args;
@@ -71,7 +71,8 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
     } else {
         args.caches.check(&targets)?
     }
-    let spec = args.layer.load(console)?.spec;
+    let numbers = needs_numbers(args.training.get().is_some(), args.mesh);
+    let spec = args.layer.load_for(numbers, console)?.spec;
     let options = PlanOptions {
         training: args.training.get(),
         caches: args.caches.assumed(),

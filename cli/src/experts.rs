@@ -397,6 +397,7 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
         narrow: args.narrow,
         allow_infinite: args.allow_infinite,
         allow_extra: args.allow_extra,
+        dequantize: None,
     };
     let share = experts / ranks;
     let load = |file: &PathBuf| {

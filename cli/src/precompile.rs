@@ -4,7 +4,9 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
-use crate::spec_source::{LayerArgs, Model, read_model, read_spec};
+use crate::spec_source::{
+    LayerArgs, Model, Precision, STAY_WHOLE, moves_experts, needs_numbers, read_model, read_spec,
+};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
 use crate::training::TrainingArgs;
@@ -55,6 +57,9 @@ pub struct PrecompileArgs {
     /// Index of the layer in the model; all layers with experts if not given
     #[arg(long, value_name = "N", requires = "model")]
     layer: Option<usize>,
+    /// Compile for quantized experts as numbers of this type, and not for their codes
+    #[arg(long, value_name = "DTYPE", requires = "model")]
+    dequantize: Option<Precision>,
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
     #[arg(long, value_name = "T[,T]", value_delimiter = ',', required = true)]
     target: Vec<String>,
@@ -299,8 +304,11 @@ impl PrecompileArgs {
             .map(|path| read_spec(path, console))
             .collect::<Result<_>>()?;
         let model = Model::read(&self.hf, &self.gguf)?;
+        let cut = self.adaptive_r || self.strategy.iter().any(moves_experts);
+        let numbers = needs_numbers(self.training.get().is_some(), self.mesh);
+        let numbers = numbers.or(cut.then_some(STAY_WHOLE));
         if let (Some(model), None) = (&model, self.layer) {
-            specs.extend(read_model(model, console)?);
+            specs.extend(read_model(model, self.dequantize, numbers, console)?);
         } else if model.is_some() {
             let layer = LayerArgs {
                 spec: None,
@@ -308,8 +316,9 @@ impl PrecompileArgs {
                 gguf: self.gguf.clone(),
                 layer: self.layer,
                 precision: None,
+                dequantize: self.dequantize,
             };
-            specs.push(layer.load(console)?.spec);
+            specs.push(layer.load_for(numbers, console)?.spec);
         }
         Ok(specs)
     }

@@ -2,6 +2,7 @@
 //! gigabytes.
 
 use moesaic::half::{bf16, f16};
+use moesaic::spec::format::ScaleType;
 use moesaic::spec::{LossKind, RouterKind, canonical_tensors};
 use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
 use std::thread;
@@ -12,7 +13,9 @@ pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
     let tensors = canonical_tensors(spec).into_iter().enumerate();
     let one = |(i, tensor): (usize, moesaic::spec::TensorSpec)| {
         let made = match tensor.dtype {
-            DType::I32 if tensor.name.starts_with("experts.") => codes(&tensor.shape, i as u64),
+            DType::I32 if tensor.name.starts_with("experts.") => {
+                codes(&tensor.shape, Byte::of(&tensor.name, spec), i as u64)
+            }
             DType::I32 => table(&tensor.shape, spec),
             dtype => {
                 let fan_in = if tensor.shape.len() > 1 {
@@ -26,6 +29,9 @@ pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
                     // Codes are tens and have both signs, so the scale brings them to the order of
                     // one.
                     name if name.ends_with(".scale") => 1e-3,
+                    name if name.ends_with(".scale_2") => 1e-3 / Byte::of(name, spec).typical,
+                    name if name.ends_with(".offset") => 8e-3,
+                    name if name.ends_with(".offset_2") => 1e-3,
                     _ => (3.0 / fan_in.max(1) as f32).sqrt(),
                 };
                 floats(dtype, &tensor.shape, scale, i as u64)
@@ -128,12 +134,44 @@ fn table(shape: &[usize], spec: &LayerSpec) -> Tensor<'static> {
     Tensor::owned(shape, (0..elements).map(|i| (i % experts) as i32).collect())
 }
 
-/// Returns every kind of code but NaN. One bit of each byte is zero, because NaN has all exponent
-/// and mantissa bits set in E4M3.
-fn codes(shape: &[usize], seed: u64) -> Tensor<'static> {
+/// The bytes that a tensor of words may have: those of `mask`, and `least` added.
+#[derive(Clone, Copy)]
+struct Byte {
+    least: u8,
+    mask: u8,
+    /// The number that such a scale is about.
+    typical: f32,
+}
+
+impl Byte {
+    /// Returns the bytes of a tensor of codes, or of that with the first scales.
+    fn of(name: &str, spec: &LayerSpec) -> Byte {
+        let precision = &spec.precision;
+        let format = match name.starts_with("experts.down") {
+            true => precision.down_format(),
+            false => precision.experts,
+        };
+        let byte = |least, mask, typical| Byte {
+            least,
+            mask,
+            typical,
+        };
+        match format.map(|format| format.scale) {
+            // One bit is zero, because NaN has all exponent and mantissa bits set in E4M3.
+            _ if name.ends_with(".weight") => byte(0, 0xbf, 1.0),
+            _ if name.ends_with(".offset") => byte(0, 7, 1.0),
+            Some(ScaleType::E8m0) => byte(116, 3, 1e-3),
+            Some(ScaleType::E4m3) => byte(8, 7, 2e-2),
+            _ => byte(1, 31, 16.0),
+        }
+    }
+}
+
+/// Returns every kind of these bytes.
+fn codes(shape: &[usize], byte: Byte, seed: u64) -> Tensor<'static> {
     let mut made = floats(DType::F32, shape, 1.0, seed).into_static();
-    for byte in made.data.to_mut().iter_mut() {
-        *byte &= 0xbf;
+    for one in made.data.to_mut().iter_mut() {
+        *one = (*one & byte.mask) + byte.least;
     }
     Tensor {
         dtype: DType::I32,

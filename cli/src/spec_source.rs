@@ -5,9 +5,9 @@ use crate::failure::{Failure, Result};
 use crate::units;
 use clap::{Args, ValueEnum};
 use moesaic::spec::gguf::{self, GgufError, Metadata};
-use moesaic::spec::hf::{self, HfError, Import};
-use moesaic::weights::Checkpoint;
-use moesaic::{DType, LayerSpec};
+use moesaic::spec::hf::{self, HfError, Import, QUANTIZED_NOTE};
+use moesaic::weights::{Checkpoint, LoadOptions, dequantized, set_expert_formats};
+use moesaic::{DType, LayerSpec, Parallel, Strategy};
 use std::borrow::Cow;
 use std::fs;
 use std::io::Read;
@@ -39,7 +39,37 @@ pub struct LayerArgs {
     /// Element type of weights and activations, instead of the spec's
     #[arg(long, value_name = "DTYPE")]
     pub precision: Option<Precision>,
+    /// Read quantized experts as numbers of this type, and do not multiply their codes
+    #[arg(long, value_name = "DTYPE", requires = "model")]
+    pub dequantize: Option<Precision>,
 }
+
+/// Conditions on the experts of an imported layer, besides the arguments.
+#[derive(Clone, Copy, Default)]
+pub struct ExpertsAs<'a> {
+    /// The checkpoint to read; the model's own if not set.
+    pub weights: Option<&'a Path>,
+    /// The reason to read numbers in any case.
+    pub numbers: Option<&'static str>,
+}
+
+/// Returns the reason that a layer must have numbers for experts, if it has to: it is trained, or
+/// shared by a mesh that cuts experts.
+pub fn needs_numbers(training: bool, mesh: Option<Parallel>) -> Option<&'static str> {
+    match mesh {
+        _ if training => Some("codes cannot be trained"),
+        Some(mesh) if mesh.expert_tp > 1 => Some(STAY_WHOLE),
+        _ => None,
+    }
+}
+
+/// Returns whether ranks with this strategy gather or lend experts.
+pub fn moves_experts(strategy: &Strategy) -> bool {
+    strategy.shadows > 0 || strategy.adaptive_r.is_some_and(|r| r != 1)
+}
+
+/// The reason that ranks which cut or lend experts have numbers.
+pub const STAY_WHOLE: &str = "codes of an expert stay on one rank";
 
 /// Element types of weights and activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -63,16 +93,30 @@ impl From<Precision> for DType {
 pub struct Source {
     /// The layer.
     pub spec: LayerSpec,
-    /// For a layer of a model: the recipe that assembles its tensors. Its spec is that of the
-    /// model's file, and `spec` may have another precision.
+    /// For a layer of a model: the recipe that assembles its tensors.
     pub import: Option<Import>,
     /// The directory of a Hugging Face model, or the GGUF file.
     pub model: Option<PathBuf>,
 }
 
 impl LayerArgs {
-    /// Reads and validates the layer.
+    /// Reads and validates the layer. Experts are codes if the model's own weights are.
     pub fn load(&self, console: &Console) -> Result<Source> {
+        self.load_as(ExpertsAs::default(), console)
+    }
+
+    /// Reads and validates the layer. The reason to read numbers, if there is one, comes from
+    /// [`needs_numbers`].
+    pub fn load_for(&self, numbers: Option<&'static str>, console: &Console) -> Result<Source> {
+        let how = ExpertsAs {
+            numbers,
+            ..ExpertsAs::default()
+        };
+        self.load_as(how, console)
+    }
+
+    /// Reads and validates the layer.
+    pub fn load_as(&self, how: ExpertsAs<'_>, console: &Console) -> Result<Source> {
         let mut source = match (&self.spec, Model::read(&self.hf, &self.gguf)?) {
             (Some(path), _) => {
                 let spec = read_spec(path, console)?;
@@ -82,7 +126,7 @@ impl LayerArgs {
                     model: None,
                 }
             }
-            (None, Some(model)) => self.import(&model, console)?,
+            (None, Some(model)) => return self.import(&model, how, console),
             (None, None) => {
                 return Err(Failure::input("a layer is needed: --spec, --hf or --gguf"));
             }
@@ -95,13 +139,18 @@ impl LayerArgs {
         Ok(source)
     }
 
-    fn import(&self, model: &Model, console: &Console) -> Result<Source> {
+    fn import(&self, model: &Model, how: ExpertsAs<'_>, console: &Console) -> Result<Source> {
         let layer = match self.layer {
             Some(layer) => layer,
             None => first_layer(model, console)?,
         };
-        let import = model.import(layer)?;
-        for note in &import.notes {
+        let mut import = model.import(layer)?;
+        if let Some(precision) = self.precision {
+            import.spec.precision.weights = precision.into();
+            import.spec.precision.activations = precision.into();
+        }
+        let dequantized = model.set_formats(&mut import, self.dequantize, how)?;
+        for note in import.notes.iter().chain(&dequantized) {
             console.note(note);
         }
         check(&import.spec)?;
@@ -129,7 +178,16 @@ fn first_layer(model: &Model, console: &Console) -> Result<usize> {
 
 /// Reads the layers with experts of a model. Layers that differ only in their index are one layer,
 /// under the name of the first.
-pub fn read_model(model: &Model, console: &Console) -> Result<Vec<LayerSpec>> {
+pub fn read_model(
+    model: &Model,
+    dequantize: Option<Precision>,
+    numbers: Option<&'static str>,
+    console: &Console,
+) -> Result<Vec<LayerSpec>> {
+    let how = ExpertsAs {
+        numbers,
+        ..ExpertsAs::default()
+    };
     let layers = model.moe_layers()?;
     if layers.is_empty() {
         model.import(0)?;
@@ -138,7 +196,8 @@ pub fn read_model(model: &Model, console: &Console) -> Result<Vec<LayerSpec>> {
     let mut said: Vec<String> = Vec::new();
     for &layer in &layers {
         let import = model.import(layer);
-        let import = import.map_err(|failure| failure.hint("--layer N compiles one layer"))?;
+        let mut import = import.map_err(|failure| failure.hint("--layer N compiles one layer"))?;
+        said.extend(model.set_formats(&mut import, dequantize, how)?);
         let alike = |spec: &LayerSpec| LayerSpec {
             name: spec.name.clone(),
             ..import.spec.clone()
@@ -206,6 +265,42 @@ impl Model {
             Model::Hf(config) => config.import(layer),
             Model::Gguf(file) => gguf::import(&metadata(file), layer).map_err(|e| self.failure(&e)),
         }
+    }
+
+    /// Sets the formats of experts of which the weights are codes. Returns the sentence that says
+    /// why they are numbers, if they are although nobody asked for that.
+    fn set_formats(
+        &self,
+        import: &mut Import,
+        dequantize: Option<Precision>,
+        how: ExpertsAs<'_>,
+    ) -> Result<Option<String>> {
+        let options = LoadOptions {
+            dequantize: dequantize.map(DType::from),
+            ..LoadOptions::default()
+        };
+        let quantized = import.notes.iter().any(|note| note == QUANTIZED_NOTE);
+        let opened = match (self, how.weights) {
+            (_, Some(path)) => Some(Checkpoint::open(path)?),
+            (Model::Gguf(_), None) => None,
+            // A spec may be had of a configuration alone.
+            (Model::Hf(config), None) => Checkpoint::open(&config.directory).ok(),
+        };
+        let read = match self {
+            Model::Gguf(file) => Some(opened.as_ref().unwrap_or(file)),
+            Model::Hf(_) => opened.as_ref(),
+        };
+        Ok(match (how.numbers, read) {
+            (Some(reason), _) if options.dequantize.is_none() => {
+                quantized.then(|| dequantized(&import.spec, reason))
+            }
+            (_, Some(file)) => set_expert_formats(import, file, options).dequantized,
+            (_, None) => quantized.then(|| {
+                let folder = self.path().display();
+                let reason = format!("{folder} has no weights to take their format from");
+                dequantized(&import.spec, &reason)
+            }),
+        })
     }
 
     fn failure(&self, error: &GgufError) -> Failure {

@@ -7,8 +7,9 @@ use moesaic::mesh::SharedExperts;
 use moesaic::spec::gguf;
 use moesaic::spec::hf::{self, Import};
 use moesaic::tensor::SourceError;
-use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
-use moesaic::{DType, Input, Parallel, Tensor, WeightSource};
+use moesaic::train::elastic;
+use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
+use moesaic::{DType, Input, Parallel, Tensor, Tensors, WeightSource};
 use serde_json::Value;
 use std::fs;
 use std::ops::Range;
@@ -168,45 +169,167 @@ fn imported(dir: &Path, case: &Value) -> (Import, Checkpoint) {
     (import, checkpoint)
 }
 
-/// Checkpoints that other libraries packed, run on the CPU: what their weights give, unpacked
-/// by those libraries. `runtime/weights/tests/oracle.rs` holds the f64 reference to the same.
+/// A published layer with what its authors' libraries make of it.
+struct Published {
+    what: String,
+    from: (Import, Checkpoint),
+    x: Tensor<'static>,
+    y: Vec<f64>,
+    ids: Vec<Vec<i64>>,
+    /// The error that `y` may have in f32.
+    most: f64,
+}
+
+impl Published {
+    fn open(dir: &Path) -> Published {
+        let case = fs::read_to_string(dir.join("case.json")).unwrap();
+        let case: Value = serde_json::from_str(&case).unwrap();
+        let from = imported(dir, &case);
+        let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
+        let [x, y, ids] = ["x", "y", "topk_ids"].map(|name| block.read(name).unwrap());
+        let y = y.to_f64();
+        let largest = y.iter().fold(0f64, |most, v| most.max(v.abs()));
+        Published {
+            what: dir.display().to_string(),
+            ids: ascending(&ids, from.0.spec.shape.top_k),
+            from,
+            x,
+            y,
+            most: case["tolerance"]["f32"].as_f64().unwrap() * largest,
+        }
+    }
+
+    /// Returns the same layer with experts as codes, if they can be.
+    fn as_codes(&self) -> Option<Import> {
+        let mut import = self.from.0.clone();
+        let options = LoadOptions::default();
+        let formats = set_expert_formats(&mut import, &self.from.1, options);
+        assert!(formats.up.is_some() != formats.dequantized.is_some(), "{}", self.what);
+        formats.up.map(|_| import)
+    }
+
+    fn input(&self, tokens: Range<usize>) -> Input<'_> {
+        let mut input = Input {
+            tokens: tokens.len(),
+            ..Input::default()
+        };
+        input.insert("x", self.x.rows(tokens).unwrap());
+        input
+    }
+
+    /// Checks `y` and the experts of some tokens.
+    fn check(&self, tokens: Range<usize>, found: &Tensors<'_>, how: &str) {
+        let what = format!("{} {how}", self.what);
+        let spec = &self.from.0.spec;
+        let width = spec.output_dim();
+        let wanted = &self.y[tokens.start * width..tokens.end * width];
+        let y = found["y"].to_f64();
+        assert_eq!(y.len(), wanted.len(), "{what}");
+        let off = y.iter().zip(wanted).map(|(a, b)| (a - b).abs());
+        // As a maximum would pass over NaN.
+        assert!(off.into_iter().all(|off| off <= self.most), "{what}");
+        let chosen = ascending(&found["topk_ids"], spec.shape.top_k);
+        assert_eq!(chosen, self.ids[tokens], "{what}");
+    }
+}
+
+fn ascending(ids: &Tensor<'_>, top_k: usize) -> Vec<Vec<i64>> {
+    let ids = ids.to_f32();
+    let rows = ids.chunks(top_k).map(|row| {
+        let mut row: Vec<i64> = row.iter().map(|id| *id as i64).collect();
+        row.sort_unstable();
+        row
+    });
+    rows.collect()
+}
+
+/// Checkpoints that other libraries packed, run on the CPU as numbers and as the codes that they
+/// hold: what their weights give, unpacked by those libraries. `runtime/weights/tests/oracle.rs`
+/// holds the f64 reference to the same, and `stored.rs` next to it the codes to the numbers.
 #[test]
 fn published_formats_run() {
     let engine = engine();
     let cases = entries("formats");
     assert_eq!(cases.len(), 24);
-    for dir in cases {
-        let what = dir.display().to_string();
-        let case = fs::read_to_string(dir.join("case.json")).unwrap();
-        let case: Value = serde_json::from_str(&case).unwrap();
-        let from = imported(&dir, &case);
-        let block = Checkpoint::open(dir.join("block.safetensors")).unwrap();
-        let [x, y, ids] = ["x", "y", "topk_ids"].map(|name| block.read(name).unwrap());
-        let mut input = Input {
-            tokens: x.shape[0],
-            ..Input::default()
+    let mut as_numbers = Vec::new();
+    for case in cases.iter().map(|dir| Published::open(dir)) {
+        let (tokens, codes) = (0..case.x.shape[0], case.as_codes());
+        let run = |import: &Import, how: &str| {
+            let reader = LayerReader::of_import(import, &case.from.1, LoadOptions::default());
+            let layer = engine.layer(&import.spec, &reader.unwrap()).unwrap();
+            let input = case.input(tokens.clone());
+            let outputs = layer.forward_with(&input, &["y", "topk_ids"]).unwrap();
+            case.check(tokens.clone(), &outputs.into_tensors(), how);
         };
-        input.insert("x", x);
-        let layer = engine.layer(&from.0.spec, &reader(&from)).unwrap();
-        let outputs = layer.forward_with(&input, &["y", "topk_ids"]).unwrap();
-        let outputs = outputs.into_tensors();
-        let wanted = y.to_f64();
-        let largest = wanted.iter().fold(0f64, |most, v| most.max(v.abs()));
-        let found = outputs["y"].to_f64();
-        let off = found.iter().zip(&wanted).map(|(a, b)| (a - b).abs());
-        // As a maximum would pass over NaN.
-        let most = case["tolerance"]["f32"].as_f64().unwrap() * largest;
-        assert!(off.into_iter().all(|off| off <= most), "{what}");
-        let rows = |ids: Vec<f32>| -> Vec<Vec<i64>> {
-            let rows = ids.chunks(from.0.spec.shape.top_k);
-            rows.map(|row| {
-                let mut row: Vec<i64> = row.iter().map(|id| *id as i64).collect();
-                row.sort_unstable();
-                row
-            })
-            .collect()
-        };
-        let chosen = outputs["topk_ids"].to_f32();
-        assert_eq!(rows(chosen), rows(ids.to_f32()), "{what}");
+        run(&case.from.0, "as numbers");
+        match &codes {
+            Some(codes) => run(codes, "as codes"),
+            None => as_numbers.push(case.what),
+        }
+    }
+    let [only] = as_numbers.as_slice() else {
+        panic!("no codes: {as_numbers:?}");
+    };
+    assert!(only.ends_with("gptq_int4_act"), "{only}");
+}
+
+/// Two ranks read the codes of their own experts alone.
+#[test]
+fn ranks_read_their_own_codes() {
+    let engine = engine();
+    let names = ["fp8_block_ds", "ct_mxfp4", "gguf_q4_k", "gptq_int4_asym"];
+    let cases = entries("formats").into_iter();
+    let cases = cases.filter(|dir| names.iter().any(|name| dir.ends_with(name)));
+    let cases: Vec<Published> = cases.map(|dir| Published::open(&dir)).collect();
+    assert_eq!(cases.len(), names.len());
+    for case in cases {
+        let codes = case.as_codes().unwrap();
+        let experts = codes.spec.shape.experts;
+        on_ranks(&engine, mesh(2, 1), |mesh| {
+            let half = case.x.shape[0] / 2;
+            let tokens = mesh.rank() * half..(mesh.rank() + 1) * half;
+            let reader = LayerReader::of_import(&codes, &case.from.1, LoadOptions::default());
+            let noted = Noted {
+                source: reader.unwrap(),
+                experts: Mutex::default(),
+            };
+            let layer = engine.mesh_layer(mesh, &codes.spec, &noted, None).unwrap();
+            let input = case.input(tokens.clone());
+            let outputs = layer.forward_with(&input, &["y", "topk_ids"]).unwrap();
+            case.check(tokens, &outputs.into_tensors(), "on two ranks");
+            let own = mesh.rank() * experts / 2..(mesh.rank() + 1) * experts / 2;
+            let read = noted.experts.into_inner().unwrap();
+            let inside = |rows: &Range<usize>| own.start <= rows.start && rows.end <= own.end;
+            assert!(!read.is_empty() && read.iter().all(inside), "{}: {read:?}", case.what);
+        });
+    }
+}
+
+/// Codes, scales and offsets of an expert are moved as they are, and experts of codes are not cut.
+#[test]
+fn codes_are_split_and_joined_unchanged() {
+    let names = ["ct_mxfp4", "gguf_q4_k", "gptq_int4_asym"];
+    for name in names {
+        let cases = entries("formats").into_iter();
+        let dir = cases.into_iter().find(|dir| dir.ends_with(name)).unwrap();
+        let case = Published::open(&dir);
+        let codes = case.as_codes().unwrap();
+        let reader = LayerReader::of_import(&codes, &case.from.1, LoadOptions::default());
+        let (spec, whole) = (&codes.spec, reader.unwrap().load().unwrap());
+        let parts = elastic::split_experts(spec, &whole, &[1, 3]);
+        // Experts of a part that has fewer than a token chooses are refused.
+        assert!(parts.is_err(), "{name}");
+        let parts = elastic::split_experts(spec, &whole, &[2, 2]).unwrap();
+        let second = &parts[1].1;
+        for (tensor, part) in second.iter().filter(|(name, _)| name.starts_with("experts.")) {
+            assert_eq!(*part, whole[tensor].rows(2..4).unwrap(), "{name}: {tensor}");
+        }
+        let (merged, joined) = elastic::merge_experts(&parts).unwrap();
+        assert_eq!((&merged, &joined), (spec, &whole), "{name}");
+        let shards = elastic::shard_experts(spec, &whole, mesh(4, 1)).unwrap();
+        let joined = elastic::unshard_experts(spec, &shards, mesh(4, 1)).unwrap();
+        assert_eq!(joined, whole, "{name}");
+        let cut = elastic::shard_experts(spec, &whole, mesh(2, 2)).unwrap_err();
+        assert!(cut.to_string().contains("stay on one rank"), "{cut}");
     }
 }

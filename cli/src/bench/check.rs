@@ -14,8 +14,7 @@ const TOKENS: usize = 2;
 ///
 /// # Errors
 /// Fails if the result is wrong, because timing a wrong layer has no point.
-pub fn check(layer: &Layer, weights: &Tensors<'_>) -> Result<f64> {
-    let spec = layer.spec();
+pub fn check(layer: &Layer, spec: &LayerSpec, weights: &Tensors<'_>) -> Result<f64> {
     let call = random::input(spec, TOKENS);
     let found: Vec<f64> = timing::y(layer, &call)?
         .to_f32()

@@ -12,7 +12,7 @@ use crate::failure::{Failure, Result};
 use crate::machine::{self, Machine};
 use crate::progress::Progress;
 use crate::random;
-use crate::spec_source::LayerArgs;
+use crate::spec_source::{LayerArgs, needs_numbers};
 use crate::store::StoreArgs;
 use crate::targets::{self, Asked};
 use crate::threads::ThreadArgs;
@@ -93,7 +93,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
     refuse_simulators(&args.target)?;
-    let spec = args.layer.load(console)?.spec;
+    let spec = args.layer.load_for(needs_numbers(args.training, None), console)?.spec;
     let options = args.options(console);
     let engine = targets::open(&args.target, options, |asked| args.fits(asked))?;
     for &tokens in &args.tokens {
@@ -108,7 +108,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         engine.layer(&spec, &weights)?
     };
     progress.next("checking");
-    let error = check::check(&layer, &weights)?;
+    let error = check::check(&layer, &spec, &weights)?;
     let machine = args.machine(&engine)?;
     let mut runs = Vec::new();
     for &tokens in &args.tokens {

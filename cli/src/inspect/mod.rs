@@ -15,7 +15,7 @@ use crate::files::{Files, check_output};
 use crate::machine::{self, Machine};
 use crate::progress::Progress;
 use crate::rank::OneRankArgs;
-use crate::spec_source::LayerArgs;
+use crate::spec_source::{LayerArgs, needs_numbers};
 use crate::store::StoreArgs;
 use crate::training::TrainingArgs;
 use crate::{emit, targets};
@@ -103,7 +103,8 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
             .written("--html", [page])
             .check()?;
     }
-    let spec = args.layer.load(console)?.spec;
+    let numbers = needs_numbers(args.training.get().is_some(), args.mesh);
+    let spec = args.layer.load_for(numbers, console)?.spec;
     let target = targets::resolve_one(&args.target)?;
     args.caches.check(&[target])?;
     if let Some(mesh) = args.mesh {

@@ -92,7 +92,8 @@ const MOST_COUNTED: usize = 512;
 /// Simulates the configurations, ranks them and prints the best.
 pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     args.check_files()?;
-    let spec = args.layer.load(console)?.spec;
+    let numbers = Some("meshes that cut experts are compared, too");
+    let spec = args.layer.load_for(numbers, console)?.spec;
     let question = args.question(spec, console)?;
     let simulator = Simulator::new(&question);
     let space = Space {

@@ -29,7 +29,8 @@ pub fn compare(
     outputs: &Tensors<'_>,
 ) -> Comparison {
     let started = Instant::now();
-    let (weights, input) = (reference::Weights::from(weights), input(tokens, draw));
+    let (spec, weights) = reference::numbers(spec, &reference::Weights::from(weights));
+    let (spec, input) = (&spec, input(tokens, draw));
     let expected = reference::forward(spec, &weights, &input);
     let of = |name: &str| outputs.get(name).map(Tensor::to_f64);
     let ids = of("topk_ids").unwrap_or_default();

@@ -17,7 +17,7 @@ use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output, unwritable};
 use crate::keys::KeysArgs;
 use crate::progress::Progress;
-use crate::spec_source::{LayerArgs, Source};
+use crate::spec_source::{ExpertsAs, LayerArgs, STAY_WHOLE, Source, needs_numbers};
 use crate::store::StoreArgs;
 use crate::targets;
 use crate::threads::ThreadArgs;
@@ -27,12 +27,12 @@ use input::Tokens;
 use meeting::Meeting;
 use moesaic::spec::hf::Import;
 use moesaic::trace::{Recorder, Trace, chrome_trace};
-use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
+use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, dequantized};
 use moesaic::weights::{write_safetensors, write_whole};
 use moesaic::{Engine, EngineOptions, LayerSpec};
 use outcome::Outcome;
 use pass::PassArgs;
-use ranks::{Job, RankArgs};
+use ranks::{Job, RankArgs, Shared};
 use record::Routing;
 use report::Report;
 use std::path::PathBuf;
@@ -130,7 +130,7 @@ impl RunArgs {
     /// Runs the work of [`execute`] after the processes of a launcher have met.
     fn carry_out(&self, meeting: Option<&Meeting>, console: &Console) -> Result {
         self.check_files()?;
-        let mut source = self.layer.load(console)?;
+        let mut source = self.layer.load_as(self.experts_as(), console)?;
         if source.import.is_some() && self.keys.get().is_some() {
             let message =
                 "--keys does nothing with --hf and --gguf: the model's own names are read";
@@ -143,6 +143,11 @@ impl RunArgs {
         }
         self.pass.check_factor(&source.spec.capacity)?;
         let shared = self.ranks.get(&source.spec)?;
+        let cut = shared.as_ref().is_some_and(Shared::moves_experts);
+        if cut && source.import.is_some() && source.spec.precision.experts.is_some() {
+            source.spec = source.spec.dequantized();
+            console.note(&dequantized(&source.spec, STAY_WHOLE));
+        }
         let mut options = self.options(console);
         if let Some(shared) = &shared {
             options = shared.options(&self.target, options);
@@ -278,6 +283,14 @@ impl RunArgs {
         })
     }
 
+    /// Returns what is known of the experts before the layer is read.
+    fn experts_as(&self) -> ExpertsAs<'_> {
+        ExpertsAs {
+            weights: self.weights.as_deref(),
+            numbers: needs_numbers(self.pass.training().is_some(), None),
+        }
+    }
+
     fn checkpoint(&self, source: &Source) -> Result<Checkpoint> {
         let path = self.weights.as_deref().or(source.model.as_deref());
         let path = path.ok_or_else(|| Failure::input("weights are needed: --weights FILE"))?;
@@ -290,6 +303,7 @@ impl RunArgs {
             narrow: self.narrow,
             allow_infinite: self.allow_infinite,
             allow_extra: self.allow_extra,
+            dequantize: None,
         };
         let (spec, all) = (&source.spec, source.spec.shape.experts);
         Ok(match (&source.import, self.keys.get()) {

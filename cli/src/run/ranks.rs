@@ -7,6 +7,7 @@ use super::meeting::{self, Meeting};
 use super::outcome::Outcome;
 use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
+use crate::spec_source::moves_experts;
 use crate::{experts, mesh};
 use clap::{Args, ValueEnum};
 use moesaic::collectives::nccl::{self, Nccl};
@@ -212,6 +213,11 @@ impl RankArgs {
 }
 
 impl Shared {
+    /// Returns whether the mesh cuts experts, or the strategy gathers or lends them.
+    pub fn moves_experts(&self) -> bool {
+        self.mesh.expert_tp > 1 || moves_experts(&self.strategy)
+    }
+
     /// Sets the GPU of this process, if the host has several.
     pub fn options(&self, target: &str, options: EngineOptions) -> EngineOptions {
         match self.ranks {

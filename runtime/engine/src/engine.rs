@@ -5,6 +5,7 @@ use crate::jit::{EngineParts, Jit, Stats};
 use crate::launch::Modules;
 use crate::layer::{Layer, check_size, check_spec};
 use crate::memory::passing_tensors;
+use crate::numbers::Numbers;
 use crate::texts::Texts;
 use crate::tuned::Untuned;
 use moesaic_cache::TunedMachine;
@@ -168,7 +169,8 @@ impl Engine {
         spec: &LayerSpec,
         weights: &dyn WeightSource,
     ) -> Result<Layer, EngineError> {
-        self.layer_of(&self.texts(spec, None)?, weights)
+        let weights = Numbers::new(spec, self.target, weights);
+        self.layer_of(&self.texts(spec, None)?, &weights)
     }
 
     /// Makes the layer of these plans.

@@ -30,6 +30,7 @@ mod layer;
 mod memory;
 mod mesh;
 mod multi_gate;
+mod numbers;
 mod parallel;
 mod pass;
 mod place;

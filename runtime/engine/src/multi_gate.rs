@@ -4,6 +4,7 @@ use crate::call::{Input, Output, RngKey};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
+use crate::numbers::Numbers;
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
 use crate::texts::Texts;
@@ -59,6 +60,7 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<MultiGate, EngineError> {
         let texts = self.texts(spec, training)?;
+        let weights = &Numbers::new(spec, self.target(), weights);
         let plan = texts.tilings.first();
         let device = &**self.device();
         let modules = &self.modules(&texts)?[0];

@@ -3,7 +3,7 @@
 //! The reference takes f64 weights, and real layers are too large for eight bytes per element. A
 //! few tokens reach few experts, so only those are converted.
 
-use crate::{Decision, Input, Tensor, Weights, combine, gate, scan};
+use crate::{Decision, Input, Tensor, Weights, combine, gate, numbers, scan};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor as Stored, Tensors};
 
@@ -16,7 +16,8 @@ pub fn y_of_few(spec: &LayerSpec, weights: &Tensors<'_>, input: &Input) -> Vec<f
     let decision = gate(spec, &router, input).decision;
     let placed = scan(spec, &decision, input);
     let few = Few::of(spec, &decision);
-    combine(&few.spec, &few.weights(weights), input, &few.ids, &placed)
+    let (plain, numbers) = numbers(&few.spec, &few.weights(weights));
+    combine(&plain, &numbers, input, &few.ids, &placed)
 }
 
 /// The layer with only its used experts, renumbered.

@@ -81,6 +81,23 @@ pub enum WeightsError {
         tensors: Vec<String>,
     },
 
+    /// A spec asks for codes that the file cannot give exactly.
+    #[error(
+        "`precision.experts` asks for codes of the format {format}, but `{tensor}` in {file} \
+         {reason}: name its own format, or leave the key out to get numbers",
+        file = .file.display()
+    )]
+    NoCodes {
+        /// The name in the file.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// The format in the spec.
+        format: String,
+        /// The reason.
+        reason: String,
+    },
+
     /// A tensor fits with and without a transpose, and no other tensor decides.
     #[error(
         "`{tensor}` in {file} has shape {found:?}, which fits both as it is and transposed, and no \

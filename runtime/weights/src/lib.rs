@@ -13,8 +13,10 @@
 //! notice.
 
 mod checkpoint;
+mod codes;
 mod copy;
 mod error;
+mod experts;
 mod gguf;
 mod gguf_header;
 mod keys;
@@ -31,6 +33,7 @@ mod writer;
 
 pub use checkpoint::{Checkpoint, TensorRef};
 pub use error::WeightsError;
+pub use experts::{ExpertFormats, dequantized, set_expert_formats};
 pub use keys::{KeyOptions, load_keys};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};
 pub use reader::LayerReader;

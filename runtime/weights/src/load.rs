@@ -1,6 +1,7 @@
 //! Loads whole layers of checkpoints.
 
 use crate::{Checkpoint, LayerReader, WeightsError};
+use moesaic_kernel::DType;
 use moesaic_spec::LayerSpec;
 use moesaic_spec::hf::{Import, TensorSource};
 use moesaic_tensor::Tensors;
@@ -18,6 +19,9 @@ pub struct LoadOptions {
     /// Ignore tensors of the layer that the spec does not use. Otherwise they are an error, because
     /// a missing bias, for example, changes what the layer computes.
     pub allow_extra: bool,
+    /// Read quantized experts as numbers of this type. Otherwise
+    /// [`set_expert_formats`](crate::set_expert_formats) keeps their codes where it can.
+    pub dequantize: Option<DType>,
 }
 
 /// Loads all tensors of a file with canonical names: [`LayerReader::canonical`], loaded.

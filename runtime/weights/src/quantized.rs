@@ -18,13 +18,13 @@ pub(crate) struct Quantized<'a> {
     pub from: TensorRef<'a>,
     /// The shape in numbers; the last two dimensions are matrices.
     pub shape: Vec<usize>,
-    decoder: Decoder<'a>,
+    pub decoder: Decoder<'a>,
     /// The tensors of scales and zero points.
-    beside: Vec<TensorRef<'a>>,
+    pub beside: Vec<TensorRef<'a>>,
 }
 
 /// The decoder of the codes.
-enum Decoder<'a> {
+pub(crate) enum Decoder<'a> {
     /// Codes and scales in separate tensors.
     Matrices(Matrices<'a>),
     /// GGUF's blocks.

@@ -1,12 +1,14 @@
 //! A layer of a checkpoint that reads its weights on demand.
 
+use crate::codes::CodeWeight;
+use crate::experts::{format_of, matrix_of, numbers_of};
 use crate::recipe::{Finder, Fits};
 use crate::stray::stray;
 use crate::weight::{Rounded, Weight};
 use crate::{Checkpoint, LoadOptions, TensorRef, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::{Alternative, Import, TensorSource, TensorStep, canonical_sources};
-use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
+use moesaic_spec::{FormatTensor, LayerSpec, RouterKind, TensorSpec, canonical_tensors};
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -16,9 +18,18 @@ use std::ops::Range;
 /// read on demand: by an engine one expert at a time, or by [`LayerReader::load`] all at once.
 ///
 /// Weights that the file holds in the wanted form are borrowed from it without a copy. Others are
-/// converted or reordered, and quantized ones decoded, for the requested rows only.
+/// converted or reordered, and quantized ones decoded, for the requested rows only. Experts come as
+/// codes if the spec asks for that.
 pub struct LayerReader<'a> {
     weights: BTreeMap<String, Weight<'a>>,
+    /// Matrices of experts as codes, by the name without its end: `experts.up`.
+    codes: BTreeMap<String, CodeWeight<'a>>,
+}
+
+/// A canonical tensor of codes.
+struct CodeTensor<'r, 'a> {
+    of: &'r CodeWeight<'a>,
+    tensor: FormatTensor,
 }
 
 impl<'a> LayerReader<'a> {
@@ -102,23 +113,36 @@ impl<'a> LayerReader<'a> {
             };
             finder.weight(alternatives)
         };
+        // Recipes of published checkpoints make numbers. Files with canonical names have the codes.
+        let made = sources.iter().all(|source| source.name != "experts.up.scale");
+        let wanted = match made {
+            true => numbers_of(spec, tensors),
+            false => tensors.to_vec(),
+        };
         let (mut found, mut wrong) = (Vec::new(), Vec::new());
-        for tensor in tensors {
+        for tensor in &wanted {
             match find(tensor) {
                 Ok(fits) => found.push((tensor.name.clone(), fits)),
                 Err(error) => wrong.push(error),
             }
         }
         let transposed = orientation(found.iter().map(|(_, fits)| fits));
-        let mut weights = BTreeMap::new();
+        let (mut weights, mut codes) = (BTreeMap::new(), BTreeMap::new());
         for (name, fits) in found {
-            match fits.decide(transposed) {
-                Ok(weight) => drop(weights.insert(name, weight)),
-                Err(error) => wrong.push(error),
+            let format = format_of(spec, &name).filter(|_| made);
+            let read = fits.decide(transposed);
+            let read = match (format, matrix_of(&name)) {
+                (Some(format), Some(matrix)) => read
+                    .and_then(|weight| CodeWeight::new(weight, format))
+                    .map(|weight| drop(codes.insert(matrix.to_string(), weight))),
+                _ => read.map(|weight| drop(weights.insert(name, weight))),
+            };
+            if let Err(error) = read {
+                wrong.push(error);
             }
         }
         if wrong.is_empty() {
-            Ok(LayerReader { weights })
+            Ok(LayerReader { weights, codes })
         } else {
             Err(WeightsError::all(wrong))
         }
@@ -151,8 +175,23 @@ impl<'a> LayerReader<'a> {
 
     /// Returns the file's tensors that the weights are made from; codes without their scales.
     pub fn tensors(&self) -> impl Iterator<Item = TensorRef<'a>> + '_ {
-        let parts = self.weights.values().flat_map(|weight| &weight.parts);
+        let codes = self.codes.values().map(CodeWeight::numbers);
+        let parts = self.weights.values().chain(codes);
+        let parts = parts.flat_map(|weight| &weight.parts);
         parts.map(|part| part.from)
+    }
+
+    /// Returns the weights as they are found, by name. A matrix of codes is under the name of its
+    /// codes.
+    pub(crate) fn found(self) -> BTreeMap<String, Weight<'a>> {
+        self.weights
+    }
+
+    /// Returns a tensor of codes.
+    fn code_tensor(&self, name: &str) -> Option<CodeTensor<'_, 'a>> {
+        let of = self.codes.get(matrix_of(name)?)?;
+        let tensor = of.tensor(name.rsplit('.').next()?)?;
+        Some(CodeTensor { of, tensor })
     }
 
     /// Returns the weights in which values became zero or infinite because the layer's element type
@@ -171,8 +210,15 @@ impl<'a> LayerReader<'a> {
     /// [`WeightsError::BadValue`] if a table names an expert that does not exist.
     pub fn load(&self) -> Result<Tensors<'static>, WeightsError> {
         let each = self.weights.iter();
-        each.map(|(name, weight)| Ok((name.clone(), weight.whole()?)))
-            .collect()
+        let mut all = each
+            .map(|(name, weight)| Ok((name.clone(), weight.whole()?)))
+            .collect::<Result<Tensors<'static>, WeightsError>>()?;
+        for (matrix, codes) in &self.codes {
+            for tensor in codes.tensors() {
+                all.insert(format!("{matrix}.{}", tensor.end), codes.whole(&tensor)?);
+            }
+        }
+        Ok(all)
     }
 }
 
@@ -196,11 +242,17 @@ fn orientation<'a: 'f, 'f>(found: impl Iterator<Item = &'f Fits<'a>>) -> Option<
 
 impl WeightSource for LayerReader<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        if let Some(CodeTensor { of, tensor }) = self.code_tensor(name) {
+            return Some((tensor.dtype, of.shape(&tensor, of.experts())));
+        }
         let weight = self.weights.get(name)?;
         Some((weight.dtype, weight.shape.clone()))
     }
 
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+        if let Some(CodeTensor { of, tensor }) = self.code_tensor(name) {
+            return Ok(of.rows(&tensor, rows)?);
+        }
         let weight = self.weights.get(name);
         let weight = weight.ok_or_else(|| format!("the layer has no weight `{name}`"))?;
         Ok(weight.rows(rows)?)

@@ -68,7 +68,8 @@ pub(crate) fn held<'a>(
     let shape = parts.shape()?;
     let size = [shape[shape.len() - 2], shape[shape.len() - 1]];
     let scales = parts.scales(&shape)?;
-    let zeros = parts.zeros(&scales)?;
+    let matrices = shape[..shape.len() - 2].iter().product();
+    let zeros = parts.zeros(&scales, matrices)?;
     let groups = parts.groups(&scales, size[1])?;
     Ok(Held {
         shape,
@@ -252,7 +253,11 @@ impl<'a> Parts<'a, '_, '_> {
         Ok((0..count).map(|at| kind.read(from.bytes, at)).collect())
     }
 
-    fn zeros(&mut self, scales: &Scales<'_>) -> Result<Option<Zeros<'a>>, WeightsError> {
+    fn zeros(
+        &mut self,
+        scales: &Scales<'_>,
+        matrices: usize,
+    ) -> Result<Option<Zeros<'a>>, WeightsError> {
         let Format {
             element,
             packing,
@@ -285,8 +290,8 @@ impl<'a> Parts<'a, '_, '_> {
                 "the type of the codes, being zero points",
             ));
         }
-        if bare(from.shape) != bare(&expected) {
-            return Err(wrong_shape(&from, &[expected], "zero points"));
+        if bare(from.shape) != bare(&expected) || matrices != 1 {
+            return Err(wrong_shape(&from, &[expected], "zero points of one matrix"));
         }
         Ok(Some(Zeros { bytes: from.bytes }))
     }

@@ -123,6 +123,12 @@ pub(crate) enum Elements<'a> {
 }
 
 impl Weight<'_> {
+    /// Returns true if some of it is codes in the file.
+    pub fn is_quantized(&self) -> bool {
+        let codes = |part: &Part<'_>| matches!(part.elements, Elements::Codes(_));
+        self.parts.iter().any(codes)
+    }
+
     /// Returns rows of the first dimension, at most these: borrowed from the file if they are
     /// contiguous there, even if that is only one, else assembled.
     pub fn rows(&self, rows: Range<usize>) -> Result<Tensor<'static>, WeightsError> {

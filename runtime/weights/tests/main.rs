@@ -9,6 +9,7 @@ mod oracle;
 mod quantized;
 mod quantizer;
 mod reader;
+mod stored;
 mod strict;
 mod support;
 mod writer;

@@ -47,6 +47,7 @@ fn same(what: &str, config: &Value, quantized: &Value, codes: &Tensors, twin: &T
             assert_eq!(part, tensor.rows(range).unwrap(), "{what}: {name}");
         }
     }
+    crate::stored::check(what, &ours, &codes, 0);
     let mut wide = ours;
     wide.spec.precision.weights = DType::F32;
     let wide = LayerReader::of_import(&wide, &codes, options)

@@ -1,10 +1,13 @@
 //! GGUF's block formats: codes and their scales side by side in one run of bytes.
 //!
 //! The layouts are those of ggml's `ggml-common.h`. A number is `scale * code` or
-//! `scale * code + offset`, and each operation rounds to f32, as ggml's `dequantize_row_*` and
-//! gguf-py compute it.
+//! `scale * code - offset`, and each operation rounds to f32, as ggml's `dequantize_row_*` and
+//! gguf-py compute it. In blocks of two levels the scale of a group is an integer times the factor
+//! of the block, and its offset is another integer times another factor.
 
-use super::code::f16;
+use super::ScaleType;
+use super::code::{e8m0, f16};
+use crate::WeightCode;
 
 /// Elements of the largest block.
 pub const LARGEST: usize = 256;
@@ -22,28 +25,37 @@ pub struct Blocks {
     pub bytes: usize,
     /// Elements that share one scale.
     pub group: usize,
-    /// Whether each group adds an offset.
+    /// Whether each group subtracts an offset.
     pub offset: bool,
-    unpack: fn(&[u8], &mut Unpacked),
+    /// The narrowest code that has all of its numbers. Those of E2M1 are doubled here, and scales
+    /// halved, as ggml has them.
+    pub code: WeightCode,
+    /// The type of a group's scale; [`ScaleType::Int8`] in blocks of two levels.
+    pub scale: ScaleType,
+    codes: fn(&[u8], &mut [i8; LARGEST]),
+    scales: fn(&[u8], &mut BlockScales),
 }
 
-/// The codes of one block, with the scale and offset of each group.
-#[derive(Clone, Debug)]
-pub struct Unpacked {
-    /// Integers, in the order of the row.
-    pub codes: [i8; LARGEST],
+/// The scales and offsets of one block.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BlockScales {
     /// The scale of each group.
     pub scales: [f32; 16],
-    /// The offset of each group, added after scaling.
+    /// The factor of all scales: 1 in blocks of one level.
+    pub scale_2: f32,
+    /// The offset of each group, subtracted after scaling.
     pub offsets: [f32; 16],
+    /// The factor of all offsets.
+    pub offset_2: f32,
 }
 
-impl Default for Unpacked {
-    fn default() -> Unpacked {
-        Unpacked {
-            codes: [0; LARGEST],
+impl Default for BlockScales {
+    fn default() -> BlockScales {
+        BlockScales {
             scales: [0.0; 16],
+            scale_2: 1.0,
             offsets: [0.0; 16],
+            offset_2: 1.0,
         }
     }
 }
@@ -57,7 +69,7 @@ impl PartialEq for Blocks {
 impl Eq for Blocks {}
 
 macro_rules! blocks {
-    ($($name:literal $id:literal: $elements:literal in $bytes:literal, groups of $group:literal, $offset:literal, $unpack:expr;)*) => {
+    ($($name:literal $id:literal: $elements:literal in $bytes:literal, groups of $group:literal, $offset:literal, $code:ident by $scale:ident, $codes:expr, $scales:ident;)*) => {
         /// Every block type that moesaic reads.
         pub static BLOCKS: &[Blocks] = &[$(Blocks {
             name: $name,
@@ -66,25 +78,28 @@ macro_rules! blocks {
             bytes: $bytes,
             group: $group,
             offset: $offset,
-            unpack: $unpack,
+            code: WeightCode::$code,
+            scale: ScaleType::$scale,
+            codes: $codes,
+            scales: $scales,
         }),*];
     };
 }
 
 blocks! {
-    "Q4_0" 2: 32 in 18, groups of 32, false, q4_0;
-    "Q4_1" 3: 32 in 20, groups of 32, true, q4_1;
-    "Q5_0" 6: 32 in 22, groups of 32, false, q5_0;
-    "Q5_1" 7: 32 in 24, groups of 32, true, q5_1;
-    "Q8_0" 8: 32 in 34, groups of 32, false, q8_0;
-    "Q2_K" 10: 256 in 84, groups of 16, true, q2_k;
-    "Q3_K" 11: 256 in 110, groups of 16, false, q3_k;
-    "Q4_K" 12: 256 in 144, groups of 32, true, q4_k;
-    "Q5_K" 13: 256 in 176, groups of 32, true, q5_k;
-    "Q6_K" 14: 256 in 210, groups of 16, false, q6_k;
-    "IQ4_NL" 20: 32 in 18, groups of 32, false, iq4_nl;
-    "IQ4_XS" 23: 256 in 136, groups of 32, false, iq4_xs;
-    "MXFP4" 39: 32 in 17, groups of 32, false, mxfp4;
+    "Q4_0" 2: 32 in 18, groups of 32, false, Int4 by F16, |b, c| halves(&b[2..], c, |n| n as i8 - 8), half_first;
+    "Q4_1" 3: 32 in 20, groups of 32, true, Uint4 by F16, |b, c| halves(&b[4..], c, |n| n as i8), half_and_offset;
+    "Q5_0" 6: 32 in 22, groups of 32, false, Int8 by F16, |b, c| five_bits(&b[2..], c, 16), half_first;
+    "Q5_1" 7: 32 in 24, groups of 32, true, Int8 by F16, |b, c| five_bits(&b[4..], c, 0), half_and_offset;
+    "Q8_0" 8: 32 in 34, groups of 32, false, Int8 by F16, |b, c| bytes(&b[2..], c), half_first;
+    "Q2_K" 10: 256 in 84, groups of 16, true, Uint4 by Int8, |b, c| pairs(&b[16..80], c), q2_k_scales;
+    "Q3_K" 11: 256 in 110, groups of 16, false, Int4 by Int8, q3_k, q3_k_scales;
+    "Q4_K" 12: 256 in 144, groups of 32, true, Uint4 by Int8, |b, c| groups_of_halves(&b[16..], c), scales_of_six_bits;
+    "Q5_K" 13: 256 in 176, groups of 32, true, Int8 by Int8, q5_k, scales_of_six_bits;
+    "Q6_K" 14: 256 in 210, groups of 16, false, Int8 by Int8, q6_k, q6_k_scales;
+    "IQ4_NL" 20: 32 in 18, groups of 32, false, Iq4nl by F16, |b, c| halves(&b[2..], c, nonlinear), half_first;
+    "IQ4_XS" 23: 256 in 136, groups of 32, false, Iq4nl by Int8, iq4_xs, iq4_xs_scales;
+    "MXFP4" 39: 32 in 17, groups of 32, false, E2m1 by E8m0, |b, c| halves(&b[1..], c, doubled), half_of_e8m0;
 }
 
 impl Blocks {
@@ -93,24 +108,32 @@ impl Blocks {
         BLOCKS.iter().find(|blocks| blocks.id == id)
     }
 
-    /// Unpacks one block of [`Blocks::bytes`] bytes.
-    pub fn unpack(&self, block: &[u8], into: &mut Unpacked) {
-        (self.unpack)(&block[..self.bytes], into);
+    /// Unpacks the codes of one block of [`Blocks::bytes`] bytes, in the order of the row.
+    pub fn codes(&self, block: &[u8], into: &mut [i8; LARGEST]) {
+        (self.codes)(&block[..self.bytes], into);
+    }
+
+    /// Unpacks the scales and offsets of one block of [`Blocks::bytes`] bytes.
+    pub fn scales(&self, block: &[u8]) -> BlockScales {
+        let mut scales = BlockScales::default();
+        (self.scales)(&block[..self.bytes], &mut scales);
+        scales
     }
 
     /// Decodes one block of [`Blocks::bytes`] bytes into [`Blocks::elements`] values.
     pub fn decode(&self, block: &[u8], values: &mut [f32]) {
-        let mut parts = Unpacked::default();
-        self.unpack(block, &mut parts);
+        let mut codes = [0; LARGEST];
+        self.codes(block, &mut codes);
+        let parts = self.scales(block);
         let groups = values[..self.elements].chunks_exact_mut(self.group);
-        let codes = parts.codes.chunks_exact(self.group);
+        let codes = codes.chunks_exact(self.group);
         let scales = parts.scales.iter().zip(&parts.offsets);
         for ((values, codes), (scale, offset)) in groups.zip(codes).zip(scales) {
+            let (scale, offset) = (scale * parts.scale_2, offset * parts.offset_2);
             for (value, code) in values.iter_mut().zip(codes) {
                 *value = scale * f32::from(*code);
-                // Adding a zero offset would turn a negative zero into a positive one.
                 if self.offset {
-                    *value += offset;
+                    *value -= offset;
                 }
             }
         }
@@ -122,47 +145,36 @@ fn half(block: &[u8], at: usize) -> f32 {
     f16(u16::from_le_bytes([block[at], block[at + 1]]))
 }
 
+fn half_first(block: &[u8], into: &mut BlockScales) {
+    into.scales[0] = half(block, 0);
+}
+
+/// Reads a scale, and a number that blocks add, whose negative is the offset.
+fn half_and_offset(block: &[u8], into: &mut BlockScales) {
+    (into.scales[0], into.offsets[0]) = (half(block, 0), -half(block, 2));
+}
+
 /// Unpacks 4-bit codes from 16 bytes: all low nibbles come first.
 fn halves(bytes: &[u8], codes: &mut [i8], of: impl Fn(u8) -> i8) {
-    for (at, byte) in bytes[..16].iter().enumerate() {
-        codes[at] = of(byte & 15);
-        codes[at + 16] = of(byte >> 4);
+    let (low, high) = codes[..32].split_at_mut(16);
+    for ((byte, low), high) in bytes[..16].iter().zip(low).zip(high) {
+        *low = of(byte & 15);
+        *high = of(byte >> 4);
     }
 }
 
-/// Adds the fifth bit to 4-bit codes. Code `i` finds its bit at position `i` of a 32-bit word.
-fn fifth(bytes: &[u8], codes: &mut [i8], less: i8) {
+/// Unpacks 5-bit codes: the fifth bits in a 32-bit word, which has that of code `i` at position
+/// `i`, and then the others in halves.
+fn five_bits(from: &[u8], codes: &mut [i8], less: i8) {
+    halves(&from[4..], codes, |code| code as i8);
     for (at, code) in codes[..32].iter_mut().enumerate() {
-        let bit = (bytes[at / 8] >> (at % 8)) & 1;
+        let bit = (from[at / 8] >> (at % 8)) & 1;
         *code += (bit << 4) as i8 - less;
     }
 }
 
-fn q4_0(block: &[u8], into: &mut Unpacked) {
-    into.scales[0] = half(block, 0);
-    halves(&block[2..], &mut into.codes, |code| code as i8 - 8);
-}
-
-fn q4_1(block: &[u8], into: &mut Unpacked) {
-    (into.scales[0], into.offsets[0]) = (half(block, 0), half(block, 2));
-    halves(&block[4..], &mut into.codes, |code| code as i8);
-}
-
-fn q5_0(block: &[u8], into: &mut Unpacked) {
-    into.scales[0] = half(block, 0);
-    halves(&block[6..], &mut into.codes, |code| code as i8);
-    fifth(&block[2..], &mut into.codes, 16);
-}
-
-fn q5_1(block: &[u8], into: &mut Unpacked) {
-    (into.scales[0], into.offsets[0]) = (half(block, 0), half(block, 2));
-    halves(&block[8..], &mut into.codes, |code| code as i8);
-    fifth(&block[4..], &mut into.codes, 0);
-}
-
-fn q8_0(block: &[u8], into: &mut Unpacked) {
-    into.scales[0] = half(block, 0);
-    let pairs = into.codes.iter_mut().zip(&block[2..]);
+fn bytes(from: &[u8], codes: &mut [i8]) {
+    let pairs = codes.iter_mut().zip(from);
     pairs.for_each(|(code, byte)| *code = *byte as i8);
 }
 
@@ -174,33 +186,37 @@ fn pairs(bytes: &[u8], codes: &mut [i8; LARGEST]) {
     }
 }
 
-fn q2_k(block: &[u8], into: &mut Unpacked) {
-    let (d, least) = (half(block, 80), half(block, 82));
+fn q2_k_scales(block: &[u8], into: &mut BlockScales) {
+    (into.scale_2, into.offset_2) = (half(block, 80), half(block, 82));
     for (group, byte) in block[..16].iter().enumerate() {
-        into.scales[group] = d * f32::from(byte & 15);
-        into.offsets[group] = -(least * f32::from(byte >> 4));
+        into.scales[group] = f32::from(byte & 15);
+        into.offsets[group] = f32::from(byte >> 4);
     }
-    pairs(&block[16..80], &mut into.codes);
 }
 
-fn q3_k(block: &[u8], into: &mut Unpacked) {
-    let (masks, scales, d) = (&block[..32], &block[96..108], half(block, 108));
+fn q3_k_scales(block: &[u8], into: &mut BlockScales) {
+    let scales = &block[96..108];
+    into.scale_2 = half(block, 108);
     for group in 0..16 {
         let low = (scales[group % 8] >> (group / 8 * 4)) & 15;
         let high = (scales[8 + group % 4] >> (group / 4 * 2)) & 3;
-        into.scales[group] = d * (f32::from(low | (high << 4)) - 32.0);
+        into.scales[group] = f32::from(low | (high << 4)) - 32.0;
     }
-    pairs(&block[32..96], &mut into.codes);
-    for (at, code) in into.codes.iter_mut().enumerate() {
-        if (masks[at % 32] >> (at / 32)) & 1 == 0 {
+}
+
+fn q3_k(block: &[u8], codes: &mut [i8; LARGEST]) {
+    pairs(&block[32..96], codes);
+    for (at, code) in codes.iter_mut().enumerate() {
+        if (block[at % 32] >> (at / 32)) & 1 == 0 {
             *code -= 4;
         }
     }
 }
 
 /// Unpacks the scales and offsets of Q4_K and Q5_K, 6 bits each, from 12 bytes.
-fn scales_of_six_bits(block: &[u8], into: &mut Unpacked) {
-    let (d, least, packed) = (half(block, 0), half(block, 2), &block[4..16]);
+fn scales_of_six_bits(block: &[u8], into: &mut BlockScales) {
+    let packed = &block[4..16];
+    (into.scale_2, into.offset_2) = (half(block, 0), half(block, 2));
     for group in 0..8 {
         let (scale, offset) = match group {
             0..4 => (packed[group] & 63, packed[group + 4] & 63),
@@ -209,44 +225,40 @@ fn scales_of_six_bits(block: &[u8], into: &mut Unpacked) {
                 (packed[group + 4] >> 4) | ((packed[group] >> 6) << 4),
             ),
         };
-        into.scales[group] = d * f32::from(scale);
-        into.offsets[group] = -(least * f32::from(offset));
+        into.scales[group] = f32::from(scale);
+        into.offsets[group] = f32::from(offset);
     }
 }
 
 /// Unpacks 4-bit codes: each run of 32 bytes holds one group in its low nibbles and the next in its
 /// high nibbles.
 fn groups_of_halves(bytes: &[u8], codes: &mut [i8; LARGEST]) {
-    for (at, code) in codes.iter_mut().enumerate() {
-        let (run, high, column) = (at / 64, at / 32 % 2, at % 32);
-        *code = ((bytes[run * 32 + column] >> (high * 4)) & 15) as i8;
+    for (bytes, codes) in bytes.chunks_exact(32).zip(codes.chunks_exact_mut(64)) {
+        let (low, high) = codes.split_at_mut(32);
+        for ((byte, low), high) in bytes.iter().zip(low).zip(high) {
+            *low = (byte & 15) as i8;
+            *high = (byte >> 4) as i8;
+        }
     }
 }
 
-fn q4_k(block: &[u8], into: &mut Unpacked) {
-    scales_of_six_bits(block, into);
-    groups_of_halves(&block[16..], &mut into.codes);
-}
-
-fn q5_k(block: &[u8], into: &mut Unpacked) {
-    scales_of_six_bits(block, into);
-    groups_of_halves(&block[48..], &mut into.codes);
-    for (at, code) in into.codes.iter_mut().enumerate() {
+fn q5_k(block: &[u8], codes: &mut [i8; LARGEST]) {
+    groups_of_halves(&block[48..], codes);
+    for (at, code) in codes.iter_mut().enumerate() {
         *code += (((block[16 + at % 32] >> (at / 32)) & 1) << 4) as i8;
     }
 }
 
-fn q6_k(block: &[u8], into: &mut Unpacked) {
-    let (low, high, scales, d) = (
-        &block[..128],
-        &block[128..192],
-        &block[192..208],
-        half(block, 208),
-    );
-    for (group, scale) in scales.iter().enumerate() {
-        into.scales[group] = d * f32::from(*scale as i8);
+fn q6_k_scales(block: &[u8], into: &mut BlockScales) {
+    into.scale_2 = half(block, 208);
+    for (group, scale) in block[192..208].iter().enumerate() {
+        into.scales[group] = f32::from(*scale as i8);
     }
-    for (at, code) in into.codes.iter_mut().enumerate() {
+}
+
+fn q6_k(block: &[u8], codes: &mut [i8; LARGEST]) {
+    let (low, high) = (&block[..128], &block[128..192]);
+    for (at, code) in codes.iter_mut().enumerate() {
         let (run, row, column) = (at / 128, at / 32 % 4, at % 32);
         let four = (low[run * 64 + row % 2 * 32 + column] >> (row / 2 * 4)) & 15;
         let two = (high[run * 32 + column] >> (row * 2)) & 3;
@@ -259,36 +271,37 @@ pub(crate) const NONLINEAR: [i8; 16] = [
     -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
 ];
 
-fn iq4_nl(block: &[u8], into: &mut Unpacked) {
-    into.scales[0] = half(block, 0);
-    halves(&block[2..], &mut into.codes, nonlinear);
-}
-
 fn nonlinear(code: u8) -> i8 {
     NONLINEAR[usize::from(code)]
 }
 
-fn iq4_xs(block: &[u8], into: &mut Unpacked) {
-    let (d, high) = (half(block, 0), u16::from_le_bytes([block[2], block[3]]));
+fn iq4_xs_scales(block: &[u8], into: &mut BlockScales) {
+    let high = u16::from_le_bytes([block[2], block[3]]);
+    into.scale_2 = half(block, 0);
     for group in 0..8 {
         let low = (block[4 + group / 2] >> (group % 2 * 4)) & 15;
         let scale = u16::from(low) | (((high >> (group * 2)) & 3) << 4);
-        into.scales[group] = d * (f32::from(scale) - 32.0);
-        let codes = &mut into.codes[group * 32..];
-        halves(&block[8 + group * 16..], codes, nonlinear);
+        into.scales[group] = f32::from(scale) - 32.0;
+    }
+}
+
+fn iq4_xs(block: &[u8], codes: &mut [i8; LARGEST]) {
+    for (bytes, codes) in block[8..].chunks_exact(16).zip(codes.chunks_exact_mut(32)) {
+        halves(bytes, codes, nonlinear);
     }
 }
 
 /// The values of E2M1, doubled: ggml halves the scale in return.
 const DOUBLED: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
-fn mxfp4(block: &[u8], into: &mut Unpacked) {
+fn doubled(code: u8) -> i8 {
+    DOUBLED[usize::from(code)]
+}
+
+fn half_of_e8m0(block: &[u8], into: &mut BlockScales) {
     into.scales[0] = match block[0] {
-        // These are subnormal f32 numbers, so the exponent field cannot hold the code.
-        code @ 0..2 => f32::from_bits(0x0020_0000 << code),
-        code => f32::from_bits((u32::from(code) - 1) << 23),
+        // OCP's E8M0 has NaN here, ggml a number.
+        255 => e8m0(254),
+        code => e8m0(code) / 2.0,
     };
-    halves(&block[1..], &mut into.codes, |code| {
-        DOUBLED[usize::from(code)]
-    });
 }

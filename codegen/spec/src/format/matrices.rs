@@ -56,12 +56,8 @@ impl Matrices<'_> {
     /// Decodes elements from index `first` on, counted row by row through all matrices. Returns
     /// their number: one run that shares a scale, at most the length of `values`.
     pub fn run(&self, first: usize, values: &mut [f32]) -> usize {
-        let [rows, columns] = self.size;
-        let (line, column) = (first / columns, first % columns);
-        let line = Line {
-            matrix: line / rows,
-            row: line % rows,
-        };
+        let columns = self.size[1];
+        let (line, column) = (self.line(first), first % columns);
         let (group, left) = self.group(column);
         // One run shares a scale, so it ends with the group, the row, or the buffer.
         let count = left.min(columns - column).min(values.len());
@@ -98,6 +94,76 @@ impl Matrices<'_> {
             }
             // A row's codes are spread over the words of the whole matrix.
             CodeOrder::Columns | CodeOrder::Interleaved => 0..self.codes.len(),
+        }
+    }
+
+    /// Copies the codes of one row from the element at index `first` on, each into a byte.
+    pub fn codes(&self, first: usize, codes: &mut [u8]) {
+        self.each(self.line(first), first % self.size[1], codes, |code| code);
+    }
+
+    /// Returns the bytes of the row that begins with the element at index `first`, in formats whose
+    /// rows are runs of bytes.
+    pub fn row(&self, first: usize) -> Option<&[u8]> {
+        let at = first / self.size[1] * self.row_bytes();
+        let row = self.codes.get(at..at + self.row_bytes());
+        row.filter(|_| matches!(self.format.packing, CodeOrder::Rows { .. }))
+    }
+
+    /// Returns 32-bit word `word` of the codes of the row that begins with the element at index
+    /// `first`, in formats whose words hold consecutive codes of a row at a distance.
+    pub fn column_word(&self, first: usize, word: usize) -> Option<u32> {
+        let ([rows, columns], bits) = (self.size, self.format.element.bits());
+        if self.format.packing != CodeOrder::Columns || 32 % bits != 0 {
+            return None;
+        }
+        let line = self.line(first);
+        let words = (columns * bits).div_ceil(32);
+        Some(self.word((line.matrix * words + word) * rows + line.row))
+    }
+
+    /// Returns the bytes of the scale of the element at index `first`, without the second scale.
+    pub fn scale_bytes(&self, first: usize) -> &[u8] {
+        let size = self.scales.kind.size();
+        let (group, _) = self.group(first % self.size[1]);
+        let at = self.index(self.line(first), group) * size;
+        &self.scales.bytes[at..at + size]
+    }
+
+    /// Returns the second scale of the element at index `first` as a factor, 1 if there is none.
+    pub fn factor(&self, first: usize) -> f32 {
+        match (self.format.second, self.second(self.line(first))) {
+            (Some(Second::Times), Some(second)) => second,
+            (Some(Second::Divided), Some(second)) => 1.0 / second,
+            _ => 1.0,
+        }
+    }
+
+    /// Returns the zero point of the element at index `first`.
+    pub fn zero_point(&self, first: usize) -> i32 {
+        let (group, _) = self.group(first % self.size[1]);
+        self.zero(self.line(first), group)
+    }
+
+    /// Returns true if some zero point is another than the format's usual one.
+    pub fn has_zero_points(&self) -> bool {
+        let [rows, columns] = self.size;
+        let [down, across] = self.scales.block;
+        // Only single matrices have zero points.
+        let rows = self.zeros.map_or(0, |_| rows);
+        let usual = self.usual_zero();
+        (0..rows).step_by(down).any(|row| {
+            let line = Line { matrix: 0, row };
+            (0..columns.div_ceil(across)).any(|group| self.zero(line, group) != usual)
+        })
+    }
+
+    fn line(&self, first: usize) -> Line {
+        let [rows, columns] = self.size;
+        let line = first / columns;
+        Line {
+            matrix: line / rows,
+            row: line % rows,
         }
     }
 
@@ -140,15 +206,18 @@ impl Matrices<'_> {
     fn scale(&self, line: Line, group: usize) -> f32 {
         let scales = &self.scales;
         let scale = scales.kind.read(scales.bytes, self.index(line, group));
-        let second = match scales.second.as_slice() {
-            [] => return scale,
-            [all] => *all,
-            each => each[line.matrix],
-        };
-        match self.format.second {
-            None => scale,
-            Some(Second::Times) => scale * second,
-            Some(Second::Divided) => scale / second,
+        match (self.format.second, self.second(line)) {
+            (Some(Second::Times), Some(second)) => scale * second,
+            (Some(Second::Divided), Some(second)) => scale / second,
+            _ => scale,
+        }
+    }
+
+    fn second(&self, line: Line) -> Option<f32> {
+        match self.scales.second.as_slice() {
+            [] => None,
+            [all] => Some(*all),
+            each => Some(each[line.matrix]),
         }
     }
 
@@ -159,7 +228,7 @@ impl Matrices<'_> {
     }
 
     /// Decodes a row from `column` on by applying `number` to each code.
-    fn each(&self, line: Line, column: usize, values: &mut [f32], number: impl Fn(u8) -> f32) {
+    fn each<T>(&self, line: Line, column: usize, values: &mut [T], number: impl Fn(u8) -> T) {
         let [rows, columns] = self.size;
         let bits = self.format.element.bits();
         let mask = (1u64 << bits) - 1;
@@ -207,15 +276,19 @@ impl Matrices<'_> {
         word(self.codes, at)
     }
 
+    /// Returns the zero point of codes that have none stored.
+    fn usual_zero(&self) -> i32 {
+        match self.format.zero {
+            Zero::None => 0,
+            _ => 1 << (self.format.element.bits() - 1),
+        }
+    }
+
     /// Returns the zero point of a group, which is subtracted from its codes.
     fn zero(&self, line: Line, group: usize) -> i32 {
         let bits = self.format.element.bits();
-        let middle = match self.format.zero {
-            Zero::None => 0,
-            _ => 1 << (bits - 1),
-        };
         let Some(zeros) = self.zeros else {
-            return middle;
+            return self.usual_zero();
         };
         let Some([down, across]) = self.scales.grid else {
             return i32::from(zeros.bytes[0] as i8);

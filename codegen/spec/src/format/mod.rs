@@ -12,6 +12,7 @@
 mod blocks;
 pub mod code;
 mod matrices;
+mod stored;
 #[cfg(test)]
 mod tests;
 
@@ -19,8 +20,9 @@ use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
 
 pub(crate) use blocks::NONLINEAR;
-pub use blocks::{BLOCKS, Blocks, LARGEST, Unpacked};
+pub use blocks::{BLOCKS, BlockScales, Blocks, LARGEST};
 pub use matrices::{Matrices, Scales, Zeros};
+pub use stored::{PublishedCodes, StoredMatrix};
 
 /// A format of quantized matrices `[rows, columns]`, where rows are output features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

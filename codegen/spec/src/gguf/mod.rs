@@ -81,9 +81,7 @@ pub fn import(metadata: &Metadata, layer: usize) -> Result<Import, GgufError> {
     imported.spec.name = format!("{name}-layer{layer}");
     imported.sources = recipes::sources(&imported.spec, &block)?;
     if block.dtype().is_none() {
-        let note = "the file's weights are quantized and become the layer's type when they are \
-                    read; activations are not quantized";
-        imported.notes.push(note.to_string());
+        imported.notes.push(hf::QUANTIZED_NOTE.to_string());
     }
     imported.spec.validate().map_err(|problems| {
         let problems: Vec<String> = problems.iter().map(|p| p.to_string()).collect();

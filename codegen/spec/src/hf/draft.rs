@@ -271,9 +271,7 @@ impl Draft {
         let Some(codes) = self.codes.clone() else {
             return;
         };
-        let note = "the checkpoint's weights are quantized and become the layer's type when they \
-                    are read; activations are not quantized";
-        self.notes.push(note.to_string());
+        self.notes.push(super::QUANTIZED_NOTE.to_string());
         if codes.is_blocks() {
             return;
         }

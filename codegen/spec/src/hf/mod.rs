@@ -29,6 +29,10 @@ use crate::LayerSpec;
 use config::Config;
 use std::ops::Range;
 
+/// The note of an import whose checkpoint is quantized.
+pub const QUANTIZED_NOTE: &str = "the checkpoint's weights are quantized and become the layer's \
+                                  type when they are read; activations are not quantized";
+
 /// One MoE layer of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Import {

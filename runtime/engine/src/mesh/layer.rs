@@ -9,6 +9,7 @@ use super::shard::Shard;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::{Layer, check_spec};
+use crate::numbers::Numbers;
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_cache::hash_source;
@@ -68,9 +69,10 @@ impl Engine {
         weights: &dyn WeightSource,
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
-        let own = Shard::new(spec, mesh.parallel(), mesh.place(), weights);
+        let weights = Numbers::new(spec, self.target(), weights);
+        let own = Shard::new(spec, mesh.parallel(), mesh.place(), &weights);
         let own = own.placed(mesh.placement());
-        self.mesh_layer_with(mesh, spec, (weights, &own), training)
+        self.mesh_layer_with(mesh, spec, (&weights, &own), training)
     }
 
     /// As [`Engine::mesh_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
@@ -85,6 +87,7 @@ impl Engine {
         part: &dyn WeightSource,
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
+        let part = &Numbers::new(spec, self.target(), part);
         let around = ReplicatedWeights {
             part,
             mesh: mesh.parallel(),

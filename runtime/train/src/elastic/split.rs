@@ -258,6 +258,14 @@ fn one_group(
     let mesh = Parallel { dp: 1, ..mesh };
     let refused = |error: MeshError| TrainError::NotPreserved(error.to_string());
     mesh.check(spec).map_err(refused)?;
+    if let (Some(format), 2..) = (spec.precision.experts, mesh.expert_tp) {
+        let shards = mesh.expert_tp;
+        let reason = format!(
+            "`precision.experts` = {format} and expert_tp = {shards} do not go together: codes of \
+             an expert stay on one rank"
+        );
+        return Err(TrainError::NotPreserved(reason));
+    }
     if let Some(placement) = placement {
         let checked = placement.check(&mesh, spec.shape.experts);
         checked.map_err(|error| TrainError::NotPreserved(error.to_string()))?;

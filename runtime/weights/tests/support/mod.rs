@@ -21,15 +21,7 @@ pub struct Report {
 /// Imports the case, runs it through the reference and compares.
 pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
     let case: serde_json::Value = serde_json::from_slice(&fs::read(dir.join("case.json"))?)?;
-    let layer = case["layer"].as_u64().ok_or("case.json has no layer")? as usize;
-    let (mut import, checkpoint) = match case["file"].as_str() {
-        Some(file) => {
-            let checkpoint = Checkpoint::open(dir.join(file))?;
-            let metadata = checkpoint.gguf().ok_or("no GGUF file")?;
-            (gguf::import(metadata, layer)?, checkpoint)
-        }
-        None => (hf::import(&config(dir)?, layer)?, Checkpoint::open(dir)?),
-    };
+    let (mut import, checkpoint) = imported(dir, &case)?;
     import.spec.precision.weights = DType::F32;
     let weights = load_import(&import, &checkpoint, LoadOptions::default())?;
     let block = Checkpoint::open(dir.join("block.safetensors"))?;
@@ -46,6 +38,22 @@ pub fn check(dir: &Path) -> Result<Report, Box<dyn Error>> {
     Ok(Report {
         error: relative_error(&output.y, &want),
         wrong_rows: wrong_rows(&output, &ids, &import.spec),
+    })
+}
+
+/// Imports the layer of a case.
+pub fn imported(
+    dir: &Path,
+    case: &serde_json::Value,
+) -> Result<(hf::Import, Checkpoint), Box<dyn Error>> {
+    let layer = case["layer"].as_u64().ok_or("case.json has no layer")? as usize;
+    Ok(match case["file"].as_str() {
+        Some(file) => {
+            let checkpoint = Checkpoint::open(dir.join(file))?;
+            let metadata = checkpoint.gguf().ok_or("no GGUF file")?;
+            (gguf::import(metadata, layer)?, checkpoint)
+        }
+        None => (hf::import(&config(dir)?, layer)?, Checkpoint::open(dir)?),
     })
 }
 
