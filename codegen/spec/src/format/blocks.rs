@@ -5,6 +5,8 @@
 //! gguf-py compute it.
 
 use super::code::f16;
+use super::encode::EncodeError;
+use super::encode_blocks as encode;
 
 /// Elements of the largest block.
 pub const LARGEST: usize = 256;
@@ -25,6 +27,8 @@ pub struct Blocks {
     /// Whether each group adds an offset.
     pub offset: bool,
     unpack: fn(&[u8], &mut Unpacked),
+    /// The encoder of one block; `None` for a type that is only read.
+    pack: Option<encode::Pack>,
 }
 
 /// The codes of one block, with the scale and offset of each group.
@@ -57,7 +61,7 @@ impl PartialEq for Blocks {
 impl Eq for Blocks {}
 
 macro_rules! blocks {
-    ($($name:literal $id:literal: $elements:literal in $bytes:literal, groups of $group:literal, $offset:literal, $unpack:expr;)*) => {
+    ($($name:literal $id:literal: $elements:literal in $bytes:literal, groups of $group:literal, $offset:literal, $unpack:expr, $pack:expr;)*) => {
         /// Every block type that moesaic reads.
         pub static BLOCKS: &[Blocks] = &[$(Blocks {
             name: $name,
@@ -67,24 +71,25 @@ macro_rules! blocks {
             group: $group,
             offset: $offset,
             unpack: $unpack,
+            pack: $pack,
         }),*];
     };
 }
 
 blocks! {
-    "Q4_0" 2: 32 in 18, groups of 32, false, q4_0;
-    "Q4_1" 3: 32 in 20, groups of 32, true, q4_1;
-    "Q5_0" 6: 32 in 22, groups of 32, false, q5_0;
-    "Q5_1" 7: 32 in 24, groups of 32, true, q5_1;
-    "Q8_0" 8: 32 in 34, groups of 32, false, q8_0;
-    "Q2_K" 10: 256 in 84, groups of 16, true, q2_k;
-    "Q3_K" 11: 256 in 110, groups of 16, false, q3_k;
-    "Q4_K" 12: 256 in 144, groups of 32, true, q4_k;
-    "Q5_K" 13: 256 in 176, groups of 32, true, q5_k;
-    "Q6_K" 14: 256 in 210, groups of 16, false, q6_k;
-    "IQ4_NL" 20: 32 in 18, groups of 32, false, iq4_nl;
-    "IQ4_XS" 23: 256 in 136, groups of 32, false, iq4_xs;
-    "MXFP4" 39: 32 in 17, groups of 32, false, mxfp4;
+    "Q4_0" 2: 32 in 18, groups of 32, false, q4_0, Some(encode::q4_0);
+    "Q4_1" 3: 32 in 20, groups of 32, true, q4_1, Some(encode::q4_1);
+    "Q5_0" 6: 32 in 22, groups of 32, false, q5_0, Some(encode::q5_0);
+    "Q5_1" 7: 32 in 24, groups of 32, true, q5_1, Some(encode::q5_1);
+    "Q8_0" 8: 32 in 34, groups of 32, false, q8_0, Some(encode::q8_0);
+    "Q2_K" 10: 256 in 84, groups of 16, true, q2_k, None;
+    "Q3_K" 11: 256 in 110, groups of 16, false, q3_k, None;
+    "Q4_K" 12: 256 in 144, groups of 32, true, q4_k, Some(encode::q4_k);
+    "Q5_K" 13: 256 in 176, groups of 32, true, q5_k, Some(encode::q5_k);
+    "Q6_K" 14: 256 in 210, groups of 16, false, q6_k, Some(encode::q6_k);
+    "IQ4_NL" 20: 32 in 18, groups of 32, false, iq4_nl, Some(encode::iq4_nl);
+    "IQ4_XS" 23: 256 in 136, groups of 32, false, iq4_xs, None;
+    "MXFP4" 39: 32 in 17, groups of 32, false, mxfp4, Some(encode::mxfp4);
 }
 
 impl Blocks {
@@ -114,6 +119,40 @@ impl Blocks {
                 }
             }
         }
+    }
+}
+
+impl Blocks {
+    /// Returns true if [`Blocks::encode`] makes such blocks.
+    pub fn can_encode(&self) -> bool {
+        self.pack.is_some()
+    }
+
+    /// Encodes rows of `columns` elements, a whole number of blocks each, by round to nearest at
+    /// the scales of each block's extreme elements.
+    ///
+    /// # Errors
+    ///
+    /// [`EncodeError`] for an element that is NaN, infinite or too large, and for rows that are not
+    /// whole blocks. A type that is only read has no multiple of columns that it takes.
+    pub fn encode(&self, values: &[f32], columns: usize) -> Result<Vec<u8>, EncodeError> {
+        let (Some(pack), true) = (self.pack, columns.is_multiple_of(self.elements)) else {
+            return Err(EncodeError::Columns {
+                format: self.name,
+                columns,
+                multiple: if self.can_encode() { self.elements } else { 0 },
+            });
+        };
+        super::encode::check_finite(self.name, values, columns)?;
+        let mut bytes = vec![0; values.len() / self.elements * self.bytes];
+        let blocks = bytes.chunks_exact_mut(self.bytes);
+        for (values, block) in values.chunks_exact(self.elements).zip(blocks) {
+            pack(values, block).ok_or_else(|| EncodeError::TooLarge {
+                format: self.name,
+                value: values.iter().fold(0f32, |most, v| most.max(v.abs())),
+            })?;
+        }
+        Ok(bytes)
     }
 }
 
