@@ -67,6 +67,8 @@ pub enum Command {
     Spec(crate::spec::SpecArgs),
     /// Add experts to a trained layer, split and merge checkpoints
     Experts(crate::experts::ExpertsArgs),
+    /// Quantize the experts of a full-precision model
+    Quantize(crate::quantize::QuantizeArgs),
     /// Start ranks of a program on this machine
     #[cfg(target_os = "linux")]
     Launch(crate::launch::LaunchArgs),

@@ -24,6 +24,7 @@ mod mesh;
 mod plan;
 mod precompile;
 mod progress;
+mod quantize;
 mod random;
 mod rank;
 #[cfg(test)]
@@ -132,6 +133,7 @@ fn execute(command: &Command, console: &Console) -> Result<ExitCode> {
         Command::Toolchain(args) => toolchain::execute(args, console),
         Command::Spec(args) => spec::execute(args, console),
         Command::Experts(args) => experts::execute(args, console),
+        Command::Quantize(args) => quantize::execute(args, console),
         Command::Doctor(args) => doctor::execute(args, console),
         Command::Completions(args) => completions::execute(args, console),
     };

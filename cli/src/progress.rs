@@ -19,6 +19,34 @@ impl Progress {
         Progress(bar)
     }
 
+    /// Shows a bar of bytes, whose end [`Progress::of`] sets.
+    pub fn bytes(text: impl Into<String>) -> Progress {
+        let bar = ProgressBar::new(0);
+        let parts =
+            "{spinner} {msg} [{bar:30}] {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
+        if let Ok(style) = ProgressStyle::with_template(parts) {
+            bar.set_style(style);
+        }
+        bar.set_message(text.into());
+        bar.enable_steady_tick(Duration::from_millis(150));
+        Progress(bar)
+    }
+
+    /// Sets the number at which the bar is full.
+    pub fn of(&self, whole: u64) {
+        self.0.set_length(whole);
+    }
+
+    /// Moves the bar on.
+    pub fn advance(&self, by: u64) {
+        self.0.inc(by);
+    }
+
+    /// Prints something while the line is out of the way.
+    pub fn beside(&self, print: impl FnOnce()) {
+        self.0.suspend(print);
+    }
+
     /// Replaces the text of the line.
     pub fn next(&self, text: impl Into<String>) {
         self.0.set_message(text.into());

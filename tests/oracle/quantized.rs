@@ -204,7 +204,11 @@ impl Published {
         let mut import = self.from.0.clone();
         let options = LoadOptions::default();
         let formats = set_expert_formats(&mut import, &self.from.1, options);
-        assert!(formats.up.is_some() != formats.dequantized.is_some(), "{}", self.what);
+        assert!(
+            formats.up.is_some() != formats.dequantized.is_some(),
+            "{}",
+            self.what
+        );
         formats.up.map(|_| import)
     }
 
@@ -300,7 +304,11 @@ fn ranks_read_their_own_codes() {
             let own = mesh.rank() * experts / 2..(mesh.rank() + 1) * experts / 2;
             let read = noted.experts.into_inner().unwrap();
             let inside = |rows: &Range<usize>| own.start <= rows.start && rows.end <= own.end;
-            assert!(!read.is_empty() && read.iter().all(inside), "{}: {read:?}", case.what);
+            assert!(
+                !read.is_empty() && read.iter().all(inside),
+                "{}: {read:?}",
+                case.what
+            );
         });
     }
 }
@@ -321,7 +329,10 @@ fn codes_are_split_and_joined_unchanged() {
         assert!(parts.is_err(), "{name}");
         let parts = elastic::split_experts(spec, &whole, &[2, 2]).unwrap();
         let second = &parts[1].1;
-        for (tensor, part) in second.iter().filter(|(name, _)| name.starts_with("experts.")) {
+        for (tensor, part) in second
+            .iter()
+            .filter(|(name, _)| name.starts_with("experts."))
+        {
             assert_eq!(*part, whole[tensor].rows(2..4).unwrap(), "{name}: {tensor}");
         }
         let (merged, joined) = elastic::merge_experts(&parts).unwrap();

@@ -122,7 +122,10 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         .check()?;
     let machine = plan::machine(name)?;
     // Steps of training are measured too.
-    let spec = args.layer.load_for(needs_numbers(true, None), console)?.spec;
+    let spec = args
+        .layer
+        .load_for(needs_numbers(true, None), console)?
+        .spec;
     let ranks = args.who()?;
     let mut options = args.options(console);
     if let Ranks::Processes(world) = &ranks {

@@ -93,7 +93,10 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
     refuse_simulators(&args.target)?;
-    let spec = args.layer.load_for(needs_numbers(args.training, None), console)?.spec;
+    let spec = args
+        .layer
+        .load_for(needs_numbers(args.training, None), console)?
+        .spec;
     let options = args.options(console);
     let engine = targets::open(&args.target, options, |asked| args.fits(asked))?;
     for &tokens in &args.tokens {

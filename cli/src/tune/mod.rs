@@ -74,7 +74,10 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     if args.tokens.contains(&0) {
         return Err(Failure::input("--tokens: no tokens take no time"));
     }
-    let spec = args.layer.load_for(needs_numbers(args.training.get().is_some(), None), console)?.spec;
+    let spec = args
+        .layer
+        .load_for(needs_numbers(args.training.get().is_some(), None), console)?
+        .spec;
     let store = args.store.open(console);
     store.can_keep_tunings()?;
     let engine = Engine::open(&args.target, args.options())?;

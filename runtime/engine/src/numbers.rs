@@ -57,7 +57,9 @@ impl<'a> Numbers<'a> {
     }
 
     fn matrix(&self, name: &str) -> Option<&Matrix> {
-        self.matrices.iter().find(|matrix| matrix.tensor.name == name)
+        self.matrices
+            .iter()
+            .find(|matrix| matrix.tensor.name == name)
     }
 
     /// Returns a tensor of the codes of some experts, the first of which are the wanted ones.
@@ -88,7 +90,10 @@ impl<'a> Numbers<'a> {
         let tensors = matrix.format.tensors(size).into_iter();
         let parts = tensors.map(|part| {
             let read = self.part(matrix, &part, expert..expert + 1)?;
-            Ok(Part { end: part.end, read })
+            Ok(Part {
+                end: part.end,
+                read,
+            })
         });
         let parts = parts.collect::<Result<Vec<Part<'_>>, SourceError>>()?;
         let bytes = |end: &str| {

@@ -351,7 +351,6 @@ impl<'a> CodeWeight<'a> {
             data,
         })
     }
-
 }
 
 /// Returns the matrices of a weight as a format describes them, or the reason that it does not hold
@@ -366,11 +365,7 @@ fn held_by(numbers: &Weight<'_>, format: WeightFormat) -> Result<Published, Stri
 }
 
 /// Returns the error for a weight whose codes a format cannot hold.
-fn no_codes(
-    numbers: &Weight<'_>,
-    format: WeightFormat,
-    reason: String,
-) -> WeightsError {
+fn no_codes(numbers: &Weight<'_>, format: WeightFormat, reason: String) -> WeightsError {
     let from = numbers.parts.first().map(|part| part.from);
     WeightsError::NoCodes {
         tensor: from.map_or("", |from| from.name).to_string(),
@@ -387,7 +382,11 @@ impl View<'_, '_> {
         if blocks || tensor.end == "weight" {
             let [rows, columns] = self.size;
             let last = self.index(rows.max(1) - 1, columns.max(1) - 1);
-            let span = self.start..if rows * columns == 0 { self.start } else { last + 1 };
+            let span = self.start..if rows * columns == 0 {
+                self.start
+            } else {
+                last + 1
+            };
             self.from.from.data(self.from.bytes(&span)).release();
         } else {
             let all = |from: &crate::TensorRef<'_>| from.data(0..from.bytes.len());
@@ -483,7 +482,8 @@ impl Part<'_, '_, '_> {
                 matrices.codes(view.index(row, column), std::slice::from_mut(one));
             }
         }
-        own.iter_mut().for_each(|one| *one = one.wrapping_add(shift));
+        own.iter_mut()
+            .for_each(|one| *one = one.wrapping_add(shift));
         pack(code.bits(), own.into_iter(), out);
         pad(code.bits(), columns, code.zero(), out);
     }
@@ -539,7 +539,10 @@ impl Part<'_, '_, '_> {
 /// Packs codes, the first in the lowest bits.
 fn pack(bits: usize, codes: impl Iterator<Item = u8>, out: &mut [u8]) {
     if bits == 8 {
-        return out.iter_mut().zip(codes).for_each(|(out, code)| *out = code);
+        return out
+            .iter_mut()
+            .zip(codes)
+            .for_each(|(out, code)| *out = code);
     }
     let mut codes = codes;
     for out in out {
@@ -572,5 +575,7 @@ fn put(kind: ScaleType, number: f32, out: &mut [u8]) -> Result<(), String> {
     if read == number || read.is_nan() && number.is_nan() {
         return Ok(());
     }
-    Err(format!("has a scale of {number:e}, which the format cannot hold"))
+    Err(format!(
+        "has a scale of {number:e}, which the format cannot hold"
+    ))
 }

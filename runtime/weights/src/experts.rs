@@ -114,8 +114,7 @@ impl<'a> Found<'a> {
         let tensors = canonical_tensors(spec).into_iter();
         let matrices = tensors.filter(|tensor| matrix_of(&tensor.name).is_some());
         let matrices: Vec<TensorSpec> = matrices.collect();
-        let reader =
-            LayerReader::of_tensors(spec, &matrices, &import.sources, checkpoint, options);
+        let reader = LayerReader::of_tensors(spec, &matrices, &import.sources, checkpoint, options);
         Some(Found(reader.ok()?.found()))
     }
 
@@ -178,7 +177,10 @@ pub(crate) fn numbers_of(spec: &LayerSpec, tensors: &[TensorSpec]) -> Vec<Tensor
         if matrix_of(&tensor.name).is_none() {
             return Some(tensor.clone());
         }
-        let mut number = plain.iter().find(|plain| plain.name == tensor.name)?.clone();
+        let mut number = plain
+            .iter()
+            .find(|plain| plain.name == tensor.name)?
+            .clone();
         // The tensors may be those of some experts.
         number.shape[0] = tensor.shape[0];
         Some(number)

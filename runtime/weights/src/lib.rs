@@ -7,7 +7,8 @@
 //!
 //! An engine reads a weight when it puts it on the device; [`load_canonical`], [`load_import`] and
 //! [`load_keys`] read all at once. [`write_safetensors`] writes a whole file or none, and
-//! [`Writer`] writes tensors that are not all in memory.
+//! [`Writer`] writes tensors that are not all in memory. [`quantize`] makes a quantized model of a
+//! full-precision one.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
@@ -21,6 +22,7 @@ mod gguf;
 mod gguf_header;
 mod keys;
 mod load;
+mod quantize;
 mod quantized;
 mod reader;
 mod recipe;
@@ -36,6 +38,9 @@ pub use error::WeightsError;
 pub use experts::{ExpertFormats, dequantized, set_expert_formats};
 pub use keys::{KeyOptions, load_keys};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};
+pub use quantize::{
+    MatrixError, QuantizeError, QuantizeEvent, QuantizeReport, QuantizeTo, quantize,
+};
 pub use reader::LayerReader;
 pub use weight::Rounded;
 pub use write::{Note, write_safetensors, write_safetensors_noted, write_whole};

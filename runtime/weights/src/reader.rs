@@ -114,7 +114,9 @@ impl<'a> LayerReader<'a> {
             finder.weight(alternatives)
         };
         // Recipes of published checkpoints make numbers. Files with canonical names have the codes.
-        let made = sources.iter().all(|source| source.name != "experts.up.scale");
+        let made = sources
+            .iter()
+            .all(|source| source.name != "experts.up.scale");
         let wanted = match made {
             true => numbers_of(spec, tensors),
             false => tensors.to_vec(),

@@ -6,6 +6,7 @@ mod files;
 mod gguf;
 mod keys;
 mod oracle;
+mod quantize;
 mod quantized;
 mod quantizer;
 mod reader;

@@ -43,6 +43,7 @@ fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
         activations: dtype,
         tf32: wide.precision.tf32 && dtype == DType::F32,
         experts: None,
+        experts_down: None,
     };
     (spec.experts.activation, spec.experts.alpha) = (Activation::Gelu, 1.0);
     spec.router.weight_on = WeightSite::Activation;
@@ -135,6 +136,7 @@ fn types(rng: &mut SampleRng) -> Precision {
         activations: if mixed { weights } else { activations },
         tf32: pair == [DType::F32; 2] && rng.one_in(3),
         experts: None,
+        experts_down: None,
     }
 }
 

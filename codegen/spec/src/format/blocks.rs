@@ -7,6 +7,8 @@
 
 use super::ScaleType;
 use super::code::{e8m0, f16};
+use super::encode::EncodeError;
+use super::encode_blocks as encode;
 use crate::WeightCode;
 
 /// Elements of the largest block.
@@ -34,6 +36,8 @@ pub struct Blocks {
     pub scale: ScaleType,
     codes: fn(&[u8], &mut [i8; LARGEST]),
     scales: fn(&[u8], &mut BlockScales),
+    /// The encoder of one block; `None` for a type that is only read.
+    pack: Option<encode::Pack>,
 }
 
 /// The scales and offsets of one block.
@@ -69,7 +73,7 @@ impl PartialEq for Blocks {
 impl Eq for Blocks {}
 
 macro_rules! blocks {
-    ($($name:literal $id:literal: $elements:literal in $bytes:literal, groups of $group:literal, $offset:literal, $code:ident by $scale:ident, $codes:expr, $scales:ident;)*) => {
+    ($($name:literal $id:literal: $elements:literal in $bytes:literal, groups of $group:literal, $offset:literal, $code:ident by $scale:ident, $codes:expr, $scales:ident, $pack:expr;)*) => {
         /// Every block type that moesaic reads.
         pub static BLOCKS: &[Blocks] = &[$(Blocks {
             name: $name,
@@ -82,24 +86,25 @@ macro_rules! blocks {
             scale: ScaleType::$scale,
             codes: $codes,
             scales: $scales,
+            pack: $pack,
         }),*];
     };
 }
 
 blocks! {
-    "Q4_0" 2: 32 in 18, groups of 32, false, Int4 by F16, |b, c| halves(&b[2..], c, |n| n as i8 - 8), half_first;
-    "Q4_1" 3: 32 in 20, groups of 32, true, Uint4 by F16, |b, c| halves(&b[4..], c, |n| n as i8), half_and_offset;
-    "Q5_0" 6: 32 in 22, groups of 32, false, Int8 by F16, |b, c| five_bits(&b[2..], c, 16), half_first;
-    "Q5_1" 7: 32 in 24, groups of 32, true, Int8 by F16, |b, c| five_bits(&b[4..], c, 0), half_and_offset;
-    "Q8_0" 8: 32 in 34, groups of 32, false, Int8 by F16, |b, c| bytes(&b[2..], c), half_first;
-    "Q2_K" 10: 256 in 84, groups of 16, true, Uint4 by Int8, |b, c| pairs(&b[16..80], c), q2_k_scales;
-    "Q3_K" 11: 256 in 110, groups of 16, false, Int4 by Int8, q3_k, q3_k_scales;
-    "Q4_K" 12: 256 in 144, groups of 32, true, Uint4 by Int8, |b, c| groups_of_halves(&b[16..], c), scales_of_six_bits;
-    "Q5_K" 13: 256 in 176, groups of 32, true, Int8 by Int8, q5_k, scales_of_six_bits;
-    "Q6_K" 14: 256 in 210, groups of 16, false, Int8 by Int8, q6_k, q6_k_scales;
-    "IQ4_NL" 20: 32 in 18, groups of 32, false, Iq4nl by F16, |b, c| halves(&b[2..], c, nonlinear), half_first;
-    "IQ4_XS" 23: 256 in 136, groups of 32, false, Iq4nl by Int8, iq4_xs, iq4_xs_scales;
-    "MXFP4" 39: 32 in 17, groups of 32, false, E2m1 by E8m0, |b, c| halves(&b[1..], c, doubled), half_of_e8m0;
+    "Q4_0" 2: 32 in 18, groups of 32, false, Int4 by F16, |b, c| halves(&b[2..], c, |n| n as i8 - 8), half_first, Some(encode::q4_0);
+    "Q4_1" 3: 32 in 20, groups of 32, true, Uint4 by F16, |b, c| halves(&b[4..], c, |n| n as i8), half_and_offset, Some(encode::q4_1);
+    "Q5_0" 6: 32 in 22, groups of 32, false, Int8 by F16, |b, c| five_bits(&b[2..], c, 16), half_first, Some(encode::q5_0);
+    "Q5_1" 7: 32 in 24, groups of 32, true, Int8 by F16, |b, c| five_bits(&b[4..], c, 0), half_and_offset, Some(encode::q5_1);
+    "Q8_0" 8: 32 in 34, groups of 32, false, Int8 by F16, |b, c| bytes(&b[2..], c), half_first, Some(encode::q8_0);
+    "Q2_K" 10: 256 in 84, groups of 16, true, Uint4 by Int8, |b, c| pairs(&b[16..80], c), q2_k_scales, None;
+    "Q3_K" 11: 256 in 110, groups of 16, false, Int4 by Int8, q3_k, q3_k_scales, None;
+    "Q4_K" 12: 256 in 144, groups of 32, true, Uint4 by Int8, |b, c| groups_of_halves(&b[16..], c), scales_of_six_bits, Some(encode::q4_k);
+    "Q5_K" 13: 256 in 176, groups of 32, true, Int8 by Int8, q5_k, scales_of_six_bits, Some(encode::q5_k);
+    "Q6_K" 14: 256 in 210, groups of 16, false, Int8 by Int8, q6_k, q6_k_scales, Some(encode::q6_k);
+    "IQ4_NL" 20: 32 in 18, groups of 32, false, Iq4nl by F16, |b, c| halves(&b[2..], c, nonlinear), half_first, Some(encode::iq4_nl);
+    "IQ4_XS" 23: 256 in 136, groups of 32, false, Iq4nl by Int8, iq4_xs, iq4_xs_scales, None;
+    "MXFP4" 39: 32 in 17, groups of 32, false, E2m1 by E8m0, |b, c| halves(&b[1..], c, doubled), half_of_e8m0, Some(encode::mxfp4);
 }
 
 impl Blocks {
@@ -137,6 +142,40 @@ impl Blocks {
                 }
             }
         }
+    }
+}
+
+impl Blocks {
+    /// Returns true if [`Blocks::encode`] makes such blocks.
+    pub fn can_encode(&self) -> bool {
+        self.pack.is_some()
+    }
+
+    /// Encodes rows of `columns` elements, a whole number of blocks each, by round to nearest at
+    /// the scales of each block's extreme elements.
+    ///
+    /// # Errors
+    ///
+    /// [`EncodeError`] for an element that is NaN, infinite or too large, and for rows that are not
+    /// whole blocks. A type that is only read has no multiple of columns that it takes.
+    pub fn encode(&self, values: &[f32], columns: usize) -> Result<Vec<u8>, EncodeError> {
+        let (Some(pack), true) = (self.pack, columns.is_multiple_of(self.elements)) else {
+            return Err(EncodeError::Columns {
+                format: self.name,
+                columns,
+                multiple: if self.can_encode() { self.elements } else { 0 },
+            });
+        };
+        super::encode::check_finite(self.name, values, columns)?;
+        let mut bytes = vec![0; values.len() / self.elements * self.bytes];
+        let blocks = bytes.chunks_exact_mut(self.bytes);
+        for (values, block) in values.chunks_exact(self.elements).zip(blocks) {
+            pack(values, block).ok_or_else(|| EncodeError::TooLarge {
+                format: self.name,
+                value: values.iter().fold(0f32, |most, v| most.max(v.abs())),
+            })?;
+        }
+        Ok(bytes)
     }
 }
 

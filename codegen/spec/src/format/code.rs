@@ -70,6 +70,60 @@ pub const fn bf16(bits: u16) -> f32 {
     f32::from_bits((bits as u32) << 16)
 }
 
+/// A float of up to 16 bits, by the parameters of its format.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SmallFloat {
+    /// Bits of the mantissa.
+    mantissa: i32,
+    /// The bias of the exponent.
+    bias: i32,
+    /// The largest finite value.
+    pub largest: f64,
+}
+
+pub(super) const FLOAT_E4M3: SmallFloat = small(3, 7, 448.0);
+pub(super) const FLOAT_E5M2: SmallFloat = small(2, 15, 57_344.0);
+pub(super) const FLOAT_E2M1: SmallFloat = small(1, 1, 6.0);
+pub(super) const F16: SmallFloat = small(10, 15, 65_504.0);
+pub(super) const BF16: SmallFloat = small(7, 127, 3.389_531_389_251_535_5e38);
+
+const fn small(mantissa: i32, bias: i32, largest: f64) -> SmallFloat {
+    SmallFloat {
+        mantissa,
+        bias,
+        largest,
+    }
+}
+
+impl SmallFloat {
+    /// Returns the bits of the nearest number to one that is not negative, ties to even; the
+    /// largest for those above it.
+    pub fn nearest(self, size: f64) -> u32 {
+        let size = size.min(self.largest);
+        // Below the smallest normal number steps no longer shrink.
+        let exponent = exponent(size).max(1 - self.bias);
+        let steps = (size / power(exponent - self.mantissa)).round_ties_even();
+        // A normal number's steps include its hidden bit, which counts one exponent.
+        (((exponent + self.bias - 1) << self.mantissa) + steps as i32) as u32
+    }
+
+    /// Returns the code of so many bits that is nearest to a number, the highest bit its sign.
+    pub fn signed(self, value: f64, bits: usize) -> u8 {
+        let sign = u8::from(value.is_sign_negative()) << (bits - 1);
+        self.nearest(value.abs()) as u8 | sign
+    }
+}
+
+/// Returns the exponent of a normal number: the floor of its logarithm to base 2.
+pub(super) fn exponent(size: f64) -> i32 {
+    ((size.to_bits() >> 52) & 0x7ff) as i32 - 1023
+}
+
+/// Returns 2^exponent, which must be normal.
+fn power(exponent: i32) -> f64 {
+    f64::from_bits(((exponent + 1023) as u64) << 52)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -43,7 +43,7 @@ pub struct Zeros<'a> {
 }
 
 /// The position of each of eight rows inside a 32-bit word of AWQ.
-const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+pub(super) const PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// One row of one matrix.
 #[derive(Clone, Copy)]

@@ -1,9 +1,10 @@
-//! Formats of quantized weights as data, and their decoders.
+//! Formats of quantized weights as data, their decoders and encoders.
 //!
 //! A [`Format`] describes the codes of a matrix, their packing, and the scales and zero points that
 //! belong to them; [`FORMATS`] lists the published ones. [`Matrices`] decodes them bit by bit as
-//! their authors do. [`Blocks`] is the counterpart for GGUF, whose blocks hold codes and scales
-//! side by side; [`BLOCKS`] lists those. To add a format, add a row to one of the two tables.
+//! their authors do, and [`Format::encode`] makes them. [`Blocks`] is the counterpart for GGUF,
+//! whose blocks hold codes and scales side by side; [`BLOCKS`] lists those. To add a format, add a
+//! row to one of the two tables.
 //!
 //! A weight is `code * scale` in f32. The code is an integer less its zero point, or the value of a
 //! small float; the scale is widened to f32. A second scale first multiplies or divides the scale,
@@ -11,6 +12,11 @@
 
 mod blocks;
 pub mod code;
+mod encode;
+mod encode_blocks;
+#[cfg(test)]
+mod encode_tests;
+pub mod layout;
 mod matrices;
 mod stored;
 #[cfg(test)]
@@ -21,6 +27,7 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use blocks::NONLINEAR;
 pub use blocks::{BLOCKS, BlockScales, Blocks, LARGEST};
+pub use encode::{EncodeError, EncodeOptions, Encoded};
 pub use matrices::{Matrices, Scales, Zeros};
 pub use stored::{PublishedCodes, StoredMatrix};
 

@@ -198,7 +198,9 @@ impl StoredMatrix<'_> {
         let [_, across] = format.scale_shape(self.size);
         let (line, byte) = (row / format.block[0], across.next_multiple_of(4));
         let at = |bytes: bool| line * if bytes { byte } else { across } + block;
-        let scale = format.scale.read(self.scales, at(format.scale.dtype().is_none()));
+        let scale = format
+            .scale
+            .read(self.scales, at(format.scale.dtype().is_none()));
         let second = |factors: &[u8]| {
             let Some([_, across]) = format.second_shape(self.size) else {
                 return 1.0;

@@ -20,6 +20,24 @@ pub enum GgufError {
         supported: Vec<&'static str>,
     },
 
+    /// No architecture of GGUF fits the family of another checkpoint.
+    #[error("GGUF has no architecture for {layer}; families with one are {}", .families.join(", "))]
+    NoArchitectureFor {
+        /// The layer.
+        layer: String,
+        /// The families that have one.
+        families: Vec<&'static str>,
+    },
+
+    /// The file's keys and names cannot express a layer of another checkpoint.
+    #[error("GGUF files cannot express {what} of {layer}")]
+    CannotSay {
+        /// The layer.
+        layer: String,
+        /// The setting or the tensor.
+        what: String,
+    },
+
     /// A key is missing.
     #[error("the file has no `{key}`, which llama.cpp's convert script writes for such models")]
     MissingKey {

@@ -9,8 +9,10 @@
 mod architectures;
 mod error;
 mod recipes;
+mod write;
 
 pub use error::GgufError;
+pub use write::{architecture_for, check_keys, keys_for, tensor_name, written_families};
 
 use crate::hf::{self, Import};
 use crate::{LayerSpec, Renormalize, Score};

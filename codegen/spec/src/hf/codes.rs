@@ -56,7 +56,7 @@ pub struct NameEnd {
 }
 
 /// Replaces `cut` by `put`.
-const fn end(cut: &'static str, put: &'static str) -> NameEnd {
+pub(super) const fn end(cut: &'static str, put: &'static str) -> NameEnd {
     NameEnd { cut, put }
 }
 

@@ -15,6 +15,7 @@ mod families;
 mod json;
 mod quantization;
 mod routing;
+mod scheme;
 mod source;
 
 pub use codes::{Codes, NameEnd, StoredFormat, TensorNames, replaced};
@@ -22,6 +23,7 @@ pub use error::HfError;
 pub use json::parse_json;
 pub use quantization::with_quant_config;
 pub use routing::{RoutingKeys, routing_keys};
+pub use scheme::{MXFP4_IN_BLOCKS, SCHEMES, Scheme, SchemePart, SchemeTensor};
 pub(crate) use source::half_of;
 pub use source::{Alternative, TensorParts, TensorSource, TensorStep, canonical_sources};
 

@@ -1,0 +1,445 @@
+//! The output as a Hugging Face folder.
+
+use super::journal::{Finished, Journal};
+use super::model::Model;
+use super::output::{Layout, Output, each, is_whole, write_whole};
+use super::targets::{self, Target, Targets};
+use super::{MatrixError, QuantizeError, QuantizeEvent, QuantizeReport};
+use crate::checkpoint::{INDEX, SINGLE};
+use crate::write::theirs;
+use crate::{LayerReader, TensorRef, WeightsError};
+use moesaic_spec::hf::{Scheme, SchemePart, SchemeTensor};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::UNIX_EPOCH;
+
+type Watch<'a> = &'a (dyn Fn(QuantizeEvent<'_>) + Sync);
+
+/// Files with weights in other forms, which the output does not take over.
+const WEIGHTS: [&str; 6] = ["safetensors", "bin", "pt", "pth", "gguf", "tmp"];
+
+/// A tensor of an output file.
+struct Entry<'a> {
+    name: String,
+    dtype: String,
+    shape: Vec<usize>,
+    bytes: u64,
+    from: From<'a>,
+    /// The offset in the file.
+    place: u64,
+}
+
+/// The origin of a tensor's bytes.
+#[derive(Clone, Copy)]
+enum From<'a> {
+    Source(TensorRef<'a>),
+    Part(usize, SchemePart),
+}
+
+/// A unit of work of one thread.
+enum Work {
+    /// Copies an entry.
+    Copy(usize),
+    /// Encodes a target, by its index, and writes its entries.
+    Encode(usize),
+}
+
+/// Everything that writing a file needs.
+struct Job<'a> {
+    model: &'a Model,
+    readers: &'a [LayerReader<'a>],
+    targets: &'a Targets,
+    watch: Watch<'a>,
+}
+
+/// Quantizes `model` into the folder `to`.
+pub(super) fn write(
+    model: &Model,
+    to: &Path,
+    scheme: Scheme,
+    watch: Watch<'_>,
+) -> Result<QuantizeReport, QuantizeError> {
+    let readers = model.readers()?;
+    let targets = targets::plan(model, scheme)?;
+    let job = Job {
+        model,
+        readers: &readers,
+        targets: &targets,
+        watch,
+    };
+    let files = job.files()?;
+    fs::create_dir_all(to).map_err(QuantizeError::write(to))?;
+    let _lock = Lock::take(&to.join(".moesaic-quantize.lock"))?;
+    let mut journal = Journal::open(to, &settings(&targets.scheme));
+    check_way(to, &journal)?;
+    let bytes_before = model.bytes()?;
+    watch(QuantizeEvent::Begins {
+        bytes: bytes_before,
+    });
+    let mut report = QuantizeReport {
+        bytes_before,
+        ..QuantizeReport::default()
+    };
+    let (mut map, mut total) = (Map::new(), 0u64);
+    for (file, mut entries) in files {
+        let layout = place(&mut entries);
+        let finished = job.file(to, &file, &entries, &layout, &mut journal)?;
+        report.matrices.extend(finished.matrices);
+        report.bytes_after += layout.bytes;
+        for entry in &entries {
+            map.insert(entry.name.clone(), json!(file));
+            total += entry.bytes;
+        }
+    }
+    job.finish(to, map, total)?;
+    report.matrices.sort_by(|a, b| a.name.cmp(&b.name));
+    let format = targets.scheme.stored.format.name;
+    report
+        .matrices
+        .iter_mut()
+        .for_each(|m| m.format = format.to_string());
+    Ok(report)
+}
+
+/// Returns the settings of a run, as the record keeps them.
+fn settings(scheme: &Scheme) -> String {
+    format!("{} {:?}", scheme.name, scheme.stored.format.block)
+}
+
+/// Refuses a folder with a model that no run in this format wrote.
+fn check_way(to: &Path, journal: &Journal) -> Result<(), QuantizeError> {
+    let others = ["config.json", SINGLE, INDEX].map(|name| to.join(name));
+    let other = others.into_iter().find(|path| path.exists());
+    match other {
+        Some(path) if journal.files.is_empty() => Err(QuantizeError::InTheWay { path }),
+        _ => Ok(()),
+    }
+}
+
+impl<'a> Job<'a> {
+    /// Returns the entries of each file of the output, which has the names of the source's files.
+    fn files(&self) -> Result<BTreeMap<String, Vec<Entry<'a>>>, QuantizeError> {
+        let mut files = BTreeMap::<String, Vec<Entry<'a>>>::new();
+        for name in self.model.checkpoint.names() {
+            let found = self.model.checkpoint.find(name)?;
+            let Some(tensor) = found.filter(|_| !self.replaces(name)) else {
+                continue;
+            };
+            let entry = Entry {
+                name: name.to_string(),
+                dtype: dtype(&tensor),
+                shape: tensor.shape.to_vec(),
+                bytes: tensor.bytes.len() as u64,
+                from: From::Source(tensor),
+                place: 0,
+            };
+            files
+                .entry(self.short(tensor.file))
+                .or_default()
+                .push(entry);
+        }
+        for (at, target) in self.targets.list.iter().enumerate() {
+            let entries = files.entry(self.short(&target.file)).or_default();
+            entries.extend(self.parts(target)?.into_iter().map(|tensor| Entry {
+                bytes: tensor.shape.iter().product::<usize>() as u64 * size_of_dtype(tensor.dtype),
+                name: tensor.name,
+                dtype: tensor.dtype.to_string(),
+                shape: tensor.shape,
+                from: From::Part(at, tensor.part),
+                place: 0,
+            }));
+        }
+        Ok(files)
+    }
+
+    fn replaces(&self, name: &str) -> bool {
+        let replaced = &self.targets.replaced;
+        replaced
+            .binary_search_by(|other| other.as_str().cmp(name))
+            .is_ok()
+    }
+
+    fn parts(&self, target: &Target) -> Result<Vec<SchemeTensor>, QuantizeError> {
+        let scheme = &self.targets.scheme;
+        let parts = scheme.tensors(&target.name, target.matrices.len(), target.size);
+        parts.ok_or_else(|| QuantizeError::Unsupported {
+            tensor: target.name.clone(),
+            layer: self.model.layers[target.layer].import.spec.name.clone(),
+            reason: format!("{} has no name for its scales", scheme.name),
+        })
+    }
+
+    /// Returns the path of a source's file below its folder.
+    fn short(&self, file: &Path) -> String {
+        let below = file.strip_prefix(&self.model.folder).unwrap_or(file);
+        below.to_string_lossy().into_owned()
+    }
+
+    /// Writes a file, or checks the one that an earlier run finished.
+    fn file(
+        &self,
+        to: &Path,
+        name: &str,
+        entries: &[Entry<'a>],
+        layout: &Layout,
+        journal: &mut Journal,
+    ) -> Result<Finished, QuantizeError> {
+        let path = to.join(name);
+        let source = identity(&self.model.folder.join(name));
+        if path.exists() {
+            let places: Vec<(u64, u64)> = entries.iter().map(|e| (e.place, e.bytes)).collect();
+            let known = journal
+                .files
+                .get(name)
+                .filter(|known| known.source == source);
+            let whole = known.map_or(Ok(false), |known| {
+                is_whole(&path, layout, &places, known.checksum)
+            });
+            return match (known, whole.map_err(WeightsError::io(&path))?) {
+                (Some(known), true) => {
+                    (self.watch)(QuantizeEvent::Kept { file: name });
+                    let bytes = self.source_bytes(entries);
+                    (self.watch)(QuantizeEvent::Done { bytes });
+                    Ok(known.clone())
+                }
+                _ => Err(QuantizeError::InTheWay { path }),
+            };
+        }
+        if let Some(folder) = path.parent() {
+            fs::create_dir_all(folder).map_err(QuantizeError::write(folder))?;
+        }
+        let output = Output::create(&path, layout)?;
+        let matrices = self.fill(&output, entries)?;
+        // The record comes first: a file without one would be in the way of the next run.
+        let finished = Finished {
+            checksum: output.checksum(),
+            source,
+            matrices,
+        };
+        journal.add(name, finished.clone())?;
+        output.finish()?;
+        (self.watch)(QuantizeEvent::Written {
+            file: name,
+            bytes: layout.bytes,
+        });
+        Ok(finished)
+    }
+
+    /// Writes the tensors of a file. Returns the errors of its matrices.
+    fn fill(
+        &self,
+        output: &Output,
+        entries: &[Entry<'a>],
+    ) -> Result<Vec<MatrixError>, QuantizeError> {
+        let mut parts = BTreeMap::<usize, Vec<&Entry<'a>>>::new();
+        let mut work = Vec::new();
+        for (at, entry) in entries.iter().enumerate() {
+            match entry.from {
+                From::Source(_) => work.push(Work::Copy(at)),
+                From::Part(target, _) => parts.entry(target).or_default().push(entry),
+            }
+        }
+        work.extend(parts.keys().map(|target| Work::Encode(*target)));
+        let matrices = Mutex::new(Vec::new());
+        each(work, self.watch, |work| match work {
+            Work::Copy(at) => copy(output, &entries[*at]),
+            Work::Encode(at) => {
+                let target = &self.targets.list[*at];
+                let reader = &self.readers[target.layer];
+                let (bytes, squares) = target.encode(&self.targets.scheme, reader)?;
+                for entry in &parts[at] {
+                    let From::Part(_, part) = entry.from else {
+                        continue;
+                    };
+                    let own = bytes.get(&part).map_or(&[][..], Vec::as_slice);
+                    output.put(entry.place, own)?;
+                }
+                let mut matrices = matrices.lock().unwrap_or_else(|broken| broken.into_inner());
+                matrices.push(MatrixError {
+                    name: target.name.clone(),
+                    format: String::new(),
+                    relative_rms: squares.relative_rms(),
+                });
+                Ok(self.bytes_of(target))
+            }
+        })?;
+        let matrices = matrices.into_inner();
+        Ok(matrices.unwrap_or_else(|broken| broken.into_inner()))
+    }
+
+    /// Returns the source's bytes that a target is made from.
+    fn bytes_of(&self, target: &Target) -> u64 {
+        let elements = target.matrices.len() * target.size[0] * target.size[1];
+        let name = target.name.strip_suffix("_blocks").unwrap_or(&target.name);
+        let tensor = self.model.checkpoint.tensor(name);
+        let size = tensor.map_or(2, |tensor| {
+            tensor.bytes.len() / tensor.shape.iter().product::<usize>().max(1)
+        });
+        (elements * size) as u64
+    }
+
+    /// Returns the source's bytes behind the entries of a file.
+    fn source_bytes(&self, entries: &[Entry<'a>]) -> u64 {
+        let bytes = entries.iter().map(|entry| match entry.from {
+            From::Source(_) => entry.bytes,
+            From::Part(target, SchemePart::Codes) => self.bytes_of(&self.targets.list[target]),
+            From::Part(..) => 0,
+        });
+        bytes.sum()
+    }
+
+    /// Copies the other files, and writes the index and the configuration, which comes last.
+    fn finish(&self, to: &Path, map: Map<String, Value>, total: u64) -> Result<(), QuantizeError> {
+        copy_others(&self.model.folder, to)?;
+        if self.model.folder.join(INDEX).exists() {
+            let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
+            write_whole(&to.join(INDEX), format!("{index:#}\n").as_bytes())?;
+        }
+        let quantization = self.targets.scheme.config(&self.kept());
+        let config = with_config(&self.model.config, &quantization);
+        write_whole(&to.join("config.json"), config.as_bytes())
+    }
+
+    /// Returns the modules whose matrices stay floats.
+    fn kept(&self) -> Vec<String> {
+        let names = self.model.checkpoint.names();
+        let kept = names.filter(|name| !self.replaces(name));
+        let matrices = kept.filter(|name| {
+            let tensor = self.model.checkpoint.tensor(name);
+            tensor.is_some_and(|tensor| tensor.shape.len() > 1)
+        });
+        let modules = matrices.filter_map(|name| name.strip_suffix(".weight"));
+        modules.map(str::to_string).collect()
+    }
+}
+
+fn copy(output: &Output, entry: &Entry<'_>) -> Result<u64, QuantizeError> {
+    if let From::Source(tensor) = entry.from {
+        tensor.check_length()?;
+        output.put(entry.place, tensor.bytes)?;
+    }
+    Ok(entry.bytes)
+}
+
+/// Orders the tensors as the safetensors library does, by element size so that all are aligned, and
+/// gives them their places.
+fn place(entries: &mut [Entry<'_>]) -> Layout {
+    let key = |entry: &Entry<'_>| {
+        (
+            std::cmp::Reverse(size_of_dtype(&entry.dtype)),
+            entry.name.clone(),
+        )
+    };
+    entries.sort_by_cached_key(key);
+    let (mut header, mut end) = (Map::new(), 0);
+    header.insert("__metadata__".to_string(), json!({ "format": "pt" }));
+    for entry in entries.iter_mut() {
+        let start = end;
+        end += entry.bytes;
+        entry.place = start;
+        let value = json!({
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "data_offsets": [start, end],
+        });
+        header.insert(entry.name.clone(), value);
+    }
+    let mut text = Value::Object(header).to_string();
+    text.push_str(&" ".repeat(text.len().next_multiple_of(8) - text.len()));
+    let header = [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
+    let before = header.len() as u64;
+    entries.iter_mut().for_each(|entry| entry.place += before);
+    Layout {
+        header,
+        bytes: before + end,
+    }
+}
+
+fn dtype(tensor: &TensorRef<'_>) -> String {
+    match tensor.dtype {
+        Ok(dtype) => format!("{:?}", theirs(dtype)),
+        Err(other) => format!("{other:?}"),
+    }
+}
+
+/// Returns the bytes of an element, by the bits in the type's name.
+fn size_of_dtype(name: &str) -> u64 {
+    let digits = |name: &str| -> Option<u64> {
+        let start = name.find(|c: char| c.is_ascii_digit())?;
+        let rest = &name[start..];
+        let end = rest.find(|c: char| !c.is_ascii_digit());
+        rest[..end.unwrap_or(rest.len())].parse().ok()
+    };
+    digits(name).map_or(1, |bits| (bits / 8).max(1))
+}
+
+/// Returns the size and the time of a file, by which a change is noticed.
+fn identity(file: &Path) -> String {
+    let Ok(about) = fs::metadata(file) else {
+        return String::new();
+    };
+    let time = about.modified().ok();
+    let time = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    format!("{} {}", about.len(), time.map_or(0, |time| time.as_nanos()))
+}
+
+/// Copies files that are no weights: tokenizer, templates, licence.
+fn copy_others(from: &Path, to: &Path) -> Result<(), QuantizeError> {
+    let entries = fs::read_dir(from).map_err(WeightsError::io(from))?;
+    for entry in entries.flatten() {
+        let (path, name) = (entry.path(), entry.file_name());
+        let weights = path
+            .extension()
+            .is_some_and(|end| WEIGHTS.iter().any(|w| end == *w));
+        let hidden = name.to_string_lossy().starts_with('.');
+        let own = ["config.json", INDEX, super::journal::NAME]
+            .iter()
+            .any(|own| name == *own);
+        if weights || hidden || own || !path.is_file() {
+            continue;
+        }
+        let bytes = fs::read(&path).map_err(WeightsError::io(&path))?;
+        write_whole(&to.join(&name), &bytes)?;
+    }
+    Ok(())
+}
+
+/// Adds a `quantization_config` at the end of a configuration, whose text stays as it is.
+pub(super) fn with_config(config: &str, quantization: &Value) -> String {
+    let text = config.trim_end();
+    let before = text.strip_suffix('}').unwrap_or(text).trim_end();
+    let said = format!("{quantization:#}").replace('\n', "\n  ");
+    let comma = if before.ends_with('{') { "" } else { "," };
+    format!("{before}{comma}\n  \"quantization_config\": {said}\n}}\n")
+}
+
+/// A lock that keeps a second process away from an output.
+pub(super) struct Lock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl Lock {
+    pub fn take(path: &Path) -> Result<Lock, QuantizeError> {
+        let file = File::create(path).map_err(QuantizeError::write(path))?;
+        match file.try_lock() {
+            Ok(()) => Ok(Lock {
+                path: path.to_path_buf(),
+                _file: file,
+            }),
+            Err(fs::TryLockError::WouldBlock) => Err(QuantizeError::Busy {
+                path: path.parent().unwrap_or(path).to_path_buf(),
+            }),
+            Err(fs::TryLockError::Error(error)) => Err(QuantizeError::write(path)(error)),
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}

@@ -1,0 +1,197 @@
+//! A file of the output: written under a temporary name by several threads, then renamed.
+
+use super::{QuantizeError, QuantizeEvent};
+use std::collections::VecDeque;
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::thread;
+
+/// The layout of a file: a header, then tensors at known places.
+pub(super) struct Layout {
+    pub header: Vec<u8>,
+    /// Bytes of the whole file.
+    pub bytes: u64,
+}
+
+/// A file under its temporary name. Dropping it unfinished removes it.
+pub(super) struct Output {
+    temporary: PathBuf,
+    path: PathBuf,
+    state: Mutex<State>,
+}
+
+struct State {
+    file: Option<File>,
+    checksum: u64,
+}
+
+impl Output {
+    /// Starts a file. A temporary file of an interrupted run is overwritten.
+    pub fn create(path: &Path, layout: &Layout) -> Result<Output, QuantizeError> {
+        let temporary = temporary(path);
+        let mut file = File::create(&temporary).map_err(QuantizeError::write(path))?;
+        // Reserves nothing on most systems, but fails at once where files are limited.
+        let begun = file.set_len(layout.bytes);
+        let begun = begun.and_then(|()| file.write_all(&layout.header));
+        let output = Output {
+            temporary,
+            path: path.to_path_buf(),
+            state: Mutex::new(State {
+                file: Some(file),
+                checksum: checksum(0, &layout.header),
+            }),
+        };
+        begun.map_err(QuantizeError::write(path))?;
+        Ok(output)
+    }
+
+    /// Writes bytes at a place.
+    pub fn put(&self, place: u64, bytes: &[u8]) -> Result<(), QuantizeError> {
+        // The sum does not depend on the order in which threads write.
+        let own = checksum(place, bytes);
+        let mut state = self
+            .state
+            .lock()
+            .unwrap_or_else(|broken| broken.into_inner());
+        state.checksum = state.checksum.wrapping_add(own);
+        let Some(file) = &mut state.file else {
+            return Ok(());
+        };
+        let written = file.seek(SeekFrom::Start(place));
+        let written = written.and_then(|_| file.write_all(bytes));
+        written.map_err(QuantizeError::write(&self.path))
+    }
+
+    /// Returns the checksum of everything that was written.
+    pub fn checksum(&self) -> u64 {
+        let state = self
+            .state
+            .lock()
+            .unwrap_or_else(|broken| broken.into_inner());
+        state.checksum
+    }
+
+    /// Gives the file its name.
+    pub fn finish(self) -> Result<(), QuantizeError> {
+        let mut state = self
+            .state
+            .lock()
+            .unwrap_or_else(|broken| broken.into_inner());
+        if let Some(file) = state.file.take() {
+            // Data must be on disk before the name makes it visible.
+            let named = file
+                .sync_all()
+                .and_then(|()| fs::rename(&self.temporary, &self.path));
+            if let Err(error) = named {
+                let _ = fs::remove_file(&self.temporary);
+                return Err(QuantizeError::write(&self.path)(error));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        let state = self
+            .state
+            .get_mut()
+            .unwrap_or_else(|broken| broken.into_inner());
+        if state.file.take().is_some() {
+            let _ = fs::remove_file(&self.temporary);
+        }
+    }
+}
+
+fn temporary(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".moesaic-{name}.tmp"))
+}
+
+/// Writes a small file in the same way.
+pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), QuantizeError> {
+    let layout = Layout {
+        header: bytes.to_vec(),
+        bytes: bytes.len() as u64,
+    };
+    Output::create(path, &layout)?.finish()
+}
+
+/// Returns a number that depends on bytes and their place (FNV-1a over words of 64 bits).
+fn checksum(place: u64, bytes: &[u8]) -> u64 {
+    let step = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
+    let words = bytes.chunks(8).map(|part| {
+        let mut word = [0; 8];
+        word[..part.len()].copy_from_slice(part);
+        u64::from_le_bytes(word)
+    });
+    words.fold(step(0xcbf2_9ce4_8422_2325, place), step)
+}
+
+/// Returns true if a file has this layout and, read at these places, this checksum.
+pub(super) fn is_whole(
+    path: &Path,
+    layout: &Layout,
+    places: &[(u64, u64)],
+    wanted: u64,
+) -> std::io::Result<bool> {
+    let mut file = File::open(path)?;
+    if file.metadata()?.len() != layout.bytes {
+        return Ok(false);
+    }
+    let mut read = |place: u64, bytes: u64| -> std::io::Result<Vec<u8>> {
+        file.seek(SeekFrom::Start(place))?;
+        let mut found = Vec::new();
+        (&mut file).take(bytes).read_to_end(&mut found)?;
+        Ok(found)
+    };
+    let header = read(0, layout.header.len() as u64)?;
+    if header != layout.header {
+        return Ok(false);
+    }
+    let mut sum = checksum(0, &header);
+    for (place, bytes) in places {
+        sum = sum.wrapping_add(checksum(*place, &read(*place, *bytes)?));
+    }
+    Ok(sum == wanted)
+}
+
+/// Does each piece of work on one of several threads. Stops at the first error.
+pub(super) fn each<W: Send>(
+    work: Vec<W>,
+    watch: &(dyn Fn(QuantizeEvent<'_>) + Sync),
+    done: impl Fn(&W) -> Result<u64, QuantizeError> + Sync,
+) -> Result<(), QuantizeError> {
+    let threads = thread::available_parallelism()
+        .map_or(1, |n| n.get())
+        .min(16);
+    let (queue, failed) = (Mutex::new(VecDeque::from(work)), Mutex::new(None));
+    let next = || {
+        let stopped = failed.lock().is_ok_and(|failed| failed.is_some());
+        let mut queue = queue.lock().unwrap_or_else(|broken| broken.into_inner());
+        if stopped { None } else { queue.pop_front() }
+    };
+    let run = || {
+        while let Some(work) = next() {
+            match done(&work) {
+                Ok(bytes) => watch(QuantizeEvent::Done { bytes }),
+                Err(error) => {
+                    let mut failed = failed.lock().unwrap_or_else(|broken| broken.into_inner());
+                    failed.get_or_insert(error);
+                }
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for _ in 1..threads {
+            scope.spawn(run);
+        }
+        run();
+    });
+    let failed = failed
+        .into_inner()
+        .unwrap_or_else(|broken| broken.into_inner());
+    failed.map_or(Ok(()), Err)
+}
