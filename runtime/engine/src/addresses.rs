@@ -60,6 +60,7 @@ fn alignment(tensor: &TensorPlan, target: Target) -> u64 {
     let element = tensor.dtype.size() as u64;
     match (target.hardware(), tensor.shape.as_slice()) {
         (Target::Cuda(_) | Target::Rocm(_), [_, .., width]) => {
+            // The bit of 16 ends the trailing zeros there, so the result is never more than a pack.
             let row = (width.eval(0) * element) | PACK_BYTES;
             element.max(1 << row.trailing_zeros())
         }

@@ -71,6 +71,8 @@ impl Layer {
             checked.map_err(|problem| EngineError::Capacity { factor, problem })?;
         }
         let factor = capacity_factor.unwrap_or(spec.capacity.factor_of(pass.trains()));
+        // On the host, because a kernel would round `f * ceil(T / E)` as its target does, and ranks
+        // with different targets would then drop different slots.
         let limit = row_limit(spec, factor, most as u64);
         Ok(Scalars::new(tokens, rng_key, limit))
     }
@@ -161,6 +163,8 @@ impl Layer {
         };
         let ids: Vec<i32> = host.to_vec().unwrap_or_default();
         if let Some(at) = ids.iter().position(|id| !(least..=most).contains(id)) {
+            // Ids below -1 come from a training pass of this library alone, so the message does not
+            // offer them.
             let least = least.max(-1);
             let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
             return Err(input_error(&tensor.name, problem));

@@ -97,6 +97,8 @@ impl Jit {
             .collect();
         let mut modules: Vec<Option<Arc<dyn Module>>> = Vec::with_capacity(jobs.len());
         for (source, key) in &jobs {
+            // A warm start ends here. Threads are only worth their start for compiles, which take
+            // seconds.
             modules.push(self.at_hand(source, key)?);
         }
         let missing: Vec<usize> = (0..jobs.len()).filter(|&i| modules[i].is_none()).collect();
@@ -150,10 +152,14 @@ impl Jit {
     fn make(&self, source: &KernelSource, key: &KernelKey) -> Result<Arc<dyn Module>, EngineError> {
         let slot = self.slot(key);
         let mut slot = lock(&slot);
+        // The slot stays locked through the compile: a second thread with the same kernel waits for
+        // it here instead of compiling it again.
         if let Some(module) = &*slot {
             self.in_memory.fetch_add(1, Ordering::Relaxed);
             return Ok(module.clone());
         }
+        // A graph under capture allows no load (`Device::capturing`). Asked before the compile, which
+        // would take seconds for nothing.
         if let Some(graph) = self.device.capturing() {
             let attempted = format!("the compile of kernel `{}`", source.name);
             return Err(DeviceError::Capturing { graph, attempted }.into());
@@ -218,6 +224,8 @@ impl Builder {
             target: source.target,
             config: &source.config,
             source: &source.text,
+            // Another compiler or another option may make another binary from the same text, so
+            // both are part of the key.
             flags: &format!("{:?}", self.options),
             compiler: fingerprint,
         })
@@ -233,6 +241,8 @@ impl Builder {
     }
 
     fn same_source(&self, store: &Store, source: &KernelSource) -> Option<&KernelKey> {
+        // The list reads an entry of every kernel in the store, so it is made once. A process
+        // without a compiler stores nothing itself; kernels that others store later are not seen.
         let index = self.by_source.get_or_init(|| {
             let kernels = store.list().into_iter();
             kernels

@@ -165,6 +165,7 @@ pub fn precompile_on(
             let compiler = Some(job.compiler.clone());
             let builder = Builder::new(compiler, Some(store.clone()), options.clone());
             let key = builder.key(&source, &builder.fingerprint(job.target));
+            // Jobs share most of their kernels: those of two ranks or strategies differ in a few.
             if seen.insert(key) {
                 kernels.push((job, source, key, builder));
             }

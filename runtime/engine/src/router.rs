@@ -39,6 +39,7 @@ impl RouterSteps {
         });
         let stacked: Vec<(TensorId, TensorId)> = stacked.collect();
         let mut own = tensors(steps.iter().chain(others));
+        // The router's layer holds its weights and gradients itself.
         own.retain(|id| !outlives_calls(plan[*id].role));
         own.retain(|id| !stacked.iter().any(|(own, _)| own == id));
         Ok(RouterSteps {
@@ -79,6 +80,7 @@ pub(crate) fn decide<'b>(
     let scalars = router.scalars(pass, rng_key, tokens, input.capacity_factor)?;
     for id in router.inputs_or_named(pass, names) {
         let tensor = &router.plan()[id];
+        // The stack has uploaded `x` once for all routers.
         if tensor.name != "x" {
             let host = router.checked_input(input, tensor)?;
             let (buffer, first) = place(id).expect("inputs have memory");

@@ -83,6 +83,8 @@ impl Stack {
         let decide = plan.router_steps(&plan.steps);
         let train = RouterSteps::new(both, decide, &[], |name| DECIDED.contains(&name))?;
         let mut back = RouterSteps::new(both, &plan.router_backward(), &[], of_experts)?;
+        // Backward finds these in the memory that the training pass kept, so a second copy would
+        // stay unused.
         back.own.retain(|id| !train.own.contains(id));
         let up_to_out = experts_plan.combine_steps(experts_plan.evaluation_steps(), false);
         Ok(Stack {
@@ -157,6 +159,8 @@ impl Stack {
         let find = |tensor| workspaces.get(tensor);
         self.stage(&routers[0], input, [tokens, 1], find)?;
         let count = experts.spec().shape.experts;
+        // Slot `e` of every token names expert `e`, so the rows of a token can be found by expert
+        // below.
         let all: Vec<i32> = (0..tokens).flat_map(|_| 0..count as i32).collect();
         self.fill("topk_ids", bytemuck::cast_slice(&all), find)?;
         self.fill(
@@ -178,6 +182,9 @@ impl Stack {
             let (mut output, scalars) = decide(router, steps, call, input, names, place)?;
             let ids = router.read(&["topk_ids"], tokens, |tensor| own.get(tensor))?;
             let ids: Vec<i32> = ids.tensors["topk_ids"].to_vec().expect("ids are i32");
+            // The stack's slots are in the order of experts, the router's in the order of its
+            // scores. Combine adds in the order of slots, and so must have the router's order to
+            // give the same bytes as the router's own layer.
             let of_token = rows.chunks(count).zip(ids.chunks(count));
             let found = of_token.flat_map(|(rows, ids)| ids.iter().map(|&id| rows[id as usize]));
             let found: Vec<i32> = found.collect();
@@ -217,6 +224,7 @@ impl Stack {
         let steps = &self.train;
         let (mut outputs, mut kept) = (Vec::new(), Vec::new());
         for (index, router) in routers.iter().enumerate() {
+            // Memory for each router: all of them run forward before the first runs backward.
             let mut own = Workspace::default();
             steps.reserve(&mut own, router, tokens)?;
             let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
@@ -268,6 +276,7 @@ impl Stack {
         let calls = routers.iter().zip(&saved.routers).enumerate();
         for (index, (router, (own, scalars))) in calls {
             router.gradient_buffers()?;
+            // One router after the other uses this memory, in stream order.
             let mut returning = lock(&self.returning);
             let steps = &self.back;
             steps.reserve(&mut returning, router, saved.tokens)?;
@@ -311,6 +320,8 @@ impl Stack {
             &find,
         )?;
         if stride > input.tokens {
+            // Between the tokens of two routers lies what an earlier call left there. Ids of -1
+            // keep it from every expert.
             let slots = stride * routers * router.spec().shape.top_k;
             self.fill("topk_ids", bytemuck::cast_slice(&vec![-1i32; slots]), &find)?;
             self.fill(
@@ -416,6 +427,8 @@ fn padded<'a>(parts: impl Iterator<Item = &'a [u8]>, bytes: usize) -> Vec<u8> {
 /// depend on the router either.
 fn sees_all(spec: &LayerSpec) -> bool {
     let router = &spec.router;
+    // Each of these makes an expert's output, or whether it exists, depend on the router: then one
+    // row cannot serve all routers.
     spec.shape.top_k == spec.routed_experts()
         && spec.experts.identity + spec.experts.zero == 0
         && router.weight_on == WeightSite::Output

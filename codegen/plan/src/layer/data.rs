@@ -56,9 +56,9 @@ pub struct PlanOptions {
     /// have decode kernels.
     pub one_for_all: bool,
     /// Weights of experts that ranks share stay as they are, as those of layers that train
-    /// do, where a CPU would have them packed: other ranks can gather them ([`Ways`]).
+    /// do, where a CPU would have them packed: other ranks can gather them ([`AdaptiveMesh`]).
     ///
-    /// [`Ways`]: crate::Ways
+    /// [`AdaptiveMesh`]: crate::AdaptiveMesh
     pub unpacked: bool,
 }
 

@@ -197,8 +197,8 @@ impl RankPlan {
         let owners = block.clone().map(|rank| (rank - block.start, rank));
         let regions = |(owner, rank): (usize, usize)| {
             let shard = rank % self.mesh.expert_tp % by.width();
-            // shard == 0; || A tensor that shards do not split (the last bias) must be gathered
-            // from one owner only: the other shards hold zeros.
+            // A tensor that shards do not split (the last bias) is gathered from one owner alone: the
+            // other shards hold zeros.
             let owns = dim.is_some() || shard == 0;
             let runs = owns.then(|| self.runs(&placement, rank));
             let runs = runs.into_iter().flatten();

@@ -52,8 +52,7 @@ impl Mesh {
         all_to_all: AllToAll,
         by: AdaptiveMesh,
     ) -> Result<RowSchedule, EngineError> {
-        // by.adaptive_r() == 0 { || At r = 0 rows stay, so nodes do not matter and any nodes are
-        // allowed.
+        // At r = 0 rows stay, so nodes do not matter and any nodes are allowed.
         if all_to_all == AllToAll::Linear || by.adaptive_r() == 0 {
             return Ok(RowSchedule::Direct);
         }
@@ -145,6 +144,8 @@ impl Rows {
                 Box::new(self.sums(chunks, (element, bytes.near))?)
             }
             (Payload::Answers | Payload::Addends(_), _) => Box::new(hop_counts.back(&|block| {
+                // Only shards of the same index answer each other, so the blocks of the others are
+                // empty on the way back, on every rank that passes them on.
                 let answers = self.answers_to(block.from, block.to);
                 if answers { size(block) } else { 0 }
             })),
@@ -192,6 +193,8 @@ impl Rows {
         };
         let (node, place) = shape.split(group.rank());
         let sent = self.sent(&self.numbers(None));
+        // A node gets a number for each of its rows: equal numbers are one token, whose row crosses
+        // once. The token's own index would tell it nothing more.
         let numbers = |other: usize| {
             let there = sent
                 .iter()

@@ -180,6 +180,8 @@ impl MeshLayer {
     pub(super) fn gather_counts(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
         let counts = output.get("counts").and_then(Tensor::to_vec::<i64>);
         let own = counts.unwrap_or_default().into_iter();
+        // Identity and zero experts come last in `counts`. They have no weights, so their rows
+        // stay.
         let travel = own.take(self.tokens.spec().shape.experts);
         let rows: Vec<u64> = travel.map(|rows| rows as u64).collect();
         let call = Call::new("rows for experts");
@@ -289,6 +291,8 @@ impl MeshLayer {
         let run = self.back(saved, &BackwardArgs::Host(dy), accumulate)?;
         let mut names = self.tokens.input_gradients();
         if run.cast.as_ref().is_some_and(CastCall::counts_backward) {
+            // Only a cast to f16 can saturate: bf16 has the range of f32, and rows of fp8 have
+            // scales.
             names.push(SATURATED);
         }
         run.read(&names)
@@ -416,6 +420,7 @@ impl<'l> MeshCall<'l> {
             self.take((tokens, tensors), inputs.as_slice(), ports)?;
         }
         self.take_gathered_workspace(true)?;
+        // Before `back` of each part, which lays out the addresses of what was taken here.
         self.reserve_shadows_backward(saved.shadow_weights.as_ref())?;
         self.tokens.back(&saved.tokens, accumulate)?;
         self.experts.back(&saved.experts, accumulate)?;

@@ -135,6 +135,8 @@ impl CastCall<'_> {
             return Ok(workspace);
         };
         let plan = tilings.first();
+        // The rows themselves are the layer's tensors, and the count is one for all exchanges of a
+        // call: both get their addresses at the launch.
         let elsewhere = |id: &TensorId| {
             let name = &*plan[*id].name;
             name == SATURATED || name.ends_with(".rows")
@@ -254,7 +256,7 @@ impl<'l> MeshCall<'l> {
                 .rows()
                 .sums(&chunks, (element, near))
                 .map(DedupCombine::inside_nodes);
-            let sums = sums.expect("rows have tokens where each is_remote once");
+            let sums = sums.expect("deduplicated rows have a map of tokens");
             return self.send_sums(packed, (&sums, shape), sent, received, call);
         }
         let hosts = self.hosts();
@@ -266,6 +268,8 @@ impl<'l> MeshCall<'l> {
         let own = self.own_member();
         let out = NodeSplit::of(&sent.ranges, |peer| is_remote(own, peer));
         let back = NodeSplit::of(&received.ranges, |peer| is_remote(own, peer));
+        // One workspace holds the rows that leave and those that arrive, each in its own tensor, so
+        // it is as large as the larger of the two needs.
         let rows = out.places.len().max(back.places.len());
         let cast = self.cast.as_mut().expect(MAY_CAST);
         let mut workspace = cast.workspace(rows)?;

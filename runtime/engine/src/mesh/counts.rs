@@ -51,6 +51,7 @@ impl MeshCall<'_> {
             .into_iter()
             .map(|counted| Settings::split_word(counted as u64))
             .unzip();
+        // All ranks see the same hashes, so all of them enter the second exchange, or none.
         if hashes.iter().any(|hash| *hash != hashes[0]) {
             self.compare(settings, &call)?;
         }
@@ -135,6 +136,8 @@ impl MeshCall<'_> {
 
     /// Downloads where the rows of this rank's tokens begin, once the scan has run.
     pub fn count_own(&mut self) -> Result<(), EngineError> {
+        // The choice of shadows has read them already; a second download would wait for the device
+        // again.
         if !self.own.offsets.is_empty() {
             return Ok(());
         }

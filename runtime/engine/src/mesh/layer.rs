@@ -232,6 +232,8 @@ impl MeshLayer {
     pub fn identity(&self) -> String {
         let (own, mesh) = (self.tokens.plan(), &self.mesh);
         let (parallel, placement) = (mesh.parallel(), mesh.placement());
+        // Counts instead of names: a cluster gives every job other hosts, and times depend on how
+        // many ranks share one.
         let nodes = mesh.hosts().chunk_by(|a, b| a == b);
         let nodes: Vec<usize> = nodes.map(<[String]>::len).collect();
         let all = (&own.spec, own.training, parallel, placement, nodes);
@@ -364,6 +366,8 @@ impl MeshLayer {
             .tensors
             .iter()
             .filter(|tensor| tensor.role == Role::Weight);
+        // Only the packed form is in memory, in the layout of one rank's kernels, and other ranks
+        // could not use it.
         if weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id))) {
             return Err(PlanError::from(StrategyError::Packed { strategy }).into());
         }

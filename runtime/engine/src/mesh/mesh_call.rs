@@ -123,6 +123,8 @@ impl MeshCall<'_> {
                 Segment::Together(exchanges) => self.exchange_together(exchanges)?,
             }
         }
+        // Exchanges may still access this call's workspace, so it goes back to the pool after the
+        // last of them has ended.
         self.finish_all()?;
         self.return_workspace();
         Ok(())
@@ -186,8 +188,8 @@ impl MeshCall<'_> {
     /// each rank carries all of them.
     fn exchange_together(&mut self, exchanges: &[Exchange]) -> Result<(), EngineError> {
         let packed = |one: &Exchange| self.packed(&one.name).is_some();
-        // exchanges.iter().any(packed) { || A schedule with hops and a cast each handle rows of one
-        // size, and these exchanges have rows of different sizes.
+        // A schedule with hops and a cast each handle rows of one size, and these exchanges have rows
+        // of different sizes.
         if self.rows().hop_counts.is_some() || exchanges.iter().any(packed) {
             return exchanges.iter().try_for_each(|one| self.exchange(one));
         }
@@ -213,6 +215,8 @@ impl MeshCall<'_> {
         let CollectiveOp::Combine { from, .. } = exchange.op else {
             return Ok(());
         };
+        // Every shard must have the sum before any row of it leaves: the answer would be one
+        // shard's part.
         let sums = (plan::PlanPart::Experts, from);
         let chunks = self.rows().numbers(exchange.chunk);
         self.wait_for(|other| (other.part, other.tensor) == sums && other.shares(&chunks))

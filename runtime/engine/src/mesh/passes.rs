@@ -46,6 +46,8 @@ pub(super) fn segments(
                 RankStep::Exchange(_) => None,
             });
             let numbers: Vec<usize> = numbers.collect();
+            // With 64 chunks the experts' launches would be bound 64 times, and each binding looks
+            // up every function by its symbol.
             let bound = match known.get(&(*part, numbers.clone())) {
                 Some(bound) => Arc::clone(bound),
                 None => Arc::new(bind(*part, &numbers)?),

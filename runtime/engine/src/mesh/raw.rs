@@ -86,6 +86,8 @@ impl MeshLayer {
             let tensor = self.tokens.plan().tensor(name);
             tensor.is_some_and(|tensor| tensor.role == Role::Input)
         };
+        // Outputs are left out, because the caller's call with the same tensors follows and has to
+        // find its memory untouched.
         let tensors: Vec<(&str, Ptr)> = call.tensors.iter().filter(is_input).copied().collect();
         let call = RawCall {
             tensors: &tensors,

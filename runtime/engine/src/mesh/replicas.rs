@@ -177,8 +177,12 @@ impl Replicas<'_> {
             .trade(&sends, &receives, ProcessGroup::Ep, what)?;
         let mut arrived = arrived.into_iter();
         for (expert, slot, _) in self.own().into_iter().filter(|(.., owned)| *owned) {
+            // The owner sums for all groups and hands the result out, so that every replica gets
+            // the same bytes.
             let mut rows: Vec<(usize, Vec<u8>)> = vec![(self.ep, slots.read(slot)?)];
             rows.extend(self.others(expert).into_iter().zip(arrived.by_ref()));
+            // In the order of groups, whoever owns the expert: the sum must not change when the
+            // owner does.
             rows.sort_by_key(|(group, _)| *group);
             let sum = rows.into_iter().map(|(_, row)| floats(&row)).reduce(added);
             slots.write(slot, cast_slice(&sum.unwrap_or_default()))?;

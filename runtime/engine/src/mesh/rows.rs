@@ -183,6 +183,8 @@ impl Rows {
     pub fn numbers_in_chunks(&self) -> Vec<i32> {
         let mut numbers = vec![0; self.workspace()];
         for chunk in 0..self.chunks() {
+            // Kernels see a chunk as a whole tensor, so its rows are counted from its own first
+            // row.
             let own = &mut numbers[self.span(chunk..chunk + 1)];
             own.iter_mut().zip(0..).for_each(|(row, n)| *row = n);
         }

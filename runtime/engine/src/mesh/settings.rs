@@ -17,6 +17,8 @@ impl Settings {
     /// Returns the word that this rank sends: its tokens, fewer than 2^31 in any call, and the
     /// hash.
     pub fn pack(&self, tokens: usize) -> u64 {
+        // A number that does not fit is too many tokens for any call, which the check of sizes
+        // refuses.
         let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
         u64::from(self.hash()) << HALF | u64::from(tokens)
     }

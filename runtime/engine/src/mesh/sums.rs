@@ -56,6 +56,8 @@ impl SumRows {
         for chunks in [&mut sent, &mut received] {
             chunks.retain(|chunk| chunk.rows > 0);
         }
+        // Rows that arrive come first, so that the zeros of all the others are one upload behind
+        // them.
         let places = [firsts, others].concat();
         SumRows {
             sent,
@@ -101,6 +103,8 @@ impl<'l> MeshCall<'l> {
         let mut workspace = cast.workspace(gone.max(split.places.len()))?;
         let all: Vec<i32> = (0..gone as i32).collect();
         cast.pack(&mut workspace, packed, &summed, &all)?;
+        // The cast that reads the sums is in the stream before any launch that takes this buffer
+        // next.
         self.groups.workspaces.give([summed]);
         // `combine` adds all rows of a token. The sum arrives in the token's first row, so its
         // other rows must be zeros: a cast row of zero bytes is zero in every dtype.

@@ -385,6 +385,8 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 pub(super) fn clear(device: &dyn Device, buffer: &Buffer, bytes: usize) -> Result<(), EngineError> {
     let zeros = vec![0; bytes.min(CHUNK_BYTES)];
+    // Zeros are uploaded from the host, so a gradient of gigabytes must not need as many on the
+    // host.
     for first in (0..bytes).step_by(CHUNK_BYTES) {
         let some = &zeros[..CHUNK_BYTES.min(bytes - first)];
         device.upload(some, buffer, first)?;
