@@ -52,10 +52,13 @@ impl std::ops::Add for Work {
 
 /// Returns the bytes of the step's tensors, each once.
 fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
+    // By name, because one tensor may stand behind two parameters, a pointer and a tensor map.
     let names: BTreeSet<&str> = plan.names(step).collect();
     let tensors = names.into_iter().filter_map(|name| plan.tensor(name));
     let bytes = tensors.map(|tensor| {
         let matrices = matches!(tensor.role, Role::Weight | Role::Packed);
+        // A stack of matrices has three dimensions. A stack of biases has two, and counts as a
+        // whole: it is a thousandth of the traffic.
         let stack = matrices && tensor.shape.len() > 2;
         let share = if stack {
             active(plan, tensor, tokens)
@@ -71,5 +74,7 @@ fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
 fn active(plan: &LayerPlan, stack: &TensorPlan, tokens: u64) -> f64 {
     let experts = stack.shape[0].eval(tokens) as f64;
     let slots = tokens as f64 * plan.spec.shape.top_k as f64;
+    // The most that can be active: every assignment goes to an expert of its own, until all have
+    // one.
     (slots / experts).min(1.0)
 }

@@ -88,6 +88,8 @@ impl AdaptiveMesh {
             ep,
             expert_tp,
             dp,
+            // Tokens for shards of shared experts go by the stored mesh, whatever the degree of the
+            // routed ones.
             shared: SharedExperts::Whole,
         }
     }
@@ -128,6 +130,8 @@ impl AdaptiveMesh {
     /// Returns the block of a rank: the ranks that gather each other's weights.
     pub fn block(&self, rank: usize) -> Range<usize> {
         let size = self.owners();
+        // Shards of an expert are on consecutive ranks, so a block is a range and never crosses two
+        // experts' shards.
         let first = rank / size * size;
         first..first + size
     }

@@ -265,6 +265,7 @@ pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
     };
     LayerSpec {
         shape: Shape {
+            // A layer has an expert at least. No step names this one, so its tensors are dropped.
             experts: 1,
             top_k: 1,
             ..spec.shape

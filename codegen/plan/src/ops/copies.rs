@@ -20,6 +20,8 @@ pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) 
     let row_threads = (packs(width, dtype).next_power_of_two() as u32).min(wave);
     let at_once = (COPY_THREADS / row_threads) as usize;
     let rows = BLOCK_BYTES.div_ceil(width * dtype.size());
+    // Whole rounds of the block's threads; in the last round of any other number some would have no
+    // row.
     (rows.min(64).next_multiple_of(at_once), row_threads)
 }
 
@@ -27,6 +29,8 @@ pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) 
 pub(crate) fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize) -> (usize, u32) {
     let most = most_tokens(top_k);
     let packs = packs(width, dtype).next_power_of_two() as u32;
+    // A block handles as many tokens at once as it has teams of threads, and may not list the
+    // sources of more than `most`.
     let token_threads = packs.clamp(COPY_THREADS / most as u32, COPY_THREADS);
     let at_once = (COPY_THREADS / token_threads) as usize;
     let tokens = BLOCK_BYTES.div_ceil(rows * width * dtype.size());
@@ -50,6 +54,7 @@ pub(crate) fn slice_tiling(
 
 /// Returns the tokens whose sources fit into a block, a power of two.
 fn most_tokens(top_k: usize) -> usize {
+    // A power of two, because it divides the block's threads into teams.
     1 << (BLOCK_SOURCES / top_k.max(1)).clamp(1, 64).ilog2()
 }
 

@@ -304,12 +304,16 @@ impl Placement {
         };
         let holders = &lists.holders[expert];
         let all = holders.len();
+        // Searched for on every rank in each call, so holders are sorted once, when the placement
+        // is made.
         let Ok(replica) = holders.binary_search(&group) else {
             return 0..0;
         };
         match lists.split {
             _ if all == 1 => 0..rows,
             Split::Even => {
+                // The inverse of the rule of [`Split::Even`]; `all` is added first because the
+                // numbers are unsigned.
                 let part = (replica + all - source % all) % all;
                 even(rows, all, part)
             }
@@ -387,6 +391,7 @@ impl Placement {
         };
         let groups = (0..self.groups()).map(of).collect();
         let owners = (0..experts).map(|expert| self.owner(expert)).collect();
+        // The owners stay: they sum the gradients of a shadow and keep its weights after the step.
         Placement::new(experts, groups, Some(owners), Split::Near)
     }
 
@@ -451,6 +456,7 @@ fn owner_of(groups: usize, experts: usize, expert: usize) -> usize {
     if expert < more * (each + 1) {
         expert / (each + 1)
     } else {
+        // With fewer experts than groups `each` is 0, and every expert is in the branch above.
         more + (expert - more * (each + 1)) / each.max(1)
     }
 }
@@ -468,6 +474,8 @@ fn holders(experts: usize, groups: &[Vec<usize>]) -> Result<Vec<Vec<usize>>, Pla
                 experts,
             };
             let holders = holders.get_mut(expert).ok_or(unknown)?;
+            // Groups are visited in order, so a second mention in one group directly follows the
+            // first.
             if holders.last() == Some(&group) {
                 return Err(PlacementError::Twice { expert, group });
             }

@@ -217,6 +217,8 @@ impl CombinePlanning<'_> {
                 .iter()
                 .any(|bytes| *bytes > 0)
         };
+        // Where experts are in shards, only the shards of the receiver's index answer. Their sums
+        // are complete already.
         let kept = |place: usize| {
             if answers(place) {
                 dedup.numbers_from(node, place)
@@ -320,6 +322,8 @@ impl CombinePlanning<'_> {
         let dedup = &self.sums.dedup;
         let shape = dedup.shape();
         let (node, place) = shape.split(dedup.rank());
+        // One round carries both kinds of rows, those for ranks of this node and those that are
+        // summed for other nodes: a second round would only add its latency.
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for near in others(place, shape.per_node) {
             let peer = shape.rank(node, near);

@@ -3,7 +3,6 @@
 //! A rank sends the first row of each token for a node to the rank with its own local rank there.
 //! That rank forwards it to every rank of the node that gets a row of the token. Rows for the own
 //! node go directly. The received rows equal those of an exchange without deduplication.
-//! own node go straight. What arrives is what arrives without.
 
 use super::{
     Block, BufferRef, Copy, GroupRank, HopCounts, HopSchedule, Message, Plan, Schedule, Span, Step,

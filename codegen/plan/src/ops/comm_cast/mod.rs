@@ -51,6 +51,7 @@ impl CommCastDesc {
                 self.width.next_multiple_of(F32.size()) + scales
             }
         };
+        // Rows lie one behind another, and each must begin where the widest access of a GPU may.
         used.next_multiple_of(16)
     }
 

@@ -50,6 +50,8 @@ pub struct DispatchBwdConfig {
 /// yet the token.
 fn desc(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
     let latent = spec.latent.is_some();
+    // Shared experts and the router read tokens, not their projection, so their gradients wait for
+    // `later`.
     let shared_parts = if latent { &[] } else { shared_parts };
     DispatchBwdDesc {
         model_dim: spec.expert_input_dim(),

@@ -138,6 +138,7 @@ impl Builder {
     pub(crate) fn dispatch(&mut self, calls: Calls) {
         let elsewhere = matches!(self.part, Part::Tokens { .. });
         let desc = DispatchDesc {
+            // On one rank the GEMMs look weights up by slot; another rank does not have the slots.
             row_weights: elsewhere && rows_have_weights(&self.plan.spec, self.trains()),
             ..desc(&self.plan.spec)
         };
