@@ -32,12 +32,23 @@ impl Work {
         }
     }
 
-    /// Returns the roofline in seconds on a machine of these rates, and whether arithmetic bounds
-    /// it.
-    pub fn floor(&self, flops_per_second: f64, bytes_per_second: f64) -> (f64, bool) {
+    /// Returns the roofline on a machine of these rates.
+    pub fn floor(&self, flops_per_second: f64, bytes_per_second: f64) -> Floor {
         let (compute, memory) = (self.flops / flops_per_second, self.bytes / bytes_per_second);
-        (compute.max(memory), compute >= memory)
+        Floor {
+            seconds: compute.max(memory),
+            compute_bound: compute >= memory,
+        }
     }
+}
+
+/// The least time of a [`Work`] on a machine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Floor {
+    /// The time.
+    pub seconds: f64,
+    /// Whether arithmetic bounds it, and not memory.
+    pub compute_bound: bool,
 }
 
 impl std::ops::Add for Work {

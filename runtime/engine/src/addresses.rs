@@ -16,7 +16,8 @@ impl Layer {
     /// kernels must be able to use the addresses.
     pub(crate) fn find_given(
         &self,
-        (tokens, tensors): (usize, &[(&str, Ptr)]),
+        tokens: usize,
+        tensors: &[(&str, Ptr)],
         inputs: &[TensorId],
         found: &mut Vec<(TensorId, Ptr)>,
     ) -> Result<(), EngineError> {

@@ -107,7 +107,7 @@ impl Layer {
         let given = &mut workspaces.given;
         // Addresses are checked before `reserve`, which may free the memory of a smaller call: a
         // refused call leaves the layer as it was.
-        self.find_given((call.tokens, call.tensors), self.inputs(pass), given)?;
+        self.find_given(call.tokens, call.tensors, self.inputs(pass), given)?;
         self.reserve(&mut workspaces, call.tokens)?;
         self.lay_passing(&mut workspaces);
         let Workspaces {

@@ -167,7 +167,7 @@ impl Jit {
         if self.strict {
             return Err(not_cached(source));
         }
-        let (artifact, compiled) = self.builder.build(source, key)?;
+        let Built { artifact, compiled } = self.builder.build(source, key)?;
         let counter = if compiled {
             &self.compiled
         } else {
@@ -185,6 +185,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex
         .lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// An artifact, and whether it had to be compiled.
+pub(crate) struct Built {
+    pub artifact: Artifact,
+    pub compiled: bool,
 }
 
 /// From kernel source to artifact: store, then compiler.
@@ -252,19 +258,21 @@ impl Builder {
         index.get(&(source.target, hash_source(&source.text)))
     }
 
-    /// The artifact, and whether it had to be compiled.
-    pub fn build(
-        &self,
-        source: &KernelSource,
-        key: &KernelKey,
-    ) -> Result<(Artifact, bool), EngineError> {
+    /// The artifact, from the store or the compiler.
+    pub fn build(&self, source: &KernelSource, key: &KernelKey) -> Result<Built, EngineError> {
         let Some(compiler) = &self.compiler else {
-            let stored = self.stored(source, key).map(|artifact| (artifact, false));
+            let stored = self.stored(source, key).map(|artifact| Built {
+                artifact,
+                compiled: false,
+            });
             return stored.ok_or_else(|| not_cached(source));
         };
         let compile = || compiler.compile(source, &self.options);
         let Some(store) = &self.store else {
-            return Ok((compile().map_err(Arc::new)?, true));
+            return Ok(Built {
+                artifact: compile().map_err(Arc::new)?,
+                compiled: true,
+            });
         };
         let request = KernelRequest {
             key: *key,
@@ -272,10 +280,10 @@ impl Builder {
             spec: None,
         };
         match store.get_or_compile(&request, compile) {
-            Ok(fetched) => Ok((
-                fetched.stored.artifact.clone(),
-                fetched.origin == KernelOrigin::Compiled,
-            )),
+            Ok(fetched) => Ok(Built {
+                artifact: fetched.stored.artifact.clone(),
+                compiled: fetched.origin == KernelOrigin::Compiled,
+            }),
             Err(FetchError::Compile(error)) => Err(error.into()),
             Err(_) => Err(not_cached(source)),
         }

@@ -244,12 +244,12 @@ impl BoundStep {
     /// Launches with a recorder.
     fn launch_recorded(
         &self,
-        call: (&Scalars, &Addresses),
+        scalars: &Scalars,
+        addresses: &Addresses,
         args: &mut Vec<Arg>,
         device: &dyn Device,
         watch: &Watch<'_>,
     ) -> Result<(), EngineError> {
-        let (scalars, addresses) = call;
         let tensors = self.args.iter().filter_map(BoundArg::tensor);
         let tokens = scalars.tokens as u64;
         let activity = Activity {
@@ -334,7 +334,7 @@ impl Bound {
             match &watch {
                 None => step.launch(scalars, addresses, &mut args)?,
                 Some(watch) => {
-                    step.launch_recorded((scalars, addresses), &mut args, device, watch)?;
+                    step.launch_recorded(scalars, addresses, &mut args, device, watch)?;
                 }
             }
             if let (Some(times), Some(start)) = (times.as_deref_mut(), start) {

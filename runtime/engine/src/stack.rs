@@ -135,8 +135,9 @@ impl Stack {
         let mut outputs = Vec::new();
         for (index, router) in routers.iter().enumerate() {
             let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
-            let call = (Pass::Evaluate, RngKey::default());
-            outputs.push(decide(router, steps, call, input, names, place)?.0);
+            let rng_key = RngKey::default();
+            let decided = decide(router, steps, Pass::Evaluate, rng_key, input, names, place)?;
+            outputs.push(decided.0);
         }
         let (experts, addresses) = (&self.experts, &workspaces.addresses);
         experts.run(experts.bound(Pass::Evaluate), &scalars, addresses, None)?;
@@ -178,8 +179,8 @@ impl Stack {
         let place = |tensor| self.place(steps, tensor, 0, find, &[&own]);
         let mut outputs = Vec::new();
         for router in routers {
-            let call = (Pass::Evaluate, RngKey::default());
-            let (mut output, scalars) = decide(router, steps, call, input, names, place)?;
+            let (pass, rng_key) = (Pass::Evaluate, RngKey::default());
+            let (mut output, scalars) = decide(router, steps, pass, rng_key, input, names, place)?;
             let ids = router.read(&["topk_ids"], tokens, |tensor| own.get(tensor))?;
             let ids: Vec<i32> = ids.tensors["topk_ids"].to_vec().expect("ids are i32");
             // The stack's slots are in the order of experts, the router's in the order of its
@@ -189,7 +190,7 @@ impl Stack {
             let found = of_token.flat_map(|(rows, ids)| ids.iter().map(|&id| rows[id as usize]));
             let found: Vec<i32> = found.collect();
             let slot_rows = router.id("slot_rows").and_then(place);
-            let (slot_rows, _) = slot_rows.expect("reserved above");
+            let slot_rows = slot_rows.expect("reserved above").buffer;
             experts
                 .device
                 .upload(bytemuck::cast_slice(&found), slot_rows, 0)?;
@@ -228,8 +229,8 @@ impl Stack {
             let mut own = Workspace::default();
             steps.reserve(&mut own, router, tokens)?;
             let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
-            let call = (Pass::Train, rng_key);
-            let (output, scalars) = decide(router, steps, call, input, names, place)?;
+            let (output, scalars) =
+                decide(router, steps, Pass::Train, rng_key, input, names, place)?;
             outputs.push(output);
             kept.push((own, scalars));
         }
@@ -351,13 +352,14 @@ impl Stack {
         id: TensorId,
         first: usize,
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
-    ) -> Place<'b> {
+    ) -> Option<Place<'b>> {
         let tensor = &self.experts.plan()[id];
-        let first = match tensor.shape.first() {
+        let offset = match tensor.shape.first() {
             Some(Size::Tokens) => tensor.bytes(first as u64) as usize,
             _ => 0,
         };
-        Some((find(id)?, first))
+        let buffer = find(id)?;
+        Some(Place { buffer, offset })
     }
 
     /// Returns the place of a router's tensor: in the stack, from its first token on, or in memory
@@ -369,10 +371,13 @@ impl Stack {
         first: usize,
         find: impl Fn(TensorId) -> Option<&'f Buffer>,
         own: &[&'b Workspace],
-    ) -> Place<'b> {
+    ) -> Option<Place<'b>> {
         match steps.stacked(tensor) {
             Some(there) => self.slice(there, first, find),
-            None => Some((own.iter().find_map(|memory| memory.get(tensor))?, 0)),
+            None => {
+                let buffer = own.iter().find_map(|memory| memory.get(tensor))?;
+                Some(Place { buffer, offset: 0 })
+            }
         }
     }
 

@@ -176,7 +176,7 @@ impl Layer {
         self.check_training()?;
         let scalars = self.scalars(Pass::Train, rng_key, call.tokens, call.capacity_factor)?;
         let inputs = self.inputs(Pass::Train);
-        self.find_given((call.tokens, call.tensors), inputs, &mut workspaces.given)?;
+        self.find_given(call.tokens, call.tensors, inputs, &mut workspaces.given)?;
         self.reserve_training(&mut workspaces.every, call.tokens)?;
         let mut saved = self.saved(call.tokens, scalars)?;
         // The workspace's list is overwritten by the next raw call, and backward needs the
@@ -207,7 +207,7 @@ impl Layer {
         self.check_saved(saved)?;
         let dy = self.dy();
         let given = &mut workspaces.given;
-        self.find_given((saved.tokens, call.tensors), dy.as_slice(), given)?;
+        self.find_given(saved.tokens, call.tensors, dy.as_slice(), given)?;
         self.reserve_every(&mut workspaces.every, saved.tokens)?;
         self.gradient_buffers()?;
         let scalars = saved.scalars.accumulating(call.accumulate);

@@ -88,7 +88,8 @@ impl BoundPlan {
     /// Binds a plan with shadows: the shadow part is new, the other parts hold the weights.
     pub fn shadowed(
         engine: &Engine,
-        (form, plan): (PlanKey, RankPlan),
+        form: PlanKey,
+        plan: RankPlan,
         held: PartLayers<'_>,
     ) -> Result<BoundPlan, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
@@ -106,7 +107,8 @@ impl BoundPlan {
     /// Binds a plan whose expert part gathers its weights.
     pub fn gathering(
         engine: &Engine,
-        (form, plan): (PlanKey, RankPlan),
+        form: PlanKey,
+        plan: RankPlan,
         held: PartLayers<'_>,
     ) -> Result<BoundPlan, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());

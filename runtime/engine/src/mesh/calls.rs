@@ -14,6 +14,7 @@ use super::shadows::ShadowWeights;
 use super::tp_peers::TpPeers;
 use crate::call::{Input, Output, RawCall, RngKey};
 use crate::error::EngineError;
+use crate::host::TokenCount;
 use crate::pass::Pass;
 use crate::training::Saved;
 use moesaic_collectives::Call;
@@ -372,7 +373,7 @@ impl<'l> MeshCall<'l> {
             CallArgs::Host(_, names) => layer.check_outputs(pass, &of_layer(names))?,
             CallArgs::Raw(call) => {
                 let ports = [Role::Input, Role::Output];
-                self.take((tokens, call.tensors), layer.inputs(pass), ports)?;
+                self.take(tokens, call.tensors, layer.inputs(pass), ports)?;
             }
         }
         let settings = Settings {
@@ -392,7 +393,8 @@ impl<'l> MeshCall<'l> {
             ..rng_key
         };
         let factor = given.capacity_factor();
-        let scalars = layer.scalars_among(pass, rng_key, (tokens, most), factor)?;
+        let scalars =
+            layer.scalars_among(pass, rng_key, TokenCount { own: tokens, most }, factor)?;
         match pass {
             Pass::Train => self.tokens.train(scalars)?,
             _ => self.tokens.pass(scalars)?,
@@ -417,7 +419,7 @@ impl<'l> MeshCall<'l> {
         layer.check_saved(&saved.tokens)?;
         if let BackwardArgs::Raw(tensors) = dy {
             let (inputs, ports) = (layer.id("dy"), [Role::OutputGradient, Role::InputGradient]);
-            self.take((tokens, tensors), inputs.as_slice(), ports)?;
+            self.take(tokens, tensors, inputs.as_slice(), ports)?;
         }
         self.take_gathered_workspace(true)?;
         // Before `back` of each part, which lays out the addresses of what was taken here.

@@ -15,7 +15,7 @@ use super::rows::RowRange;
 use super::transfers::transfers;
 use crate::error::EngineError;
 use moesaic_collectives::plan::IntraNodeCombine;
-use moesaic_collectives::{Call, NodeShape};
+use moesaic_collectives::{Call, NodeRank, NodeShape};
 use moesaic_plan::Packed;
 use moesaic_target::Buffer;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ struct SumRows {
 impl SumRows {
     /// Splits sums by node; `far` are the rows that other nodes answer, by rank.
     fn new(sums: &IntraNodeCombine, shape: NodeShape, own: usize, far: &[RowRange]) -> SumRows {
-        let (node, place) = shape.split(own);
+        let NodeRank { node, place } = shape.split(own);
         let (mut sent, mut received) = (Vec::new(), Vec::new());
         let (mut firsts, mut others) = (Vec::new(), Vec::new());
         for other in (0..shape.nodes).filter(|other| *other != node) {
@@ -44,7 +44,7 @@ impl SumRows {
             let first = firsts.len();
             let there = far
                 .iter()
-                .filter(|chunk| shape.split(chunk.peer).0 == other);
+                .filter(|chunk| shape.split(chunk.peer).node == other);
             let rows = there.flat_map(|chunk| chunk.first..chunk.first + chunk.rows);
             for (row, is_first) in rows.zip(sums.firsts(other)) {
                 let list = if is_first { &mut firsts } else { &mut others };
@@ -78,13 +78,13 @@ impl<'l> MeshCall<'l> {
     pub(super) fn send_sums(
         &mut self,
         packed: &'l Packed,
-        (sums, shape): (&IntraNodeCombine, NodeShape),
-        sent: TensorRows,
-        received: TensorRows,
+        sums: &IntraNodeCombine,
+        shape: NodeShape,
+        [sent, received]: [TensorRows; 2],
         call: &Call,
     ) -> Result<Request, EngineError> {
         let own = self.own_member();
-        let is_near = |chunk: &RowRange| shape.split(chunk.peer).0 == shape.split(own).0;
+        let is_near = |chunk: &RowRange| shape.split(chunk.peer).node == shape.split(own).node;
         let (part, tensor) = (received.part, received.tensor);
         let (near, far): (Vec<RowRange>, Vec<RowRange>) =
             received.ranges.into_iter().partition(is_near);

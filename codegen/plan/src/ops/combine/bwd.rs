@@ -130,11 +130,11 @@ fn on_cpu() -> CombineBwdConfig {
 }
 
 fn on_gpu(d: &CombineBwdDesc, wave: u32) -> CombineBwdConfig {
-    let (tile_rows, row_threads) = row_tiling(d.output_dim, d.activations, wave);
+    let tiling = row_tiling(d.output_dim, d.activations, wave);
     CombineBwdConfig {
         threads: COPY_THREADS,
-        tile_rows,
-        row_threads,
+        tile_rows: tiling.rows,
+        row_threads: tiling.row_threads,
         // A warp for each token, because its sums end in a reduction over lanes.
         tile_tokens: (COPY_THREADS / wave) as usize,
         token_threads: wave,

@@ -153,23 +153,22 @@ fn on_gpu(d: &CombineDesc) -> CombineConfig {
     let (width, k) = (d.output_dim, d.top_k);
     // A token costs the rows of its experts, those of shared experts, and `y`.
     let rows = k + 1 + d.shared.len();
-    let (tile_tokens, token_threads) = token_tiling(width, d.activations, k, rows);
+    let tiling = token_tiling(width, d.activations, k, rows);
     CombineConfig {
         threads: COPY_THREADS,
-        tile_tokens,
-        token_threads,
-        decode: Some(decode(d, token_threads)),
+        tile_tokens: tiling.tokens,
+        token_threads: tiling.token_threads,
+        decode: Some(decode(d, tiling.token_threads)),
     }
 }
 
 fn decode(d: &CombineDesc, token_threads: u32) -> CombineDecode {
-    let (tile_tokens, token_threads, slices) =
-        slice_tiling(d.output_dim, d.activations, d.top_k, token_threads);
+    let tiling = slice_tiling(d.output_dim, d.activations, d.top_k, token_threads);
     CombineDecode {
         tokens: DECODE_TOKENS,
-        tile_tokens,
-        token_threads,
-        slices,
+        tile_tokens: tiling.tokens,
+        token_threads: tiling.threads,
+        slices: tiling.slices,
     }
 }
 

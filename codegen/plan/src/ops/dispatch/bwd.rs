@@ -121,11 +121,11 @@ fn on_cpu() -> DispatchBwdConfig {
 
 fn on_gpu(d: &DispatchBwdDesc) -> DispatchBwdConfig {
     let rows = d.top_k + 1 + d.shared.len();
-    let (tile_tokens, token_threads) = token_tiling(d.model_dim, d.activations, d.top_k, rows);
+    let tiling = token_tiling(d.model_dim, d.activations, d.top_k, rows);
     DispatchBwdConfig {
         threads: COPY_THREADS,
-        tile_tokens,
-        token_threads,
+        tile_tokens: tiling.tokens,
+        token_threads: tiling.token_threads,
     }
 }
 

@@ -94,11 +94,11 @@ fn on_cpu() -> DispatchConfig {
 }
 
 fn on_gpu(d: &DispatchDesc, wave: u32) -> DispatchConfig {
-    let (tile_rows, row_threads) = row_tiling(d.model_dim, d.activations, wave);
+    let tiling = row_tiling(d.model_dim, d.activations, wave);
     DispatchConfig {
         threads: COPY_THREADS,
-        tile_rows,
-        row_threads,
+        tile_rows: tiling.rows,
+        row_threads: tiling.row_threads,
     }
 }
 
