@@ -21,13 +21,13 @@ mod links;
 mod log;
 mod machine;
 mod mesh;
+#[cfg(test)]
+mod page;
 mod plan;
 mod precompile;
 mod progress;
 mod random;
 mod rank;
-#[cfg(test)]
-mod reference;
 mod run;
 mod shards;
 #[cfg(unix)]

@@ -2,7 +2,7 @@
 //!
 //! Only sizes that cut work into blocks are among them, and none that cuts a sum, so a tuned layer
 //! gives the same bytes. CPUs have choices, GPUs have none so far. Only GEMMs have any: no size of
-//! another kernel's blocks made a layer faster by more than 0.1 % (benches/results/tune.txt).
+//! another kernel's blocks made a layer faster by more than 0.1 % (benches/results).
 
 use crate::{GroupedGemmConfig, Half, LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
