@@ -57,8 +57,7 @@ pub enum Command {
     Bench(crate::bench::BenchArgs),
     /// Measure which tiles are best for a layer on this CPU, and use them from now on
     Tune(crate::tune::TuneArgs),
-    /// Predict how long a layer over many ranks takes on a machine, and rank the meshes and
-    /// strategies
+    /// Predict how long a layer over many ranks takes, and rank meshes and strategies
     Plan(crate::plan::PlanArgs),
     /// List, check, prune, import or export cached kernels
     Cache(crate::cache::CacheArgs),

@@ -226,13 +226,13 @@ fn machines_are_files_and_measurements_replace_their_figures() {
         ],
     );
     measured("none.toml", "ranks = 16", "ranks = 0").fails(2, &["none.toml: ", "ranks = 0"]);
-    let stopped = "[[factor]]\nname = \"linear\"\nmessage_kib = 1.0\nby = 4.0\n[[level]]";
+    let stopped = "[[all_to_all]]\nname = \"linear\"\noverlap_by = \"peers\"\noverlap_degree = 1\nmessage_kib = 1.0\nby = 4.0\n[[level]]";
     measured("stopped.toml", "[[level]]", stopped).fails(
         2,
         &[
             "stopped.toml: ",
-            "factor.linear.by = 4",
-            "remove every `[[factor]]`",
+            "all_to_all.linear.by = 4",
+            "remove every `[[all_to_all]]`",
         ],
     );
     plan.file("bad.toml", &text.replace("radix = 8", "radx = 8"));
@@ -288,7 +288,7 @@ fn what_cannot_be_says_what_can() {
     );
     fails(
         &[&JOB[..], &["--comm-dtypes", "f64"]].concat(),
-        &["`f64` is none of exact"],
+        &["`f64` is none of none"],
     );
     fails(
         &["--world", "0", "--machine", "h800"],

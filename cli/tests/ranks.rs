@@ -373,7 +373,7 @@ fn sources_of_ranks_can_be_read() {
     let up = of(&["inspect", "--kernel", "grouped_gemm_up", "--json"]).json();
     let up = &up["kernels"][0];
     assert_eq!(up["source"], text("experts/grouped_gemm_up.c"));
-    assert_eq!(up["side"], "experts");
+    assert_eq!(up["part"], "experts");
     let stdout = of(&["emit"]).ok();
     assert!(
         stdout.contains("nodes/comm_cast_rows_fp8.c ====="),

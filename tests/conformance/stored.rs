@@ -5,7 +5,7 @@ use super::Case;
 use super::cases::{of_type, small};
 use super::layers::engines;
 use moesaic::reference::{Weights, numbers};
-use moesaic::spec::{Biases, ExpertFormat, LayerSpec, WEIGHT_FORMATS};
+use moesaic::spec::{Biases, LayerSpec, WEIGHT_FORMATS, WeightFormat};
 use moesaic::{DType, Engine, EngineError, Layer, Training};
 
 /// A layer of codes, and the case of the layer that it stands for.
@@ -18,7 +18,7 @@ struct Stored {
 impl Stored {
     fn random(spec: &LayerSpec, format: &str, tokens: usize, seed: u64) -> Stored {
         let mut spec = spec.clone();
-        spec.precision.experts = ExpertFormat::named(format);
+        spec.precision.experts = WeightFormat::named(format);
         let weights = Weights::random(&spec, seed).rounded(&spec);
         Stored::of(spec, weights, tokens, seed)
     }
@@ -102,7 +102,7 @@ fn nan_stays_in_its_column() {
     for engine in engines() {
         for format in ["fp8", "mxfp8", "mxfp4"] {
             let mut spec = small(96, 64, 2, 1);
-            spec.precision.experts = ExpertFormat::named(format);
+            spec.precision.experts = WeightFormat::named(format);
             let mut weights = Weights::random(&spec, 3).rounded(&spec);
             let name = if format == "mxfp4" {
                 "experts.down.scale"

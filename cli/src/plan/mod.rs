@@ -19,7 +19,7 @@ use moesaic::{LayerSpec, Parallel};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Predict how long a layer over many ranks takes on a machine, and rank the meshes and strategies
+/// Predict how long a layer over many ranks takes, and rank meshes and strategies
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:

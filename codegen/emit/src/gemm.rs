@@ -2,9 +2,10 @@
 //! target, so that templates compute nothing.
 
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
-use moesaic_plan::{CodeBlock, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
+use moesaic_plan::{CodePanel, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
 use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
-use moesaic_spec::{Activation, WeightCode};
+use moesaic_spec::format::ScaleType;
+use moesaic_spec::{Activation, OffsetType, WeightCode};
 use serde::Serialize;
 
 /// A GEMM of a layer.
@@ -31,36 +32,62 @@ enum Stores {
 /// Quantised matrices, for the template that decodes them.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct CodesText {
-    /// The format's name.
-    format: &'static str,
+    /// The format as a spec has it.
+    format: String,
     /// Bits of a code.
     bits: usize,
+    /// Elements of a column that a lane of codes has.
+    unit: usize,
     /// How a vector of codes becomes numbers.
     decode: Decode,
-    /// The numbers of four-bit codes; empty for wider ones.
+    /// The numbers of a table.
     table: Vec<f32>,
-    /// The bits of the same numbers in bf16.
+    /// The bits of the same numbers in bf16, once or twice: as many as an index can count.
     table_bf16: Vec<u16>,
     /// The byte that fills up a row: codes of zero.
     fill: u8,
+    /// Bits that packing turns over in each byte: the sign of an integer, so that it counts from
+    /// zero.
+    flip: u8,
+    /// 2^23 and the number of the byte 0 that packing leaves.
+    bias: f32,
     /// Elements of a column in a block.
     depth: usize,
+    /// Blocks of a record.
+    blocks: usize,
+    /// Records of a panel.
+    records: usize,
+    /// Bytes of a record.
+    record_bytes: usize,
     /// Rows of a matrix that share a scale.
     block_rows: usize,
     /// Columns of a matrix that share a scale.
     block_columns: usize,
-    /// Columns of the matrix of scales.
-    scale_columns: usize,
     /// Rows of the matrix of scales.
     scale_rows: usize,
+    /// Columns of the matrix of scales.
+    scale_columns: usize,
     /// Bytes of a row of codes before they are packed.
     row_bytes: usize,
     /// Type of a scale.
-    scale: DType,
+    scale: ScaleType,
+    /// The C type of a scale, and of an offset.
+    scale_c: &'static str,
+    offset_c: &'static str,
+    /// The scale of NaN as C, where there is one.
+    scale_nan: &'static str,
+    /// Bytes of a row of scales before they are packed, and of offsets.
+    scale_row_bytes: usize,
+    offset_row_bytes: usize,
     /// What scales are multiplied by, because numbers are decoded smaller by that.
     factor: u32,
-    /// Whether blocks have offsets.
-    offset: bool,
+    /// Whether columns share second scales, and the columns of the matrix of those.
+    second: bool,
+    second_columns: usize,
+    /// The type of an offset; empty where there are none.
+    offset: &'static str,
+    /// The ends of the tensors that hold a matrix after its name.
+    parts: Vec<String>,
 }
 
 /// How a vector of codes becomes numbers.
@@ -73,48 +100,127 @@ enum Decode {
     Signed,
     /// Unsigned bytes are integers.
     Unsigned,
-    /// The upper byte of an f16 less its sign bit's neighbour: E4M3, 256 times smaller.
+    /// Bytes count from a number on: they become the lowest bits of 2^23.
+    Counted,
+    /// E4M3, 256 times smaller: as the upper byte of an f16, or as bf16 by way of a table of the
+    /// subnormal numbers.
     E4m3,
     /// The upper byte of an f16.
     E5m2,
 }
 
-impl CodesText {
-    fn new(d: &GroupedGemmDesc, block: CodeBlock) -> CodesText {
-        let format = block.format;
-        let (code, size) = (format.code, [d.outer, d.inner]);
-        let decode = match code {
-            WeightCode::E4m3 => Decode::E4m3,
-            WeightCode::E5m2 => Decode::E5m2,
+impl Decode {
+    fn of(code: WeightCode, pairs: bool) -> Decode {
+        match code {
+            WeightCode::Int8 | WeightCode::Uint8 if pairs => Decode::Counted,
             WeightCode::Int8 => Decode::Signed,
             WeightCode::Uint8 => Decode::Unsigned,
+            WeightCode::E4m3 => Decode::E4m3,
+            WeightCode::E5m2 => Decode::E5m2,
             _ => Decode::Table,
+        }
+    }
+}
+
+/// Entries of a table that an instruction looks 16-bit numbers up in.
+const LOOKED_UP: usize = 32;
+
+impl CodesText {
+    fn new(d: &GroupedGemmDesc, panel: CodePanel, pairs: bool) -> CodesText {
+        let format = panel.format;
+        let (code, size) = (format.code, [d.outer, d.inner]);
+        let decode = Decode::of(code, pairs);
+        let numbers = match decode {
+            Decode::Table => 16,
+            // The subnormal ones.
+            Decode::E4m3 => 8,
+            _ => 0,
         };
-        let codes = if decode == Decode::Table { 16 } else { 0 };
-        let table: Vec<f32> = (0..codes).map(|code_at| code.value(code_at)).collect();
+        let factor = if decode == Decode::E4m3 { 256 } else { 1 };
+        let table = (0..numbers).map(|at| code.value(at) / factor as f32);
+        let table: Vec<f32> = table.collect();
+        // Small numbers of few bits: bf16 has them exactly.
+        let bf16 = table.iter().map(|n| (n.to_bits() >> 16) as u16);
+        let table_bf16 = bf16.cycle().take(if numbers > 0 { LOOKED_UP } else { 0 });
+        let table_bf16: Vec<u16> = table_bf16.collect();
         let [scale_rows, scale_columns] = format.scale_shape(size);
+        let bytes = |dtype: Option<DType>| match dtype {
+            Some(dtype) => scale_columns * dtype.size(),
+            None => scale_columns.next_multiple_of(4),
+        };
         let zero = code.zero();
+        let flip = if decode == Decode::Counted && code == WeightCode::Int8 {
+            0x80
+        } else {
+            0
+        };
+        let parts = format.tensors(size).into_iter();
         CodesText {
-            format: format.0.name,
+            format: format.to_string(),
             bits: code.bits(),
+            unit: if pairs || code.bits() == 4 {
+                32 / code.bits()
+            } else {
+                1
+            },
             decode,
-            // Small numbers of few bits: bf16 has them exactly.
-            table_bf16: table.iter().map(|n| (n.to_bits() >> 16) as u16).collect(),
             table,
+            table_bf16,
             fill: if code.bits() == 4 {
                 zero << 4 | zero
             } else {
                 zero
             },
-            depth: block.depth,
+            flip,
+            bias: (1 << 23) as f32 + f32::from(flip),
+            depth: panel.depth,
+            blocks: panel.blocks,
+            records: panel.records,
+            record_bytes: panel.record_bytes(),
             block_rows: format.block[0],
             block_columns: format.block_columns(d.inner),
-            scale_columns,
             scale_rows,
+            scale_columns,
             row_bytes: 4 * format.row_words(d.inner),
             scale: format.scale,
-            factor: if decode == Decode::E4m3 { 256 } else { 1 },
-            offset: format.offset,
+            scale_c: match format.scale {
+                ScaleType::F32 => "f32",
+                ScaleType::F16 => "f16",
+                ScaleType::Bf16 => "bf16",
+                ScaleType::E8m0 | ScaleType::E4m3 => "u8",
+                ScaleType::Int8 => "i8",
+            },
+            offset_c: match format.offset {
+                Some(OffsetType::F16) => "f16",
+                _ => "i8",
+            },
+            scale_nan: match format.scale {
+                ScaleType::F32 => "__builtin_nanf(\"\")",
+                ScaleType::F16 => "0x7e00",
+                ScaleType::Bf16 => "0x7fc0",
+                ScaleType::E8m0 => "0xff",
+                ScaleType::E4m3 | ScaleType::Int8 => "",
+            },
+            scale_row_bytes: bytes(format.scale.dtype()),
+            offset_row_bytes: bytes(match format.offset {
+                Some(OffsetType::F16) => Some(DType::F16),
+                _ => None,
+            }),
+            factor: factor
+                * if format.scale == ScaleType::E4m3 {
+                    256
+                } else {
+                    1
+                },
+            second: format.second.is_some(),
+            second_columns: format.second_shape(size).map_or(0, |[_, columns]| columns),
+            offset: match format.offset {
+                None => "",
+                Some(OffsetType::F16) => "f16",
+                Some(OffsetType::Int8) => "int8",
+                Some(OffsetType::Zero) => "zero",
+            },
+            parts: parts.map(|part| part.end.to_string()).collect(),
         }
     }
 }
@@ -286,7 +392,9 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
         },
         outputs: [&[output], kept].concat(),
         activates,
-        codes: d.code_block(c).map(|block| CodesText::new(d, block)),
+        codes: d
+            .code_panel(c)
+            .map(|panel| CodesText::new(d, panel, base.pairs)),
         // Biases are of the weights' type, whatever matrices are.
         right: d.weights,
         ..base
@@ -411,11 +519,22 @@ pub(crate) fn can_be(field: &str, text: &str) -> bool {
             Decode::Table,
             Decode::Signed,
             Decode::Unsigned,
+            Decode::Counted,
             Decode::E4m3,
             Decode::E5m2,
         ]),
         "stores" => names(&[Stores::Cached, Stores::Streamed, Stores::Runs]),
-        "left" | "right" | "codes.scale" => names(&[DType::F32, DType::F16, DType::Bf16]),
+        "codes.scale_nan" => vec![String::new()],
+        "codes.offset" => ["f16", "int8", "zero", ""].map(str::to_string).to_vec(),
+        "codes.scale" => names(&[
+            ScaleType::F32,
+            ScaleType::F16,
+            ScaleType::Bf16,
+            ScaleType::E8m0,
+            ScaleType::E4m3,
+            ScaleType::Int8,
+        ]),
+        "left" | "right" => names(&[DType::F32, DType::F16, DType::Bf16]),
         _ => Vec::new(),
     };
     names.iter().any(|name| name == text)

@@ -211,7 +211,7 @@ impl CpuIsa {
     /// Returns whether one instruction multiplies two pairs of bf16 in each 32-bit lane and adds
     /// both products to an f32.
     pub const fn bf16_pairs(self) -> bool {
-        matches!(self, CpuIsa::Avx512Bf16 | CpuIsa::NeonBf16)
+        matches!(self, CpuIsa::Avx512Bf16 | CpuIsa::NeonBf16 | CpuIsa::Amx)
     }
 
     /// Returns whether one instruction multiplies two rows by two columns of bf16, each four deep,

@@ -50,9 +50,7 @@ pub fn plan(
 /// Refuses options that train a layer of codes.
 pub(crate) fn check_trainable(spec: &LayerSpec, options: &PlanOptions) -> Result<(), PlanError> {
     match (options.training, spec.precision.experts) {
-        (Some(_), Some(format)) => Err(PlanError::QuantizedTraining {
-            format: format.0.name,
-        }),
+        (Some(_), Some(format)) => Err(PlanError::QuantizedTraining { format }),
         _ => Ok(()),
     }
 }

@@ -84,12 +84,12 @@ pub enum PlanError {
     },
     /// Training of a layer whose experts are quantised.
     #[error(
-        "`precision.experts` = \"{format}\" has no gradients: codes cannot be trained\n\
+        "`precision.experts` = {format} has no gradients: codes cannot be trained\n\
          leave the key out to train on the numbers that codes stand for, or evaluate"
     )]
     QuantizedTraining {
-        /// The format's name.
-        format: &'static str,
+        /// The format.
+        format: moesaic_spec::WeightFormat,
     },
     /// A mesh of ranks that the layer cannot have.
     #[error(transparent)]

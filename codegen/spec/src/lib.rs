@@ -43,5 +43,5 @@ pub use suggest::closest;
 pub use tensors::{TensorSpec, canonical_tensors};
 pub use types::*;
 pub use weight_format::{
-    ExpertFormat, WEIGHT_FORMAT_NAMES, WEIGHT_FORMATS, WeightCode, WeightFormat,
+    FormatTensor, OffsetType, WEIGHT_FORMAT_NAMES, WEIGHT_FORMATS, WeightCode, WeightFormat,
 };

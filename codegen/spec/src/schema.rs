@@ -44,6 +44,8 @@ pub(crate) enum Kind {
     Biases,
     /// One of these strings or `{ expr = "…" }`.
     Activation(&'static [&'static str]),
+    /// One of these names of formats, or `{ custom = { … } }`.
+    Format(&'static [&'static str]),
     /// A table.
     Table(Section),
     /// An array of tables.

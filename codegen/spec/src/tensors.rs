@@ -221,22 +221,19 @@ fn expert_tensors(
                 meaning,
             )];
         };
-        let codes = [rows, format.row_words(columns)];
-        let blocks = format.scale_shape([rows, columns]);
-        let mut list = vec![
-            of("weight", DType::I32, codes, meaning),
-            of(
-                "scale",
-                format.scale,
-                blocks,
-                "scale of each block of codes",
-            ),
-        ];
-        if format.offset {
-            let meaning = "what is subtracted from the weights of each block";
-            list.push(of("offset", DType::F32, blocks, meaning));
-        }
-        list
+        let format = match part {
+            "down" => spec.precision.down_format().unwrap_or(format),
+            _ => format,
+        };
+        let parts = format.tensors([rows, columns]).into_iter();
+        let parts = parts.map(|part| {
+            let meaning = match part.end {
+                "weight" => meaning,
+                _ => part.meaning,
+            };
+            of(part.end, part.dtype, part.shape, meaning)
+        });
+        parts.collect()
     };
     let bias = |part: &str, rows: usize, meaning| TensorSpec {
         name: format!("{prefix}.{part}.bias"),

@@ -61,10 +61,19 @@ fn mix(mut z: u64) -> u64 {
 /// Returns a layer of each weight format. [`sample`] has none, because only CPUs multiply codes,
 /// and nothing trains them.
 pub fn quantized() -> impl Iterator<Item = LayerSpec> {
-    let names = crate::WEIGHT_FORMAT_NAMES.iter().enumerate();
-    names.map(|(seed, name)| {
+    let custom = WeightFormat {
+        block: [1, 64],
+        ..WEIGHT_FORMATS[WEIGHT_FORMATS.len() - 1]
+    };
+    let formats = WEIGHT_FORMATS.iter().chain([&custom]).copied();
+    let formats: Vec<WeightFormat> = formats.map(WeightFormat::recognised).collect();
+    let count = formats.len();
+    (0..2 * count).map(move |seed| {
         let mut spec = sample(seed as u64);
-        spec.precision.experts = crate::ExpertFormat::named(name);
+        spec.precision.experts = Some(formats[seed % count]);
+        // The second half has a format of its own for the down projection.
+        let other = formats[(seed + 1) % count];
+        spec.precision.experts_down = (seed >= count).then_some(other);
         spec
     })
 }

@@ -293,7 +293,7 @@ fn placeholder(kind: &Kind) -> toml::Value {
         Kind::Text => "x".into(),
         Kind::Choice(known) => known[0].into(),
         Kind::Select => "top-k".into(),
-        Kind::Activation(known) => known[0].into(),
+        Kind::Activation(known) | Kind::Format(known) => known[0].into(),
         Kind::Table(section) => blank(section).into(),
         Kind::List(_) => toml::Value::Array(Vec::new()),
     }

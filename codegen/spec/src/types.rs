@@ -4,8 +4,8 @@
 //! full.
 
 use crate::{
-    Biases, Capacity, CapacityMode, ExpertFormat, Expression, Latent, Loss, SharedExpert,
-    SharedGate,
+    Biases, Capacity, CapacityMode, Expression, Latent, Loss, SharedExpert, SharedGate,
+    WeightFormat,
 };
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
@@ -77,7 +77,19 @@ pub struct Precision {
     /// The format in which the routed experts' matrices are stored and multiplied, where they
     /// are quantised: `mxfp4`. Their biases, and shared experts, are of `weights`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub experts: Option<ExpertFormat>,
+    pub experts: Option<WeightFormat>,
+    /// The format of the down projection, where it differs from `experts`, as in GGUF files that
+    /// mix `q4_k` and `q6_k`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub experts_down: Option<WeightFormat>,
+}
+
+impl Precision {
+    /// Returns the format of the routed experts' down projection, if they are quantised.
+    pub fn down_format(&self) -> Option<WeightFormat> {
+        self.experts
+            .map(|experts| self.experts_down.unwrap_or(experts))
+    }
 }
 
 impl Default for Precision {
@@ -87,6 +99,7 @@ impl Default for Precision {
             activations: DType::F32,
             tf32: false,
             experts: None,
+            experts_down: None,
         }
     }
 }
@@ -420,6 +433,14 @@ pub enum GateLayout {
 }
 
 impl LayerSpec {
+    /// Returns the layer whose experts are the numbers that the codes of this one stand for.
+    pub fn dequantized(&self) -> LayerSpec {
+        let mut numbers = self.clone();
+        numbers.precision.experts = None;
+        numbers.precision.experts_down = None;
+        numbers
+    }
+
     /// Returns the same experts behind an external router, without a capacity and without losses.
     pub fn decided_elsewhere(&self) -> LayerSpec {
         LayerSpec {

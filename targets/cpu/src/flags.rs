@@ -53,7 +53,11 @@ pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
         CpuIsa::Avx512 => &[&AVX2, &AVX512],
         CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16"]],
         CpuIsa::NeonBf16 => &[&NEON_BF16],
-        CpuIsa::Amx => &[&AVX2, &AVX512, &["-mamx-tile", "-mamx-bf16"]],
+        CpuIsa::Amx => &[
+            &AVX2,
+            &AVX512,
+            &["-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+        ],
     };
     COMMON
         .iter()

@@ -33,7 +33,7 @@ pub fn host_runs(isa: CpuIsa) -> bool {
         CpuIsa::Avx2 => avx2(),
         CpuIsa::Avx512 => avx512(),
         CpuIsa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
-        CpuIsa::Amx => avx512() && amx(),
+        CpuIsa::Amx => avx512() && is_x86_feature_detected!("avx512bf16") && amx(),
         CpuIsa::Neon | CpuIsa::NeonBf16 => false,
     }
 }

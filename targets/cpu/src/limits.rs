@@ -195,8 +195,8 @@ impl Probe {
     fn bf16_rate(&self) -> Option<Rate> {
         let operations = match self.isa {
             isa if isa.bf16_quads() => 8 * self.lanes(),
-            isa if isa.bf16_pairs() => 4 * self.lanes(),
             CpuIsa::Amx => 4 * TILE_OPERATIONS,
+            isa if isa.bf16_pairs() => 4 * self.lanes(),
             _ => return None,
         };
         let symbol = "limit_bf16";

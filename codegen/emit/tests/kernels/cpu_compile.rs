@@ -39,7 +39,7 @@ fn flags(isa: CpuIsa) -> &'static str {
             "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16"
         }
         CpuIsa::Amx => {
-            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mamx-tile -mamx-bf16"
+            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16"
         }
     }
 }

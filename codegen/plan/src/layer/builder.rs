@@ -60,11 +60,10 @@ pub(crate) type Bind<'a> = &'a [(&'a str, &'a str)];
 /// The layer as a machine multiplies it: GPUs have no kernels for codes, so that they take the
 /// numbers that codes stand for.
 fn multiplied(spec: &LayerSpec, machine: Machine) -> LayerSpec {
-    let mut spec = spec.clone();
-    if matches!(machine, Machine::Gpu(_)) {
-        spec.precision.experts = None;
+    match machine {
+        Machine::Gpu(_) => spec.dequantized(),
+        Machine::Cpu(_) => spec.clone(),
     }
-    spec
 }
 
 impl Builder {

@@ -212,10 +212,7 @@ fn check_codes_stay(
         1 => return Ok(()),
         shards => format!("expert_tp = {shards}"),
     };
-    Err(MeshError::Codes {
-        format: format.0.name,
-        what,
-    })
+    Err(MeshError::Codes { format, what })
 }
 
 /// Returns the placement if it is not the contiguous one, once it is known to fit the mesh.

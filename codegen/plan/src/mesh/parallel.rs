@@ -1,6 +1,6 @@
 //! The mesh: how the ranks of a job share a layer.
 
-use moesaic_spec::LayerSpec;
+use moesaic_spec::{LayerSpec, WeightFormat};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -117,12 +117,12 @@ pub enum MeshError {
     },
     /// Experts of codes that would be cut, gathered or sent.
     #[error(
-        "`precision.experts` = \"{format}\" and {what} do not go together: codes of an expert stay \
+        "`precision.experts` = {format} and {what} do not go together: codes of an expert stay \
          on one rank\nshare experts by `ep` alone, or leave the key out"
     )]
     Codes {
-        /// The format's name.
-        format: &'static str,
+        /// The format.
+        format: WeightFormat,
         /// As asked for.
         what: String,
     },

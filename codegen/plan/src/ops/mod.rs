@@ -23,7 +23,7 @@ pub use comm_cast::{CommCastConfig, CommCastDesc};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
 pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
 pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
-pub use gemm::{CodeBlock, CpuGemm, FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
+pub use gemm::{CodePanel, CpuGemm, FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
 pub use machine::{Core, Gpu, Machine};
 pub use route::{DecodeLogits, RouteConfig, RouteDesc};

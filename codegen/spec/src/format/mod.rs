@@ -15,6 +15,9 @@ mod matrices;
 #[cfg(test)]
 mod tests;
 
+use moesaic_kernel::DType;
+use serde::{Deserialize, Serialize};
+
 pub(crate) use blocks::NONLINEAR;
 pub use blocks::{BLOCKS, Blocks, LARGEST, Unpacked};
 pub use matrices::{Matrices, Scales, Zeros};
@@ -82,7 +85,8 @@ pub enum ScaleBlock {
 }
 
 /// The type of a scale.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum ScaleType {
     /// f32.
     F32,
@@ -94,6 +98,8 @@ pub enum ScaleType {
     E8m0,
     /// FP8.
     E4m3,
+    /// A byte in two's complement.
+    Int8,
 }
 
 /// The effect of the second scale on the first.
@@ -141,7 +147,17 @@ impl ScaleType {
         match self {
             ScaleType::F32 => 4,
             ScaleType::F16 | ScaleType::Bf16 => 2,
-            ScaleType::E8m0 | ScaleType::E4m3 => 1,
+            ScaleType::E8m0 | ScaleType::E4m3 | ScaleType::Int8 => 1,
+        }
+    }
+
+    /// Returns the element type of such scales; `None` for bytes, for which tensors have none.
+    pub fn dtype(self) -> Option<DType> {
+        match self {
+            ScaleType::F32 => Some(DType::F32),
+            ScaleType::F16 => Some(DType::F16),
+            ScaleType::Bf16 => Some(DType::Bf16),
+            ScaleType::E8m0 | ScaleType::E4m3 | ScaleType::Int8 => None,
         }
     }
 
@@ -154,6 +170,7 @@ impl ScaleType {
             ScaleType::Bf16 => code::bf16(u16::from_le_bytes([bytes[0], bytes[1]])),
             ScaleType::E8m0 => code::e8m0(bytes[0]),
             ScaleType::E4m3 => code::E4M3[usize::from(bytes[0])],
+            ScaleType::Int8 => f32::from(bytes[0] as i8),
         }
     }
 }

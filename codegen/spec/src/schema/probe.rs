@@ -79,6 +79,7 @@ impl<'de> Deserializer<'de> for Probe<'_> {
         self.is(match (name, words) {
             ("DType", _) => Kind::Choice(DTYPES),
             ("Select", _) => Kind::Select,
+            ("WeightFormat", _) => Kind::Format(words),
             ("Activation", [plain @ .., "expr"]) => Kind::Activation(plain),
             _ => Kind::Choice(words),
         });

@@ -64,6 +64,7 @@ fn missing(section: &Section, path: &str, seen: &Seen) -> Vec<String> {
                 want(&["top-k"]);
                 SELECTIONS.iter().for_each(|(rule, _)| want(&[*rule]));
             }
+            Kind::Format(words) => want(&[*words, &["custom"]].concat()),
             Kind::Activation(words) => want(&[*words, &["expr"]].concat()),
             Kind::Count | Kind::Number | Kind::Text if values.len() < 2 => {
                 list.push(format!("two of {path}"))

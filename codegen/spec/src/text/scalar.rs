@@ -2,7 +2,9 @@
 
 use crate::biases::BIASES;
 use crate::schema::{Kind, SELECTIONS, join};
-use crate::{Expression, Problem, suggest};
+use crate::weight_format::CUSTOM;
+use crate::{Expression, Problem, WeightFormat, suggest};
+use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeInteger, DeValue};
 
@@ -33,6 +35,11 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
                 _ => refuse(kind, value, path),
             }
         }
+        (Kind::Format(known), DeValue::String(word)) => choice(word, known, path),
+        (Kind::Format(_), DeValue::Table(table)) if table.len() == 1 => match table.get(CUSTOM) {
+            Some(format) => custom(&plain(format.get_ref()), path),
+            None => refuse(kind, value, path),
+        },
         (Kind::Biases, DeValue::String(word)) => {
             choice(word, BIASES, path).map_err(|mut problem| {
                 problem.help = Some(HOW_TO_BIAS.to_string());
@@ -41,6 +48,44 @@ pub(super) fn read(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
         }
         (Kind::Activation(known), DeValue::String(word)) => choice(word, known, path),
         _ => refuse(kind, value, path),
+    }
+}
+
+/// A format without a name, for help.
+const CUSTOM_FORMAT: &str =
+    "{ custom = { code = \"int4\", block = [1, 64], scale = \"f16\", offset = \"zero\" } }";
+
+/// Reads the table of a format.
+fn custom(format: &toml::Value, path: &str) -> Read {
+    let table = toml::Table::from_iter([(CUSTOM.to_string(), format.clone())]);
+    match WeightFormat::deserialize(toml::Value::Table(table.clone())) {
+        Ok(_) => Ok(table.into()),
+        Err(error) => {
+            let message = format!("`{path}` is no format: {}", error.message().trim_end());
+            let mut problem = Problem::new(path, message);
+            problem.help = Some(format!("such as {CUSTOM_FORMAT}"));
+            Err(problem.into())
+        }
+    }
+}
+
+/// Returns a value without its place in the text. Integers too large become 0, which no format
+/// takes.
+fn plain(value: &DeValue<'_>) -> toml::Value {
+    match value {
+        DeValue::String(text) => text.to_string().into(),
+        DeValue::Integer(number) => integer(number).unwrap_or(0).into(),
+        DeValue::Boolean(flag) => (*flag).into(),
+        DeValue::Array(list) => {
+            toml::Value::Array(list.iter().map(|item| plain(item.get_ref())).collect())
+        }
+        DeValue::Table(table) => {
+            let pairs = table.iter();
+            let pairs = pairs.map(|(key, item)| (key.get_ref().to_string(), plain(item.get_ref())));
+            toml::Value::Table(pairs.collect())
+        }
+        DeValue::Float(float) => float.as_str().into(),
+        DeValue::Datetime(date) => date.to_string().into(),
     }
 }
 
@@ -57,6 +102,10 @@ fn refuse(kind: &Kind, value: &DeValue<'_>, path: &str) -> Read {
         Kind::Activation(known) => (
             "a string or { expr = \"...\" }",
             Some(format!("{}, or {EXPRESSION}", possible(known))),
+        ),
+        Kind::Format(known) => (
+            "a string or { custom = { ... } }",
+            Some(format!("{}, or {CUSTOM_FORMAT}", possible(known))),
         ),
         Kind::Table(section) => (
             "a table",

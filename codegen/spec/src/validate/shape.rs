@@ -137,6 +137,12 @@ fn precision(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     float("precision.activations", precision.activations, problems);
     mixed(spec, problems);
     tf32(spec, problems);
+    if precision.experts.is_none() && precision.experts_down.is_some() {
+        let message = "`precision.experts_down` without `precision.experts`";
+        let problem = Problem::new("precision.experts_down", message.to_string())
+            .label("it is the format of the down projection alone");
+        problems.push(problem.help("name the format of the others in `precision.experts`"));
+    }
 }
 
 fn tf32(spec: &LayerSpec, problems: &mut Vec<Problem>) {

@@ -173,7 +173,7 @@ fn wrong_gpu(harness: &Harness) {
 fn out_of_memory(harness: &Harness) {
     check_error(
         harness.open().alloc(1 << 40),
-        "out of device memory: 1099511627776 bytes were asked for (4096 bytes are free)",
+        "out of device memory: 1099511627776 bytes were requested (4096 bytes are free)",
     );
 }
 

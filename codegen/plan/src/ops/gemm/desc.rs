@@ -2,7 +2,10 @@
 
 use super::GroupedGemmConfig;
 use moesaic_kernel::{CpuIsa, DType};
-use moesaic_spec::{Activation, Biases, ExpertForm, ExpertFormat, Experts, LayerSpec, WeightSite};
+use moesaic_spec::{
+    Activation, Biases, ExpertForm, Experts, LayerSpec, OffsetType, WeightCode, WeightFormat,
+    WeightSite,
+};
 use serde::{Deserialize, Serialize};
 
 /// A GEMM of an expert.
@@ -55,7 +58,7 @@ pub struct GroupedGemmDesc {
     pub weights: DType,
     /// The format of the matrices, where they are quantised.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub format: Option<ExpertFormat>,
+    pub format: Option<WeightFormat>,
     /// Element type of rows and output.
     pub activations: DType,
     /// f32 operands may be rounded to TF32.
@@ -118,9 +121,10 @@ impl GroupedGemmDesc {
     /// Returns the shape of packed weights: experts, panels, depth, and the columns of a panel,
     /// gate before up.
     pub fn packed_shape(&self, config: &GroupedGemmConfig) -> [usize; 4] {
-        if let Some(block) = self.code_block(config) {
+        if let Some(panel) = self.code_panel(config) {
             let panels = self.outer.div_ceil(config.thread_columns);
-            return [self.experts, panels, block.count, block.bytes() / 4];
+            let words = panel.record_bytes() / 4;
+            return [self.experts, panels, panel.records, words];
         }
         [
             self.experts,
@@ -130,28 +134,38 @@ impl GroupedGemmDesc {
         ]
     }
 
-    /// The blocks of a packed panel of codes; `None` where the matrices are not quantised.
-    pub fn code_block(&self, config: &GroupedGemmConfig) -> Option<CodeBlock> {
+    /// The packed panels of codes; `None` where the matrices are not quantised.
+    pub fn code_panel(&self, config: &GroupedGemmConfig) -> Option<CodePanel> {
         let format = self.format?;
         let depth = format.depth();
-        Some(CodeBlock {
+        let blocks = CodePanel::blocks_of(&format, self.inner);
+        Some(CodePanel {
             depth,
-            count: self.inner.div_ceil(depth),
+            blocks,
+            records: self.inner.div_ceil(depth * blocks),
             columns: config.thread_columns * self.matrices(),
             format,
         })
     }
 
-    /// The types of the factors that a CPU multiplies: four-bit codes are exact in bf16, so pairs
-    /// of them meet pairs of bf16; wider codes become f32.
+    /// Elements of a column in a record of codes; `None` where the matrices are not quantised.
+    pub(super) fn record_depth(&self) -> Option<usize> {
+        let format = self.format?;
+        Some(format.depth() * CodePanel::blocks_of(&format, self.inner))
+    }
+
+    /// The types of the factors that a CPU multiplies: codes that are exact in bf16 meet pairs of
+    /// bf16; others become f32.
     pub fn factors(&self, isa: CpuIsa) -> [DType; 2] {
         let Some(format) = self.format else {
             return [self.activations, self.weights];
         };
         let pairs = isa.bf16_pairs() && !isa.bf16_quads() && self.activations == DType::Bf16;
-        match format.code.bits() {
-            4 if pairs => [DType::Bf16; 2],
-            _ => [self.activations, DType::F32],
+        // E5M2 has infinities and many subnormal numbers, which would take a table each.
+        if pairs && format.code != WeightCode::E5m2 {
+            [DType::Bf16; 2]
+        } else {
+            [self.activations, DType::F32]
         }
     }
 
@@ -161,31 +175,76 @@ impl GroupedGemmDesc {
     }
 }
 
-/// A block of a packed panel of codes: the codes of all columns, step by step, then a scale for
-/// each column, then an offset for each where the format has offsets.
+/// A packed panel of codes: records, each of a few blocks of all columns.
+///
+/// A record has the codes of its blocks, step by step, then a row of scales for each block, a row
+/// of offsets for each where the format has them, and the second factors of both. Blocks whose
+/// scales are bytes share a record, so that a row of scales fills whole cache lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CodeBlock {
-    /// Elements of a column.
+pub struct CodePanel {
+    /// Elements of a column in a block.
     pub depth: usize,
-    /// Blocks of a panel.
-    pub count: usize,
+    /// Blocks of a record.
+    pub blocks: usize,
+    /// Records of a panel.
+    pub records: usize,
     /// Columns, those of gate before those of up.
     pub columns: usize,
     /// The format of the codes.
-    pub format: ExpertFormat,
+    pub format: WeightFormat,
 }
 
-impl CodeBlock {
-    /// Bytes of a column's codes.
-    pub fn column_bytes(&self) -> usize {
-        self.depth * self.format.code.bits() / 8
+/// Elements of a record at least, where scales are bytes, and at most, where columns share a
+/// second scale.
+const RECORD: usize = 64;
+const LONGEST_RECORD: usize = 512;
+
+impl CodePanel {
+    /// Returns the blocks of a record, for rows of so many elements.
+    fn blocks_of(format: &WeightFormat, inner: usize) -> usize {
+        let depth = format.depth();
+        match (format.second, format.scale.size()) {
+            (Some(0), _) => {
+                // The second scale of a whole row is in each record. Long records have few of
+                // them, and a last one that is hardly used.
+                let choices = (RECORD..=LONGEST_RECORD).step_by(RECORD);
+                let choices = choices.filter(|elements| elements.is_multiple_of(depth));
+                let bytes = |elements: &usize| {
+                    let blocks = elements / depth;
+                    inner.div_ceil(*elements) * column_bytes(format, blocks)
+                };
+                choices
+                    .min_by_key(bytes)
+                    .map_or(1, |elements| elements / depth)
+            }
+            (Some(second), _) => second / depth,
+            (None, 1) => RECORD.div_ceil(depth),
+            (None, _) => 1,
+        }
     }
 
-    /// Bytes of a block.
-    pub fn bytes(&self) -> usize {
-        let offset = if self.format.offset { 4 } else { 0 };
-        self.columns * (self.column_bytes() + self.format.scale.size() + offset)
+    /// Elements of a column in a record.
+    pub fn record_depth(&self) -> usize {
+        self.depth * self.blocks
     }
+
+    /// Bytes of a record.
+    pub fn record_bytes(&self) -> usize {
+        self.columns * column_bytes(&self.format, self.blocks)
+    }
+}
+
+/// Bytes of a column in a record of so many blocks.
+fn column_bytes(format: &WeightFormat, blocks: usize) -> usize {
+    let codes = format.depth() * format.code.bits() / 8;
+    let second = if format.second.is_some() { 4 } else { 0 };
+    let (offset, offset_second) = match format.offset {
+        None => (0, 0),
+        Some(OffsetType::F16) => (2, 0),
+        Some(OffsetType::Zero) => (1, 0),
+        Some(OffsetType::Int8) => (1, 4),
+    };
+    blocks * (codes + format.scale.size() + offset) + second + offset_second
 }
 
 /// Returns a GEMM of the routed experts.
@@ -197,7 +256,10 @@ pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
         experts: shape.experts,
         dense: false,
         top_k: shape.top_k,
-        format: spec.precision.experts,
+        format: match half {
+            Half::Up => spec.precision.experts,
+            Half::Down => spec.precision.down_format(),
+        },
         weighted: weighted && (half == Half::Up || spec.experts.bias.down()),
         plain_rows: half == Half::Up && spec.router.weight_on != WeightSite::Input,
         ..expert_half(spec, half, &routed_widths(spec), spec.experts.bias)

@@ -242,21 +242,18 @@ fn parts(d: &GroupedGemmDesc, matrix: &str) -> Vec<(String, DType, [usize; 2])> 
     let Some(format) = d.format else {
         return vec![(matrix.to_string(), d.weights, size)];
     };
-    let (codes, blocks) = (
-        [d.outer, format.row_words(d.inner)],
-        format.scale_shape(size),
-    );
-    let mut parts = vec![
-        (matrix.to_string(), I32, codes),
-        (format!("{matrix}_scale"), format.scale, blocks),
-    ];
-    if format.offset {
-        parts.push((format!("{matrix}_offset"), F32, blocks));
-    }
-    parts
+    let parts = format.tensors(size).into_iter();
+    let parts = parts.map(|part| {
+        let name = match part.end {
+            "weight" => matrix.to_string(),
+            end => format!("{matrix}_{end}"),
+        };
+        (name, part.dtype, part.shape)
+    });
+    parts.collect()
 }
 
-/// The type of packed weights: blocks of codes and scales are words.
+/// The type of packed weights: records of codes and scales are words.
 fn packed_type(d: &GroupedGemmDesc) -> DType {
     d.format.map_or(d.weights, |_| I32)
 }

@@ -24,7 +24,7 @@ mod tiles;
 pub(crate) mod wgrad;
 
 pub use config::{CpuGemm, GemmFamily, GroupedGemmConfig};
-pub use desc::{CodeBlock, FusedShared, GroupedGemmDesc, Half, Nonlinearity};
+pub use desc::{CodePanel, FusedShared, GroupedGemmDesc, Half, Nonlinearity};
 pub use dgrad::GroupedGemmDgradDesc;
 pub(crate) use entries::expert_axis;
 pub(crate) use latent::DOWN as LATENT_DOWN;

@@ -203,7 +203,7 @@ fn expert_names(shared: Option<usize>) -> Vec<(String, String)> {
     let prefix = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
     for part in ["gate", "up", "down"] {
         add(part, format!("{prefix}.{part}.weight"));
-        for kind in ["scale", "offset"] {
+        for kind in ["scale", "scale_2", "offset", "offset_2"] {
             add(&format!("{part}_{kind}"), format!("{prefix}.{part}.{kind}"));
         }
         add(&format!("{part}_map"), format!("{prefix}.{part}.weight"));

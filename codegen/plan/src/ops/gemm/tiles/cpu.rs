@@ -141,14 +141,16 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
     let words = words(core.isa, d.inner, right, left);
     let (slices, tile_depth) = even_slices(words, core.forward(FORWARD_DEPTH));
-    // A scale belongs to whole blocks of a slice.
-    let pairs = if [left, right] == [DType::Bf16; 2] {
+    let elements = if [left, right] == [DType::Bf16; 2] {
         2
     } else {
         1
     };
-    let block = d.format.map_or(1, |format| format.depth() / pairs);
-    let tile_depth = tile_depth.next_multiple_of(block);
+    // A slice has whole records and whole vectors.
+    let record = d.record_depth().map_or(1, |depth| depth / elements);
+    let step = (record..).step_by(record);
+    let step = step.clone().find(|words| words.is_multiple_of(DEPTH_STEP));
+    let tile_depth = tile_depth.next_multiple_of(step.unwrap_or(record));
     let (rows, panel) = (TILE_ROWS * tile_depth, tile_depth * nr);
     let sums = match slices {
         1 => 0,
@@ -156,7 +158,9 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     };
     // Offsets are multiplied by the sums of each row's elements, block by block.
     let of_blocks = match d.format {
-        Some(format) if format.offset => (TILE_ROWS + thread_rows) * tile_depth.div_ceil(block),
+        Some(format) if format.offset.is_some() => {
+            (TILE_ROWS + thread_rows) * tile_depth.div_ceil(format.depth() / elements)
+        }
         _ => 0,
     };
     let (decode_tokens, decode_columns) = decode(d, tile_columns, thread_columns);
