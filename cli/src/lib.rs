@@ -21,14 +21,14 @@ mod links;
 mod log;
 mod machine;
 mod mesh;
+#[cfg(test)]
+mod page;
 mod plan;
 mod precompile;
 mod progress;
 mod quantize;
 mod random;
 mod rank;
-#[cfg(test)]
-mod reference;
 mod run;
 mod shards;
 #[cfg(unix)]

@@ -247,7 +247,7 @@ impl QuantizeArgs {
         if let Some(worst) = report.worst() {
             text += &format!(
                 "{} to {}: relative RMS error {:.5} on average, {:.5} at most ({})\n",
-                units::count(report.matrices.len(), "matrix").replace("matrixs", "matrices"),
+                matrices(report.matrices.len()),
                 self.format.to_lowercase(),
                 report.mean(),
                 worst.relative_rms,
@@ -354,6 +354,13 @@ fn relative_rms(found: &[f64], wanted: &[f64]) -> f64 {
         wanted.iter().map(|w| w * w).sum::<f64>(),
     );
     if off == 0.0 { 0.0 } else { (off / all).sqrt() }
+}
+
+fn matrices(n: usize) -> String {
+    match n {
+        1 => "1 matrix".to_string(),
+        _ => format!("{n} matrices"),
+    }
 }
 
 fn scheme_names() -> Vec<String> {

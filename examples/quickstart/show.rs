@@ -90,7 +90,7 @@ pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits)
         let work = Work::of(plan, step, tokens as u64);
         let floor = work
             .floor(limits.f32_gflops * 1e9, limits.read_gbps * 1e9)
-            .0
+            .seconds
             * 1e3;
         text += &row(&timed.symbol, ms(timed.time), floor);
         sum += ms(timed.time);

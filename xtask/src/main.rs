@@ -180,7 +180,6 @@ fn bless() -> Result<(), String> {
         ["moesaic-rustgen", "--test=golden", ""],
         ["moesaic-spec", "--test=main", "ui"],
         ["moesaic-spec", "--lib", "reference::"],
-        ["moesaic-cli", "--lib", "reference::"],
     ];
     made.iter().try_for_each(|[package, target, test]| {
         let words = ["test", "--package", package, target, test];

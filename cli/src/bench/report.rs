@@ -131,7 +131,7 @@ impl Report<'_> {
         let machine = self.machine.as_ref()?;
         let plan = self.layer.plan();
         let flops = machine.flops(arithmetic(&plan.kernels[launch.kernel], &plan.spec));
-        Some(launch.work.floor(flops, machine.bytes_per_second).0)
+        Some(launch.work.floor(flops, machine.bytes_per_second).seconds)
     }
 
     fn roofline_of(&self, run: &Run) -> Option<f64> {

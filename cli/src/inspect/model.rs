@@ -10,7 +10,7 @@ use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
 use moesaic::engine::Untuned;
 use moesaic::kernel::{Entry, KernelSource, Stem};
-use moesaic::plan::{EntryId, KernelPlan, LayerPlan, Step, Tilings, Work, plan};
+use moesaic::plan::{EntryId, Floor, KernelPlan, LayerPlan, Step, Tilings, Work, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::{
     Compilers, DType, EngineError, EngineOptions, LayerSpec, PlanOptions, Store, Target,
@@ -346,7 +346,10 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
     let work = Work::of(plan, step, tokens);
     let roofline = machine.map(|machine| {
         let flops = machine.flops(arithmetic(kernel, &plan.spec));
-        let (seconds, compute_bound) = work.floor(flops, machine.bytes_per_second);
+        let Floor {
+            seconds,
+            compute_bound,
+        } = work.floor(flops, machine.bytes_per_second);
         Roofline {
             seconds,
             compute_bound,

@@ -66,6 +66,8 @@ impl CacheClass {
 /// Returns the last of ascending sizes that is not above one, or the first.
 fn at_most(sizes: &[u64], size: Option<u64>) -> Option<u64> {
     let size = size?;
+    // Rounded down, because tiles for a larger cache than there is would fall out of it between two
+    // uses; tiles for a smaller one only leave some of it unused.
     let fits = sizes.iter().rev().find(|class| **class <= size);
     fits.or(sizes.first()).copied()
 }

@@ -41,6 +41,7 @@ pub fn plan(
     builder.forward();
     if let Some(training) = options.training {
         builder.backward(training.recompute);
+        // Last, so that it finds the kernels of training that it can share.
         builder.evaluation();
     }
     Ok(builder.finish())
@@ -89,6 +90,8 @@ impl Builder {
     /// Returns whether the forward pass keeps the pre-activations.
     pub(crate) fn keeps_hidden(&self) -> bool {
         let recompute = self.plan.training.map(|training| training.recompute);
+        // The two recomputing modes run `up` again in backward, so forward would write two tensors
+        // of `[rows, hidden]` for nothing.
         self.trains() && recompute == Some(Recompute::None)
     }
 }

@@ -35,13 +35,13 @@ pub use mesh::{Lane, Packed, SATURATED};
 pub use mesh::{MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
 pub use mesh::{experts_of, plan_rank, shared_shards};
 pub use ops::*;
-pub use placement::{Balancer, Balancing, Kept, Move, Moves, moves, moves_from};
+pub use placement::{Balancer, Balancing, ExpertSlot, Kept, Move, Moves, moves, moves_from};
 pub use placement::{Eplb, Replication, balanced, rebalance};
-pub use placement::{Placement, PlacementError, Split};
+pub use placement::{Placement, PlacementError, RowSource, Split};
 pub use placement::{ShadowForm, ShadowModel, shadows};
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
-pub use work::Work;
+pub use work::{Floor, Work};
 
 use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};

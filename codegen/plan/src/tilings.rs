@@ -35,7 +35,9 @@ impl Tilings {
     /// there once.
     #[must_use]
     pub fn with(mut self, tokens: usize, plan: LayerPlan) -> Tilings {
+        // The engine binds one list of tensors for all plans, by number.
         debug_assert!(self.first().launches_as(&plan), "{:?}", plan.tuning);
+        // Several counts often have one best tiling, and every plan here is compiled and bound.
         let known = self.plans.iter().position(|known| *known == plan);
         let index = known.unwrap_or(self.plans.len());
         if known.is_none() {
@@ -82,6 +84,8 @@ impl Tilings {
 
     /// Returns the bytes that a tensor has at most in calls of up to so many tokens.
     pub fn bytes(&self, tensor: TensorId, tokens: u64) -> u64 {
+        // A workspace serves every later call of up to as many tokens, and those may have another
+        // tiling.
         let each = self.plans.iter().map(|plan| plan[tensor].bytes(tokens));
         each.max().unwrap_or(0)
     }
@@ -105,6 +109,8 @@ impl LayerPlan {
 /// Returns whether a count is nearer to `more` than to `fewer`: past their geometric mean.
 fn is_past(tokens: usize, fewer: usize, more: usize) -> bool {
     let square = |a: usize, b: usize| a as u128 * b as u128;
+    // Squares instead of a root: whole numbers leave nothing to rounding, so every run takes the
+    // same plan.
     square(tokens, tokens) > square(fewer, more)
 }
 

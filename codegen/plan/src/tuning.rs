@@ -2,7 +2,7 @@
 //!
 //! Only sizes that cut work into blocks are among them, and none that cuts a sum, so a tuned layer
 //! gives the same bytes. CPUs have choices, GPUs have none so far. Only GEMMs have any: no size of
-//! another kernel's blocks made a layer faster by more than 0.1 % (benches/results/tune.txt).
+//! another kernel's blocks made a layer faster by more than 0.1 % (benches/results).
 
 use crate::{GroupedGemmConfig, Half, LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
@@ -116,6 +116,8 @@ impl Knob {
 
     fn choice(self, plan: &LayerPlan) -> Option<Choice> {
         let mut kernels = plan.kernels.clone();
+        // A copy of the kernels: `field` borrows the size for a change, and the plan must stay as
+        // it is.
         let mut ops = kernels.iter_mut().map(|kernel| &mut kernel.op);
         let field = ops.find_map(|op| self.field(op))?;
         let default = *field.size;
@@ -175,6 +177,8 @@ impl<'a> Field<'a> {
     /// Sets it. No buffer grows by more than the size does, so that memory that
     /// grows by as much is enough.
     fn set(self, size: usize) {
+        // Row tiles must be the very same in all kernels, because they share one list, so they are
+        // not fitted to any.
         let size = match self.most {
             Some(_) => self.fitted(size),
             None => size,
@@ -253,6 +257,8 @@ impl Tuning {
         if let Some(config) = op.gemm_mut()
             && let Some(cpu) = config.family.cpu_mut()
         {
+            // A block of a decode call has fewer columns than a tile, and a tuned tile may be
+            // narrower than even that.
             cpu.decode_columns = cpu.decode_columns.min(config.tile_columns);
         }
     }

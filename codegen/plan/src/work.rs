@@ -32,12 +32,23 @@ impl Work {
         }
     }
 
-    /// Returns the roofline in seconds on a machine of these rates, and whether arithmetic bounds
-    /// it.
-    pub fn floor(&self, flops_per_second: f64, bytes_per_second: f64) -> (f64, bool) {
+    /// Returns the roofline on a machine of these rates.
+    pub fn floor(&self, flops_per_second: f64, bytes_per_second: f64) -> Floor {
         let (compute, memory) = (self.flops / flops_per_second, self.bytes / bytes_per_second);
-        (compute.max(memory), compute >= memory)
+        Floor {
+            seconds: compute.max(memory),
+            compute_bound: compute >= memory,
+        }
     }
+}
+
+/// The least time of a [`Work`] on a machine.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Floor {
+    /// The time.
+    pub seconds: f64,
+    /// Whether arithmetic bounds it, and not memory.
+    pub compute_bound: bool,
 }
 
 impl std::ops::Add for Work {
@@ -52,10 +63,13 @@ impl std::ops::Add for Work {
 
 /// Returns the bytes of the step's tensors, each once.
 fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
+    // By name, because one tensor may stand behind two parameters, a pointer and a tensor map.
     let names: BTreeSet<&str> = plan.names(step).collect();
     let tensors = names.into_iter().filter_map(|name| plan.tensor(name));
     let bytes = tensors.map(|tensor| {
         let matrices = matches!(tensor.role, Role::Weight | Role::Packed);
+        // A stack of matrices has three dimensions. A stack of biases has two, and counts as a
+        // whole: it is a thousandth of the traffic.
         let stack = matrices && tensor.shape.len() > 2;
         let share = if stack {
             active(plan, tensor, tokens)
@@ -71,5 +85,7 @@ fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
 fn active(plan: &LayerPlan, stack: &TensorPlan, tokens: u64) -> f64 {
     let experts = stack.shape[0].eval(tokens) as f64;
     let slots = tokens as f64 * plan.spec.shape.top_k as f64;
+    // The most that can be active: every assignment goes to an expert of its own, until all have
+    // one.
     (slots / experts).min(1.0)
 }

@@ -4,7 +4,7 @@ use crate::api::{Algorithm, Call, Collectives, Transfer};
 use crate::checks::{self, Counted, Parts};
 use crate::core::{Core, Shared};
 use crate::eager::{OpKind, Signature};
-use crate::groups::numbers;
+use crate::groups::{SubGroup, numbers};
 use crate::handle::{Handle, lock};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
@@ -139,7 +139,7 @@ impl Communicator {
             &color.unwrap_or_default().to_le_bytes(),
         ]);
         let group = self.split_group(color, key, call)?;
-        Ok(group.map(|(members, rank)| Communicator {
+        Ok(group.map(|SubGroup { members, rank }| Communicator {
             core: Arc::clone(&self.core),
             device: Arc::clone(&self.device),
             group: Arc::new(Group {

@@ -78,6 +78,15 @@ pub struct Signature {
     pub label: String,
 }
 
+/// The first difference between what two ranks say of one message.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// The thing that differs.
+    pub what: &'static str,
+    pub ours: String,
+    pub theirs: String,
+}
+
 impl Signature {
     pub fn of(kind: OpKind, label: &str) -> Signature {
         let mut end = label.len().min(LABEL);
@@ -96,13 +105,13 @@ impl Signature {
     }
 
     /// Returns the name and both values of the first field that differs.
-    pub fn difference(&self, other: &Signature) -> Option<(&'static str, String, String)> {
+    pub fn difference(&self, other: &Signature) -> Option<Difference> {
         if self == other {
             return None;
         }
         let both = self.fields().into_iter().zip(other.fields());
-        both.map(|((what, ours), (_, theirs))| (what, ours, theirs))
-            .find(|(_, ours, theirs)| ours != theirs)
+        both.map(|((what, ours), (_, theirs))| Difference { what, ours, theirs })
+            .find(|one| one.ours != one.theirs)
     }
 
     fn fields(&self) -> [(&'static str, String); 7] {
@@ -157,9 +166,13 @@ impl PartSizes {
     }
 
     /// Returns the name and both values of the first property that differs.
-    pub fn difference(&self, other: &PartSizes) -> Option<(&'static str, String, String)> {
+    pub fn difference(&self, other: &PartSizes) -> Option<Difference> {
         let numbers = |what, ours: u64, theirs: u64| {
-            (ours != theirs).then(|| (what, ours.to_string(), theirs.to_string()))
+            (ours != theirs).then(|| Difference {
+                what,
+                ours: ours.to_string(),
+                theirs: theirs.to_string(),
+            })
         };
         let count = numbers(
             "the number of messages",
@@ -171,9 +184,10 @@ impl PartSizes {
             self.bytes,
             other.bytes,
         );
-        let sizes = (self.sizes != other.sizes).then(|| {
-            let (ours, theirs) = ("as received".to_string(), "others".to_string());
-            ("the sizes of messages", ours, theirs)
+        let sizes = (self.sizes != other.sizes).then(|| Difference {
+            what: "the sizes of messages",
+            ours: "as received".to_string(),
+            theirs: "others".to_string(),
         });
         count.or(bytes).or(sizes)
     }
@@ -404,15 +418,20 @@ mod tests {
         let what = |a: &[u64], b: &[u64]| PartSizes::of(a).difference(&PartSizes::of(b));
         assert_eq!(what(&[3, 4], &[3, 4]), None);
         assert_eq!(what(&[0], &[0]), None);
-        let (count, ours, theirs) = what(&[3, 4], &[7]).unwrap();
-        assert_eq!(
-            (count, &*ours, &*theirs),
-            ("the number of messages", "2", "1")
+        let of = |a: &[u64], b: &[u64]| {
+            let Difference { what, ours, theirs } = what(a, b).unwrap();
+            (what, ours, theirs)
+        };
+        let number = |n: u32| n.to_string();
+        let count = ("the number of messages", number(2), number(1));
+        assert_eq!(of(&[3, 4], &[7]), count);
+        let bytes = (
+            "the number of bytes from there to here",
+            number(7),
+            number(8),
         );
-        let (bytes, ours, theirs) = what(&[3, 4], &[3, 5]).unwrap();
-        assert_eq!(bytes, "the number of bytes from there to here");
-        assert_eq!((&*ours, &*theirs), ("7", "8"));
-        assert_eq!(what(&[3, 4], &[4, 3]).unwrap().0, "the sizes of messages");
+        assert_eq!(of(&[3, 4], &[3, 5]), bytes);
+        assert_eq!(of(&[3, 4], &[4, 3]).0, "the sizes of messages");
     }
 
     #[test]
@@ -423,12 +442,10 @@ mod tests {
             elements: 4,
             ..ours.clone()
         };
-        let (what, here, there) = ours.difference(&theirs).unwrap();
-        assert_eq!(
-            (what, &*here, &*there),
-            ("the number of elements", "0", "4")
-        );
+        let found = ours.difference(&theirs).unwrap();
+        assert_eq!(found.what, "the number of elements");
+        assert_eq!((&*found.ours, &*found.theirs), ("0", "4"));
         let other = Signature::of(OpKind::Barrier, "x");
-        assert_eq!(ours.difference(&other).unwrap().2, "`barrier`");
+        assert_eq!(ours.difference(&other).unwrap().theirs, "`barrier`");
     }
 }

@@ -25,14 +25,13 @@ impl Communicator {
         host_result(self.start(OpKind::Agree, call, draft)?)
     }
 
-    /// Returns the members of this rank's new group, by rank in the world, and this rank's index
-    /// there.
+    /// Returns this rank's new group.
     pub(crate) fn split_group(
         &mut self,
         color: Option<u32>,
         key: i64,
         call: &Call,
-    ) -> Result<Option<(Vec<usize>, usize)>, CollectiveError> {
+    ) -> Result<Option<SubGroup>, CollectiveError> {
         // Colours are unsigned 32-bit numbers, so -1 is free for "no colour".
         let code = color.map_or(-1, i64::from);
         let own = [code.to_le_bytes(), key.to_le_bytes()].concat();
@@ -56,8 +55,16 @@ impl Communicator {
             .iter()
             .map(|rank| self.group.members[*rank])
             .collect();
-        Ok(color.and(place).map(|place| (members, place)))
+        Ok(color.and(place).map(|rank| SubGroup { members, rank }))
     }
+}
+
+/// A group that is split off.
+pub(crate) struct SubGroup {
+    /// The members, by rank in the world.
+    pub members: Vec<usize>,
+    /// This rank's index among them.
+    pub rank: usize,
 }
 
 /// Returns the ranks of a colour, ordered by key, then by rank. `numbers` holds colour and key of

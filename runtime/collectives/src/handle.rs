@@ -18,8 +18,8 @@ pub struct Handle {
 
 /// The implementation behind a handle.
 pub(crate) trait InFlight: Send {
-    /// Makes progress. Returns whether anything moved, and the outcome once there is one.
-    fn poll(&mut self) -> (bool, Option<Outcome>);
+    /// Makes progress.
+    fn poll(&mut self) -> Polled;
 
     /// Marks the operation as one that nobody asks for any more.
     fn abandon(&mut self);
@@ -46,6 +46,14 @@ pub(crate) trait InFlight: Send {
     }
 }
 
+/// The result of one look at an operation.
+pub(crate) struct Polled {
+    /// Whether anything moved.
+    pub moved: bool,
+    /// The outcome, once there is one.
+    pub outcome: Option<Outcome>,
+}
+
 /// An operation over a transport.
 struct OfCore {
     core: Arc<Shared>,
@@ -54,7 +62,7 @@ struct OfCore {
 }
 
 impl InFlight for OfCore {
-    fn poll(&mut self) -> (bool, Option<Outcome>) {
+    fn poll(&mut self) -> Polled {
         let mut core = lock(&self.core);
         let moved = core.progress_for(self.id);
         let mut outcome = core.take(self.id);
@@ -62,11 +70,11 @@ impl InFlight for OfCore {
             core.expire(self.id);
             outcome = core.take(self.id);
         }
-        let Some((outcome, ended)) = outcome else {
-            return (moved, None);
-        };
-        self.ended = Some(ended);
-        (moved, Some(outcome))
+        self.ended = outcome.as_ref().map(|ended| ended.at);
+        Polled {
+            moved,
+            outcome: outcome.map(|ended| ended.outcome),
+        }
     }
 
     fn ended(&self) -> Option<Instant> {
@@ -214,7 +222,7 @@ impl Handle {
         if self.outcome.is_some() {
             return false;
         }
-        let (moved, outcome) = self.work.poll();
+        let Polled { moved, outcome } = self.work.poll();
         self.outcome = outcome;
         moved
     }

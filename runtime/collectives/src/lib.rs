@@ -68,7 +68,7 @@ pub use handle::Handle;
 pub use heartbeat::with_heartbeat;
 pub use progress_thread::ProgressThread;
 pub use reduce::Reduction;
-pub use shape::{Levels, MOST_LEVELS, NodeShape};
+pub use shape::{Levels, MOST_LEVELS, NodeRank, NodeShape};
 pub use slice::{Element, Slice};
 pub use topology::{Topology, agree};
 pub use transport::Transport;

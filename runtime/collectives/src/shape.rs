@@ -37,9 +37,21 @@ impl NodeShape {
     }
 
     /// Returns the node of a rank and its local rank there.
-    pub fn split(self, rank: usize) -> (usize, usize) {
-        (rank / self.per_node, rank % self.per_node)
+    pub fn split(self, rank: usize) -> NodeRank {
+        NodeRank {
+            node: rank / self.per_node,
+            place: rank % self.per_node,
+        }
     }
+}
+
+/// A rank's node, and its local rank there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeRank {
+    /// The node.
+    pub node: usize,
+    /// The local rank.
+    pub place: usize,
 }
 
 /// The most levels of [`Levels`].

@@ -194,7 +194,7 @@ fn few_large_messages_cross_between_nodes() {
         per_node: 8,
     };
     let (rank, count) = (9, 64);
-    let far = |peer: usize| shape.split(peer).0 != shape.split(rank).0;
+    let far = |peer: usize| shape.split(peer).node != shape.split(rank).node;
     let sizes = vec![count; shape.ranks()];
     let direct = plan::all_to_all(rank, &sizes, &sizes);
     assert_eq!((direct.messages(), direct.bytes_to(far)), (31, 24 * count));
@@ -234,7 +234,7 @@ fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
     let sizes = vec![count; shape.ranks()];
     let schedule = HopSchedule::equal(HopOrder::concurrent(shape), rank, count);
     let plan = plan::all_to_all_with(&schedule, &sizes, &sizes, 0);
-    let far = |peer: usize| shape.split(peer).0 != shape.split(rank).0;
+    let far = |peer: usize| shape.split(peer).node != shape.split(rank).node;
     let sent = |step: &Step| match step {
         Step::Exchange { sends, .. } => {
             let bytes = |across: bool| -> usize {

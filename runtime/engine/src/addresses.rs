@@ -16,7 +16,8 @@ impl Layer {
     /// kernels must be able to use the addresses.
     pub(crate) fn find_given(
         &self,
-        (tokens, tensors): (usize, &[(&str, Ptr)]),
+        tokens: usize,
+        tensors: &[(&str, Ptr)],
         inputs: &[TensorId],
         found: &mut Vec<(TensorId, Ptr)>,
     ) -> Result<(), EngineError> {
@@ -60,6 +61,7 @@ fn alignment(tensor: &TensorPlan, target: Target) -> u64 {
     let element = tensor.dtype.size() as u64;
     match (target.hardware(), tensor.shape.as_slice()) {
         (Target::Cuda(_) | Target::Rocm(_), [_, .., width]) => {
+            // The bit of 16 ends the trailing zeros there, so the result is never more than a pack.
             let row = (width.eval(0) * element) | PACK_BYTES;
             element.max(1 << row.trailing_zeros())
         }

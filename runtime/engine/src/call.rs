@@ -22,6 +22,7 @@ pub struct Input<'a> {
 impl<'a> Input<'a> {
     /// `tokens` rows of `x`, which holds `tokens * model_dim` elements.
     pub fn new<E: Element>(tokens: usize, x: &'a [E]) -> Input<'a> {
+        // Without tokens the width cannot be known; the check of inputs accepts any then.
         let width = x.len().checked_div(tokens).unwrap_or(0);
         let mut input = Input {
             tokens,

@@ -50,6 +50,8 @@ impl Engine {
     pub fn for_target(parts: EngineParts, target: Target) -> Engine {
         let device = parts.device.clone();
         let caches = match target.hardware() {
+            // Only a CPU's tilings follow caches. A GPU's plans get the default whatever the host
+            // is, so that every host makes the same kernels and finds them in one store.
             Target::Cpu(_) => parts.caches.unwrap_or_else(|| device.caches()),
             _ => CpuCaches::default(),
         };
@@ -109,6 +111,8 @@ impl Engine {
         check_spec(spec)?;
         let plan = plan(spec, self.target, &self.plan_options(training))?;
         let store = self.jit.store().filter(|_| self.tuned);
+        // Asked first, because `Untuned` formats and hashes every kernel of the layer: an engine
+        // whose store has no tunings should not pay for that.
         let Some(store) = store.filter(|store| store.has_tunings(self.target)) else {
             return Ok(plan.into());
         };
@@ -203,6 +207,8 @@ impl Engine {
     pub(crate) fn modules(&self, texts: &Texts) -> Result<Vec<Modules>, EngineError> {
         let sources: Vec<&KernelSource> = texts.each.iter().flatten().map(|s| &**s).collect();
         let training = texts.tilings.first().training.map_or("", option_of);
+        // One load for all tilings: kernels that they share are compiled once, the others at the
+        // same time.
         let modules = self.load(&sources);
         let modules = modules.map_err(|error| error.needing(training))?;
         let mut modules = modules.into_iter();

@@ -52,6 +52,8 @@ impl Layer {
         self.check_outputs(pass, names)?;
         self.reserve(&mut workspaces, input.tokens)?;
         self.stage(pass, input, names, |tensor| workspaces.get(tensor))?;
+        // `time_steps` repeats the last call on its inputs. It times a training layer by what a
+        // training call left, so an evaluation of that does not count.
         if pass == Pass::Evaluate && self.plan().training.is_none() {
             workspaces.every.stage(input.tokens);
         }
@@ -103,12 +105,15 @@ impl Layer {
         let mut workspaces = self.lock_workspaces();
         let scalars = self.scalars(pass, rng_key, call.tokens, call.capacity_factor)?;
         let given = &mut workspaces.given;
-        self.find_given((call.tokens, call.tensors), self.inputs(pass), given)?;
+        // Addresses are checked before `reserve`, which may free the memory of a smaller call: a
+        // refused call leaves the layer as it was.
+        self.find_given(call.tokens, call.tensors, self.inputs(pass), given)?;
         self.reserve(&mut workspaces, call.tokens)?;
         self.lay_passing(&mut workspaces);
         let Workspaces {
             addresses, given, ..
         } = &mut *workspaces;
+        // After the layer's own memory, so that a tensor that the caller names replaces it.
         addresses.give(given);
         self.run(self.bound(pass), &scalars, addresses, None)
     }

@@ -5,9 +5,17 @@ use crate::error::EngineError;
 use crate::launch::Scalars;
 use crate::layer::Layer;
 use crate::pass::Pass;
+use crate::router::Place;
 use moesaic_plan::{Role, TensorId, TensorPlan, row_limit};
 use moesaic_target::Buffer;
 use moesaic_tensor::Tensor;
+
+/// The tokens of a rank, and of the rank with the most.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TokenCount {
+    pub own: usize,
+    pub most: usize,
+}
 
 impl Layer {
     /// Returns the inputs of a pass.
@@ -53,16 +61,20 @@ impl Layer {
         tokens: usize,
         capacity_factor: Option<f64>,
     ) -> Result<Scalars, EngineError> {
-        self.scalars_among(pass, rng_key, (tokens, tokens), capacity_factor)
+        let count = TokenCount {
+            own: tokens,
+            most: tokens,
+        };
+        self.scalars_among(pass, rng_key, count, capacity_factor)
     }
 
-    /// Returns the scalars on one of several ranks, where some rank has `most` tokens: all ranks
-    /// use that rank's capacity.
+    /// Returns the scalars on one of several ranks: all ranks use the capacity of the rank with the
+    /// most tokens.
     pub(crate) fn scalars_among(
         &self,
         pass: Pass,
         rng_key: RngKey,
-        (tokens, most): (usize, usize),
+        TokenCount { own, most }: TokenCount,
         capacity_factor: Option<f64>,
     ) -> Result<Scalars, EngineError> {
         let spec = self.spec();
@@ -71,8 +83,10 @@ impl Layer {
             checked.map_err(|problem| EngineError::Capacity { factor, problem })?;
         }
         let factor = capacity_factor.unwrap_or(spec.capacity.factor_of(pass.trains()));
+        // On the host, because a kernel would round `f * ceil(T / E)` as its target does, and ranks
+        // with different targets would then drop different slots.
         let limit = row_limit(spec, factor, most as u64);
-        Ok(Scalars::new(tokens, rng_key, limit))
+        Ok(Scalars::new(own, rng_key, limit))
     }
 
     /// What a caller gives to a pass, and those of its own tensors that it asks for.
@@ -119,22 +133,22 @@ impl Layer {
         for name in names {
             let tensor = self.id(name).expect("checked before");
             let buffer = find(tensor).expect("outputs have memory");
-            let host = self.read_at(tensor, tokens, (buffer, 0))?;
+            let host = self.read_at(tensor, tokens, Place { buffer, offset: 0 })?;
             output.tensors.insert(name.to_string(), host);
         }
         Ok(output)
     }
 
-    /// Reads one tensor back from where it lies: memory, and the first byte there.
+    /// Reads one tensor back from where it lies.
     pub(crate) fn read_at(
         &self,
         tensor: TensorId,
         tokens: usize,
-        (buffer, first): (&Buffer, usize),
+        Place { buffer, offset }: Place<'_>,
     ) -> Result<Tensor<'static>, EngineError> {
         let tensor = &self.plan()[tensor];
         let mut host = Tensor::zeros(tensor.dtype, &shape_for(tensor, tokens));
-        self.device.download(buffer, first, host.data.to_mut())?;
+        self.device.download(buffer, offset, host.data.to_mut())?;
         Ok(host)
     }
 
@@ -161,6 +175,8 @@ impl Layer {
         };
         let ids: Vec<i32> = host.to_vec().unwrap_or_default();
         if let Some(at) = ids.iter().position(|id| !(least..=most).contains(id)) {
+            // Ids below -1 come from a training pass of this library alone, so the message does not
+            // offer them.
             let least = least.max(-1);
             let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
             return Err(input_error(&tensor.name, problem));

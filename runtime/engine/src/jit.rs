@@ -97,6 +97,8 @@ impl Jit {
             .collect();
         let mut modules: Vec<Option<Arc<dyn Module>>> = Vec::with_capacity(jobs.len());
         for (source, key) in &jobs {
+            // A warm start ends here. Threads are only worth their start for compiles, which take
+            // seconds.
             modules.push(self.at_hand(source, key)?);
         }
         let missing: Vec<usize> = (0..jobs.len()).filter(|&i| modules[i].is_none()).collect();
@@ -150,10 +152,14 @@ impl Jit {
     fn make(&self, source: &KernelSource, key: &KernelKey) -> Result<Arc<dyn Module>, EngineError> {
         let slot = self.slot(key);
         let mut slot = lock(&slot);
+        // The slot stays locked through the compile: a second thread with the same kernel waits for
+        // it here instead of compiling it again.
         if let Some(module) = &*slot {
             self.in_memory.fetch_add(1, Ordering::Relaxed);
             return Ok(module.clone());
         }
+        // A graph under capture allows no load (`Device::capturing`). Asked before the compile, which
+        // would take seconds for nothing.
         if let Some(graph) = self.device.capturing() {
             let attempted = format!("the compile of kernel `{}`", source.name);
             return Err(DeviceError::Capturing { graph, attempted }.into());
@@ -161,7 +167,7 @@ impl Jit {
         if self.strict {
             return Err(not_cached(source));
         }
-        let (artifact, compiled) = self.builder.build(source, key)?;
+        let Built { artifact, compiled } = self.builder.build(source, key)?;
         let counter = if compiled {
             &self.compiled
         } else {
@@ -179,6 +185,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex
         .lock()
         .unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// An artifact, and whether it had to be compiled.
+pub(crate) struct Built {
+    pub artifact: Artifact,
+    pub compiled: bool,
 }
 
 /// From kernel source to artifact: store, then compiler.
@@ -218,6 +230,8 @@ impl Builder {
             target: source.target,
             config: &source.config,
             source: &source.text,
+            // Another compiler or another option may make another binary from the same text, so
+            // both are part of the key.
             flags: &format!("{:?}", self.options),
             compiler: fingerprint,
         })
@@ -233,6 +247,8 @@ impl Builder {
     }
 
     fn same_source(&self, store: &Store, source: &KernelSource) -> Option<&KernelKey> {
+        // The list reads an entry of every kernel in the store, so it is made once. A process
+        // without a compiler stores nothing itself; kernels that others store later are not seen.
         let index = self.by_source.get_or_init(|| {
             let kernels = store.list().into_iter();
             kernels
@@ -242,19 +258,21 @@ impl Builder {
         index.get(&(source.target, hash_source(&source.text)))
     }
 
-    /// The artifact, and whether it had to be compiled.
-    pub fn build(
-        &self,
-        source: &KernelSource,
-        key: &KernelKey,
-    ) -> Result<(Artifact, bool), EngineError> {
+    /// The artifact, from the store or the compiler.
+    pub fn build(&self, source: &KernelSource, key: &KernelKey) -> Result<Built, EngineError> {
         let Some(compiler) = &self.compiler else {
-            let stored = self.stored(source, key).map(|artifact| (artifact, false));
+            let stored = self.stored(source, key).map(|artifact| Built {
+                artifact,
+                compiled: false,
+            });
             return stored.ok_or_else(|| not_cached(source));
         };
         let compile = || compiler.compile(source, &self.options);
         let Some(store) = &self.store else {
-            return Ok((compile().map_err(Arc::new)?, true));
+            return Ok(Built {
+                artifact: compile().map_err(Arc::new)?,
+                compiled: true,
+            });
         };
         let request = KernelRequest {
             key: *key,
@@ -262,10 +280,10 @@ impl Builder {
             spec: None,
         };
         match store.get_or_compile(&request, compile) {
-            Ok(fetched) => Ok((
-                fetched.stored.artifact.clone(),
-                fetched.origin == KernelOrigin::Compiled,
-            )),
+            Ok(fetched) => Ok(Built {
+                artifact: fetched.stored.artifact.clone(),
+                compiled: fetched.origin == KernelOrigin::Compiled,
+            }),
             Err(FetchError::Compile(error)) => Err(error.into()),
             Err(_) => Err(not_cached(source)),
         }

@@ -212,12 +212,16 @@ impl BoundStep {
         args: &mut Vec<Arg>,
     ) -> Result<(), EngineError> {
         let dims = dims(&self.launch, scalars.tokens as u64);
+        // A call without tokens is legal, but CUDA and HIP refuse a launch with an empty grid.
         if dims.grid.contains(&0) {
             return Ok(());
         }
         args.clear();
         let bound = self.args.iter();
         args.extend(bound.map(|arg| arg.value(scalars, addresses)));
+        // Kernels would read address 0 as if it were memory, and on a GPU that error ends the
+        // context. Without tokens tensors may be empty, and a caller may then give address 0 for
+        // them.
         if let Some(at) = args
             .iter()
             .position(is_nowhere)
@@ -240,12 +244,12 @@ impl BoundStep {
     /// Launches with a recorder.
     fn launch_recorded(
         &self,
-        call: (&Scalars, &Addresses),
+        scalars: &Scalars,
+        addresses: &Addresses,
         args: &mut Vec<Arg>,
         device: &dyn Device,
         watch: &Watch<'_>,
     ) -> Result<(), EngineError> {
-        let (scalars, addresses) = call;
         let tensors = self.args.iter().filter_map(BoundArg::tensor);
         let tokens = scalars.tokens as u64;
         let activity = Activity {
@@ -259,6 +263,8 @@ impl BoundStep {
         watch.recorder.begins(&activity);
         let begin = Instant::now();
         self.launch(scalars, addresses, args)?;
+        // A launch on a GPU returns before the kernel runs, so without this wait the trace would
+        // show the time of the enqueue.
         device.synchronize()?;
         watch.recorder.ended(&activity, begin, Instant::now());
         Ok(())
@@ -320,13 +326,15 @@ impl Bound {
         watch: Option<Watch<'_>>,
     ) -> Result<(), EngineError> {
         let _pass = Pass::begin(device);
+        // Taken out of the cell, because an error on the way may leave it empty: the next call then
+        // allocates once.
         let mut args = ARGS.take();
         for step in &self.0[index] {
             let start = times.is_some().then(Instant::now);
             match &watch {
                 None => step.launch(scalars, addresses, &mut args)?,
                 Some(watch) => {
-                    step.launch_recorded((scalars, addresses), &mut args, device, watch)?;
+                    step.launch_recorded(scalars, addresses, &mut args, device, watch)?;
                 }
             }
             if let (Some(times), Some(start)) = (times.as_deref_mut(), start) {

@@ -75,6 +75,8 @@ impl Layer {
         device: Arc<dyn Device>,
     ) -> Result<Layer, EngineError> {
         let layer = Layer::holding(tilings, modules, device, Buffers::default())?;
+        // An empty set counts as made. The first backward pass would otherwise allocate gradients
+        // that the workspace of each call holds.
         let gradients = OnceLock::from(Buffers::default());
         Ok(Layer { gradients, ..layer })
     }
@@ -90,6 +92,7 @@ impl Layer {
         let bind = |steps| Bound::new(&tilings, &modules, steps);
         let passes = Pass::ALL.iter().map(|pass| bind(pass.steps(plan)));
         let mut by_name: Vec<TensorId> = (0..plan.tensors.len()).map(TensorId).collect();
+        // Raw calls look up every tensor by name, so a search must not walk the whole plan.
         by_name.sort_by_key(|&id| &*plan[id].name);
         Ok(Layer {
             ports: Pass::ALL.map(|pass| pass.ports(plan)),
@@ -229,11 +232,15 @@ impl Layer {
             tensor
         };
         let id = self.id(name).expect("found above");
+        // Calls of other threads read weights without a copy, so they must not run until the upload
+        // is done.
         let _turn = self.lock_workspaces();
         if let Some(buffer) = self.weights.get(id) {
             self.device.upload(&tensor.data, buffer, 0)?;
             return Ok(());
         }
+        // A layer for inference on a CPU keeps a packed copy alone, so the new values are packed
+        // into that.
         let packing = Packing {
             plan: self.plan(),
             modules: &self.modules[0],
@@ -374,6 +381,9 @@ pub(crate) fn check_size<'a>(
         let problem = format!("has {tokens} tokens; a call takes at most {most}, so split it");
         return Err(input_error("x", problem));
     }
+    // Linux promises more memory than it has and kills the process that uses it, so a CPU's call
+    // that is too large must fail here. A GPU's allocation fails by itself, and `free_bytes` is
+    // `None` there.
     let needed = needed(tilings, tensors, tokens as u64);
     match device.free_bytes().map(|free| free.saturating_add(held)) {
         Some(free) if needed > free => Err(EngineError::NoRoom {

@@ -18,6 +18,8 @@ impl Buffers {
 
     /// Returns a shared handle to the buffer of a tensor, if it is here.
     pub fn handle(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
+        // A walk over a few dozen tensors. Launches do not come here: they read `Addresses`, which
+        // is indexed by tensor.
         let found = self.0.iter().find(|(held, _)| *held == tensor);
         found.map(|(_, buffer)| buffer)
     }
@@ -134,6 +136,8 @@ impl Workspace {
         let mut buffers = Buffers::default();
         for tensor in tensors {
             let bytes = usize::try_from(tilings.bytes(tensor, tokens)).unwrap_or(usize::MAX);
+            // Never empty: a tensor without elements in this call still needs an address, because
+            // address 0 means a tensor that has no memory.
             buffers.push(tensor, device.alloc(bytes.max(64))?);
         }
         *self = Workspace {

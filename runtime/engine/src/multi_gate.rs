@@ -72,6 +72,7 @@ impl Engine {
             }
             Ok(layer.taking_turns(&shared.turn))
         };
+        // All routers have one plan, so one set of texts and of loaded kernels serves them.
         let layers = routers.iter().map(|router| layer(&texts, router));
         let layers = layers.collect::<Result<Vec<Layer>, EngineError>>()?;
         let stack = match (stacked(spec), &*layers) {

@@ -30,6 +30,9 @@ pub(crate) fn parallel_on<T: Sync, R: Send>(
         for _ in 0..threads {
             scope.spawn(|| {
                 loop {
+                    // Compile times differ widely, so threads take one item after the other instead
+                    // of equal shares. The end of the scope publishes the results, so the counter
+                    // needs no ordering.
                     let at = next.fetch_add(1, Ordering::Relaxed);
                     let Some(item) = items.get(at) else { break };
                     *results[at].lock().expect("no other thread has this slot") = Some(job(item));

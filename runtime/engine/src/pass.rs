@@ -43,6 +43,8 @@ impl Pass {
 
     pub fn ports(self, plan: &LayerPlan) -> Ports {
         let mut named = tensors(self.steps(plan));
+        // Backward gets no inputs but `dy`, so an input that it reads again has to be kept by the
+        // forward call.
         if self == Pass::Train {
             named.extend(tensors(&plan.backward));
         }

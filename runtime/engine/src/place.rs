@@ -44,6 +44,8 @@ pub(crate) fn placed(
     };
     let found = of(Role::Weight).filter(is_wanted);
     let found = found.map(|(id, tensor)| Ok((id, Weight::find(weights, tensor)?)));
+    // Checked before the first byte is read: a wrong checkpoint usually has many wrong tensors, and
+    // gigabytes would be uploaded before the second error.
     let found = all_or_every_error(found)?;
 
     let _placing = Placing::begin(device);
@@ -151,10 +153,14 @@ impl<'a> Weight<'a> {
         while first < self.count() {
             let rows = first..self.count().min(first + most);
             let mut read = self.rows(rows.clone())?;
+            // A source may return fewer rows than asked for, because experts lie in several files,
+            // but a weight that is packed or placed as a whole must arrive in one read.
             if most >= self.count() && read.shape != self.shape {
                 read = self.joined(read)?;
             }
             take(first, &read)?;
+            // Pages of a mapped file count as memory of this process until they are released; the
+            // layer would be in memory twice.
             read.data.release();
             first += read.shape.first().copied().unwrap_or(1);
         }
@@ -172,6 +178,8 @@ impl<'a> Weight<'a> {
         let mut shape = self.shape.clone();
         if let Some(count) = shape.first_mut() {
             let given = read.shape.first().copied().unwrap_or(0);
+            // Fewer rows are fine and are asked for again. No row would loop for ever and more rows
+            // would overrun the buffer, so both fail the check below.
             *count = given.clamp(1, rows.len());
         }
         let checked = read.check(self.tensor.dtype, &shape);
@@ -231,6 +239,8 @@ impl Packing<'_> {
         weight: &Weight<'_>,
         held: &Buffers,
     ) -> Result<(), EngineError> {
+        // Only experts are packed independently of each other. Within one matrix a tile mixes rows,
+        // so every other weight is packed as a whole.
         let by_expert = self.steps(id).all(|step| {
             let experts = self.experts(step);
             weight.shape.len() == 3 && weight.shape[0] == experts
@@ -320,6 +330,8 @@ impl Packing<'_> {
         let entry = &self.plan[step.entry];
         let mut dims = dims(&entry.launch, 0);
         if let Some(experts) = experts {
+            // A grid with fewer experts leaves the rest of the packed tensor alone; no kernel of
+            // its own is needed for a part.
             dims.grid[self.plan.expert_axis(step)] = experts as u64;
         }
         let args = [Arg::Ptr(from), Arg::Ptr(to), Arg::I64(0)];
@@ -337,6 +349,7 @@ impl Packing<'_> {
 pub(crate) fn zeroed(tensor: &TensorPlan, device: &dyn Device) -> Result<Buffer, EngineError> {
     let bytes = (tensor.bytes(0) as usize).max(64);
     let buffer = device.alloc(bytes)?;
+    // Memory of a device is undefined, and a first backward pass may accumulate.
     device.upload(&vec![0; bytes], &buffer, 0)?;
     Ok(buffer)
 }

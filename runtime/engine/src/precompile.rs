@@ -2,7 +2,7 @@
 //! node.
 
 use crate::error::EngineError;
-use crate::jit::Builder;
+use crate::jit::{Builder, Built};
 use crate::layer::check_spec;
 use crate::parallel::{cores, parallel_on};
 use moesaic_cache::{KernelKey, Store};
@@ -165,6 +165,7 @@ pub fn precompile_on(
             let compiler = Some(job.compiler.clone());
             let builder = Builder::new(compiler, Some(store.clone()), options.clone());
             let key = builder.key(&source, &builder.fingerprint(job.target));
+            // Jobs share most of their kernels: those of two ranks or strategies differ in a few.
             if seen.insert(key) {
                 kernels.push((job, source, key, builder));
             }
@@ -198,7 +199,7 @@ pub fn compile_all(
     let builder = Builder::new(Some(compiler.clone()), Some(store.clone()), options.clone());
     parallel_on(cores(), sources, |source| {
         let key = builder.key(source, &builder.fingerprint(source.target));
-        builder.build(source, &key).map(|(artifact, _)| artifact)
+        builder.build(source, &key).map(|built| built.artifact)
     })
 }
 
@@ -266,7 +267,7 @@ fn kinds(spec: &LayerSpec, ranks: &MeshJob) -> Result<Vec<(Placement, usize)>, E
 
 fn outcome(builder: &Builder, source: &KernelSource, key: &KernelKey) -> Outcome {
     match builder.build(source, key) {
-        Ok((artifact, compiled)) => {
+        Ok(Built { artifact, compiled }) => {
             let bytes = artifact.binary.len() as u64;
             if compiled {
                 Outcome::Compiled(artifact.report, bytes)

@@ -9,8 +9,12 @@ use crate::pass::{Pass, tensors};
 use moesaic_plan::{Step, TensorId};
 use moesaic_target::{Buffer, Ptr};
 
-/// A tensor's memory and its first byte there.
-pub(crate) type Place<'a> = Option<(&'a Buffer, usize)>;
+/// A tensor's memory, and its first byte there.
+#[derive(Clone, Copy)]
+pub(crate) struct Place<'a> {
+    pub buffer: &'a Buffer,
+    pub offset: usize,
+}
 
 /// The launches of a router, and the memory of the tensors that they name. All routers have one
 /// plan, so these serve each of them.
@@ -39,6 +43,7 @@ impl RouterSteps {
         });
         let stacked: Vec<(TensorId, TensorId)> = stacked.collect();
         let mut own = tensors(steps.iter().chain(others));
+        // The router's layer holds its weights and gradients itself.
         own.retain(|id| !outlives_calls(plan[*id].role));
         own.retain(|id| !stacked.iter().any(|(own, _)| own == id));
         Ok(RouterSteps {
@@ -70,19 +75,21 @@ impl RouterSteps {
 pub(crate) fn decide<'b>(
     router: &Layer,
     steps: &RouterSteps,
-    (pass, rng_key): (Pass, RngKey),
+    pass: Pass,
+    rng_key: RngKey,
     input: &Input<'_>,
     names: &[&str],
-    place: impl Fn(TensorId) -> Place<'b>,
+    place: impl Fn(TensorId) -> Option<Place<'b>>,
 ) -> Result<(Output, Scalars), EngineError> {
     let tokens = input.tokens;
     let scalars = router.scalars(pass, rng_key, tokens, input.capacity_factor)?;
     for id in router.inputs_or_named(pass, names) {
         let tensor = &router.plan()[id];
+        // The stack has uploaded `x` once for all routers.
         if tensor.name != "x" {
             let host = router.checked_input(input, tensor)?;
-            let (buffer, first) = place(id).expect("inputs have memory");
-            router.device.upload(&host.data, buffer, first)?;
+            let Place { buffer, offset } = place(id).expect("inputs have memory");
+            router.device.upload(&host.data, buffer, offset)?;
         }
     }
     router.run(&steps.bound, &scalars, &addresses(router, &place), None)?;
@@ -97,12 +104,15 @@ pub(crate) fn decide<'b>(
 }
 
 /// Returns the addresses of a router's tensors in a call.
-pub(crate) fn addresses<'b>(router: &Layer, place: impl Fn(TensorId) -> Place<'b>) -> Addresses {
+pub(crate) fn addresses<'b>(
+    router: &Layer,
+    place: impl Fn(TensorId) -> Option<Place<'b>>,
+) -> Addresses {
     let mut addresses = Addresses::default();
     router.lay(&mut addresses, []);
     for tensor in (0..router.plan().tensors.len()).map(TensorId) {
-        if let Some((buffer, first)) = place(tensor) {
-            addresses.set(tensor, Ptr(buffer.ptr().0 + first as u64));
+        if let Some(Place { buffer, offset }) = place(tensor) {
+            addresses.set(tensor, Ptr(buffer.ptr().0 + offset as u64));
         }
     }
     addresses

@@ -83,6 +83,8 @@ impl Stack {
         let decide = plan.router_steps(&plan.steps);
         let train = RouterSteps::new(both, decide, &[], |name| DECIDED.contains(&name))?;
         let mut back = RouterSteps::new(both, &plan.router_backward(), &[], of_experts)?;
+        // Backward finds these in the memory that the training pass kept, so a second copy would
+        // stay unused.
         back.own.retain(|id| !train.own.contains(id));
         let up_to_out = experts_plan.combine_steps(experts_plan.evaluation_steps(), false);
         Ok(Stack {
@@ -133,8 +135,9 @@ impl Stack {
         let mut outputs = Vec::new();
         for (index, router) in routers.iter().enumerate() {
             let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
-            let call = (Pass::Evaluate, RngKey::default());
-            outputs.push(decide(router, steps, call, input, names, place)?.0);
+            let rng_key = RngKey::default();
+            let decided = decide(router, steps, Pass::Evaluate, rng_key, input, names, place)?;
+            outputs.push(decided.0);
         }
         let (experts, addresses) = (&self.experts, &workspaces.addresses);
         experts.run(experts.bound(Pass::Evaluate), &scalars, addresses, None)?;
@@ -157,6 +160,8 @@ impl Stack {
         let find = |tensor| workspaces.get(tensor);
         self.stage(&routers[0], input, [tokens, 1], find)?;
         let count = experts.spec().shape.experts;
+        // Slot `e` of every token names expert `e`, so the rows of a token can be found by expert
+        // below.
         let all: Vec<i32> = (0..tokens).flat_map(|_| 0..count as i32).collect();
         self.fill("topk_ids", bytemuck::cast_slice(&all), find)?;
         self.fill(
@@ -174,15 +179,18 @@ impl Stack {
         let place = |tensor| self.place(steps, tensor, 0, find, &[&own]);
         let mut outputs = Vec::new();
         for router in routers {
-            let call = (Pass::Evaluate, RngKey::default());
-            let (mut output, scalars) = decide(router, steps, call, input, names, place)?;
+            let (pass, rng_key) = (Pass::Evaluate, RngKey::default());
+            let (mut output, scalars) = decide(router, steps, pass, rng_key, input, names, place)?;
             let ids = router.read(&["topk_ids"], tokens, |tensor| own.get(tensor))?;
             let ids: Vec<i32> = ids.tensors["topk_ids"].to_vec().expect("ids are i32");
+            // The stack's slots are in the order of experts, the router's in the order of its
+            // scores. Combine adds in the order of slots, and so must have the router's order to
+            // give the same bytes as the router's own layer.
             let of_token = rows.chunks(count).zip(ids.chunks(count));
             let found = of_token.flat_map(|(rows, ids)| ids.iter().map(|&id| rows[id as usize]));
             let found: Vec<i32> = found.collect();
             let slot_rows = router.id("slot_rows").and_then(place);
-            let (slot_rows, _) = slot_rows.expect("reserved above");
+            let slot_rows = slot_rows.expect("reserved above").buffer;
             experts
                 .device
                 .upload(bytemuck::cast_slice(&found), slot_rows, 0)?;
@@ -217,11 +225,12 @@ impl Stack {
         let steps = &self.train;
         let (mut outputs, mut kept) = (Vec::new(), Vec::new());
         for (index, router) in routers.iter().enumerate() {
+            // Memory for each router: all of them run forward before the first runs backward.
             let mut own = Workspace::default();
             steps.reserve(&mut own, router, tokens)?;
             let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
-            let call = (Pass::Train, rng_key);
-            let (output, scalars) = decide(router, steps, call, input, names, place)?;
+            let (output, scalars) =
+                decide(router, steps, Pass::Train, rng_key, input, names, place)?;
             outputs.push(output);
             kept.push((own, scalars));
         }
@@ -268,6 +277,7 @@ impl Stack {
         let calls = routers.iter().zip(&saved.routers).enumerate();
         for (index, (router, (own, scalars))) in calls {
             router.gradient_buffers()?;
+            // One router after the other uses this memory, in stream order.
             let mut returning = lock(&self.returning);
             let steps = &self.back;
             steps.reserve(&mut returning, router, saved.tokens)?;
@@ -311,6 +321,8 @@ impl Stack {
             &find,
         )?;
         if stride > input.tokens {
+            // Between the tokens of two routers lies what an earlier call left there. Ids of -1
+            // keep it from every expert.
             let slots = stride * routers * router.spec().shape.top_k;
             self.fill("topk_ids", bytemuck::cast_slice(&vec![-1i32; slots]), &find)?;
             self.fill(
@@ -340,13 +352,14 @@ impl Stack {
         id: TensorId,
         first: usize,
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
-    ) -> Place<'b> {
+    ) -> Option<Place<'b>> {
         let tensor = &self.experts.plan()[id];
-        let first = match tensor.shape.first() {
+        let offset = match tensor.shape.first() {
             Some(Size::Tokens) => tensor.bytes(first as u64) as usize,
             _ => 0,
         };
-        Some((find(id)?, first))
+        let buffer = find(id)?;
+        Some(Place { buffer, offset })
     }
 
     /// Returns the place of a router's tensor: in the stack, from its first token on, or in memory
@@ -358,10 +371,13 @@ impl Stack {
         first: usize,
         find: impl Fn(TensorId) -> Option<&'f Buffer>,
         own: &[&'b Workspace],
-    ) -> Place<'b> {
+    ) -> Option<Place<'b>> {
         match steps.stacked(tensor) {
             Some(there) => self.slice(there, first, find),
-            None => Some((own.iter().find_map(|memory| memory.get(tensor))?, 0)),
+            None => {
+                let buffer = own.iter().find_map(|memory| memory.get(tensor))?;
+                Some(Place { buffer, offset: 0 })
+            }
         }
     }
 
@@ -416,6 +432,8 @@ fn padded<'a>(parts: impl Iterator<Item = &'a [u8]>, bytes: usize) -> Vec<u8> {
 /// depend on the router either.
 fn sees_all(spec: &LayerSpec) -> bool {
     let router = &spec.router;
+    // Each of these makes an expert's output, or whether it exists, depend on the router: then one
+    // row cannot serve all routers.
     spec.shape.top_k == spec.routed_experts()
         && spec.experts.identity + spec.experts.zero == 0
         && router.weight_on == WeightSite::Output

@@ -154,6 +154,7 @@ fn bar(length: f64, blocks: bool) -> String {
         return "#".repeat(length.round() as usize);
     }
     let eighths = ((length - whole as f64) * 8.0).round() as usize;
+    // Nine entries, because the remainder may round up to eight eighths.
     let rest = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█"][eighths];
     "█".repeat(whole) + rest
 }

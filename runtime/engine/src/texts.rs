@@ -42,6 +42,8 @@ fn changed(
 ) -> Result<Vec<Arc<KernelSource>>, EngineError> {
     let pairs = plan.kernels.iter().zip(&known.kernels).zip(texts);
     let text = pairs.map(|((kernel, same), text)| {
+        // A text follows from its kernel's plan alone, and a comparison is far cheaper than a run
+        // of the templates.
         if kernel == same {
             Ok(text.clone())
         } else {

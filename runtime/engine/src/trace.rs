@@ -137,6 +137,8 @@ impl Trace {
                 vec![whole]
             }
             Lane::Exchange => {
+                // A complete event (`X`) must nest with the others of its thread, and exchanges of
+                // chunks overlap without nesting, so each is a pair of asynchronous events.
                 let mut both = vec![event("b", begin), event("e", end)];
                 for event in &mut both {
                     event["id"] = json!(format!("{rank}.{id}"));
@@ -149,6 +151,8 @@ impl Trace {
     fn micros(&self, time: Instant) -> f64 {
         let (instant, system) = self.origin;
         let origin = system.duration_since(UNIX_EPOCH).unwrap_or_default();
+        // An `Instant` may lie on either side of the origin and cannot be negative. Microseconds
+        // since 1970 leave a quarter of a microsecond of an f64.
         let after = time.saturating_duration_since(instant).as_secs_f64();
         let before = instant.saturating_duration_since(time).as_secs_f64();
         origin.as_secs_f64() * 1e6 + (after - before) * 1e6
@@ -158,6 +162,7 @@ impl Trace {
 /// Returns the events of one or more ranks as a trace file.
 pub fn chrome_trace(events: Vec<Value>) -> Value {
     let starts = events.iter().filter_map(|event| event["ts"].as_f64());
+    // Viewers show the distance from zero, which would be 50 years.
     let first = starts.fold(f64::INFINITY, f64::min);
     let since = |mut event: Value| {
         if let Some(at) = event["ts"].as_f64() {

@@ -176,9 +176,11 @@ impl Layer {
         self.check_training()?;
         let scalars = self.scalars(Pass::Train, rng_key, call.tokens, call.capacity_factor)?;
         let inputs = self.inputs(Pass::Train);
-        self.find_given((call.tokens, call.tensors), inputs, &mut workspaces.given)?;
+        self.find_given(call.tokens, call.tensors, inputs, &mut workspaces.given)?;
         self.reserve_training(&mut workspaces.every, call.tokens)?;
         let mut saved = self.saved(call.tokens, scalars)?;
+        // The workspace's list is overwritten by the next raw call, and backward needs the
+        // addresses of this one.
         saved.kept.given.extend_from_slice(&workspaces.given);
         self.lay_saved(workspaces, &saved);
         let bound = self.bound(Pass::Train);
@@ -205,7 +207,7 @@ impl Layer {
         self.check_saved(saved)?;
         let dy = self.dy();
         let given = &mut workspaces.given;
-        self.find_given((saved.tokens, call.tensors), dy.as_slice(), given)?;
+        self.find_given(saved.tokens, call.tensors, dy.as_slice(), given)?;
         self.reserve_every(&mut workspaces.every, saved.tokens)?;
         self.gradient_buffers()?;
         let scalars = saved.scalars.accumulating(call.accumulate);
@@ -348,6 +350,8 @@ impl Layer {
         let fits = idle.iter().position(holds);
         let reused = match fits {
             Some(at) => Some(idle.swap_remove(at)),
+            // Growing a set that is too small frees it first; a new one would leave the small sets
+            // of earlier calls allocated for good.
             None => idle.pop(),
         };
         drop(idle);
@@ -390,6 +394,8 @@ impl Layer {
             };
             buffers.push(self.id(&tensor.name).expect("it is the plan's"), buffer);
         }
+        // `get_or_try_init` is unstable, and allocation can fail. Two threads may both allocate
+        // here; the buffers of the second are dropped.
         Ok(self.gradients.get_or_init(|| buffers))
     }
 
@@ -402,6 +408,8 @@ impl Layer {
 
     pub(crate) fn check_saved(&self, saved: &Saved) -> Result<(), EngineError> {
         self.check_training()?;
+        // Every layer has its own idle list, so it identifies the layer that made the state, and
+        // its memory cannot end in the list of another.
         if Arc::ptr_eq(&saved.idle, &self.idle) {
             Ok(())
         } else {

@@ -120,6 +120,7 @@ impl Untuned {
         let tuning = sizes.map(|(name, &size)| Tuning::named(name, size));
         let tuning = tuning.collect::<Option<Vec<Tuning>>>()?.into_iter();
         let tuning = tuning.fold(Tuning::default(), Tuning::and);
+        // The file may come from another version, whose candidates were others.
         if tuning.fits(&self.plan) {
             self.with(&tuning).ok()
         } else {
@@ -139,6 +140,8 @@ impl Untuned {
 
 /// A hash of everything that kernel texts are made from.
 fn digest(plan: &LayerPlan) -> String {
+    // Timings of other kernels say nothing about these. The templates are part of it, because a
+    // template can change while plan and version stay.
     let (version, target, kernels) = (env!("CARGO_PKG_VERSION"), plan.target, &plan.kernels);
     hash_source(&format!("{version} {target} {} {kernels:?}", templates()))
 }

@@ -250,6 +250,8 @@ impl UserLayer {
         let offsets: Vec<i64> = self.read_raw("offsets", spec.shape.experts + 1, &find)?;
         let offsets: Vec<usize> = offsets.into_iter().map(|offset| offset as usize).collect();
         let rows = offsets.last().copied().unwrap_or(0);
+        // Only weights on the output are left to combine. Weights on the input are in `rows`
+        // already, so the expert's factor is 1 there.
         let weights = if spec.router.weight_on == WeightSite::Output && rows > 0 {
             let slots: Vec<i32> = self.read_raw("row_slots", rows, &find)?;
             let all: Vec<f32> = self.read_raw("topk_weights", tokens * spec.shape.top_k, &find)?;
@@ -298,6 +300,8 @@ impl UserLayer {
         for (row, part) in values.chunks_exact_mut(parts.max(1)).enumerate() {
             let range = row * width..(row + 1) * width;
             let pairs = dout[range.clone()].iter().zip(&routed.out[range]);
+            // Kernels leave one partial sum for each tile of columns, and the next launch adds them
+            // up; the host has the whole sum.
             part[0] = pairs.map(|(a, b)| a * b).sum();
         }
         self.upload("dweight_parts", &values, find)
@@ -362,6 +366,8 @@ fn run_backward(
     let routed = &saved.routed;
     let count = routed.weights.len().max(1);
     let (model, output) = (routed.rows.len() / count, dout.len() / count);
+    // A copy, because the gradient of a weight is `<dout, out>` with the `dout` that is not
+    // weighted yet.
     let mut weighted = dout.to_vec();
     for (row, weight) in weighted
         .chunks_exact_mut(output.max(1))

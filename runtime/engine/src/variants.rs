@@ -60,6 +60,7 @@ impl Variants<'_> {
     /// As [`Engine::layer`].
     pub fn layer(&self, tuning: &Tuning) -> Result<Layer, EngineError> {
         let plan = self.untuned.with(tuning)?;
+        // A tuning that changed the layout of packed weights would read the shared memory wrongly.
         debug_assert!(same_memory(&plan, &self.untuned.plan), "{tuning:?}");
         let shared = self.shared.weights();
         let texts = Texts::of(plan.into())?;
@@ -67,6 +68,7 @@ impl Variants<'_> {
         if self.training {
             layer.share_gradients(self.shared.gradients())?;
         }
+        // The tilings write the same gradients, so two of them must not run at the same time.
         Ok(layer.taking_turns(&self.shared.turn))
     }
 }

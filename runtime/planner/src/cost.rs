@@ -73,6 +73,8 @@ pub(crate) struct LaunchRows<'a> {
 impl Launches {
     /// Measures the steps at `few` and at `many` rows.
     pub fn new(plan: &LayerPlan, steps: &[Step], machine: &Machine, few: f64, many: f64) -> Self {
+        // Whole rows, because sizes are evaluated for whole numbers, and two different ones,
+        // because a line needs two points.
         let few = few.floor().max(1.0);
         let many = many.ceil().max(few + 1.0);
         let launches = steps.iter().map(|step| {

@@ -135,7 +135,11 @@ impl Machine {
             if load.peers == 0.0 {
                 continue;
             }
-            let (each, moved, factor) = transfer(level, load);
+            let TransferTime {
+                messages: each,
+                bytes: moved,
+                factor,
+            } = transfer(level, load);
             let fixed = level.alpha_us * 1e-6 * factor;
             time.levels[at] = moved;
             // Messages of all levels start together, so fixed times do not add up.
@@ -173,16 +177,24 @@ impl Machine {
     }
 }
 
-/// Returns the seconds of messages as such, the seconds of their bytes, and the factor that both
-/// contain.
-fn transfer(level: &Level, load: &LevelLoad) -> (f64, f64, f64) {
+/// The time of transfers at a level.
+struct TransferTime {
+    /// The seconds of messages as such.
+    messages: f64,
+    /// The seconds of their bytes.
+    bytes: f64,
+    /// The factor that both contain.
+    factor: f64,
+}
+
+fn transfer(level: &Level, load: &LevelLoad) -> TransferTime {
     let bytes = load.sent.max(load.received);
     let factor = level.factor(load.peers, load.each());
-    (
-        load.messages * level.per_message() * factor,
-        bytes / level.rate(load.peers) * factor,
+    TransferTime {
+        messages: load.messages * level.per_message() * factor,
+        bytes: bytes / level.rate(load.peers) * factor,
         factor,
-    )
+    }
 }
 
 #[cfg(test)]

@@ -8,6 +8,13 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
+/// A step of a part's pass.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PartStep {
+    pub part: PlanPart,
+    pub step: usize,
+}
+
 /// The launch costs of each part, in one pass.
 pub(crate) struct PartCosts {
     tokens: Rc<Launches>,
@@ -109,7 +116,7 @@ pub(crate) fn cost(
     comm: &CommConfig,
     parts: &PartCosts,
     rank: &Rank,
-    (part, step): (PlanPart, usize),
+    PartStep { part, step }: PartStep,
     of_rows: f64,
     multiprocessors: f64,
 ) -> Cost {
@@ -155,7 +162,7 @@ fn by_expert(rows: &[f64], multiprocessors: f64) -> LaunchRows<'_> {
     }
 }
 
-pub(crate) fn name(parts: &PartCosts, (part, step): (PlanPart, usize)) -> String {
+pub(crate) fn name(parts: &PartCosts, PartStep { part, step }: PartStep) -> String {
     let launches = match part {
         PlanPart::Dispatch => Some(&parts.tokens),
         PlanPart::Experts => Some(&parts.experts),

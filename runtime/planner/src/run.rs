@@ -6,7 +6,7 @@ use crate::cost::Cost;
 use crate::exchange::{LevelTime, MOST_LEVELS};
 use crate::geometry::Rank;
 use crate::memory::Memory;
-use crate::plan_parts::{PartCosts, StepsOf, cost, name, part_costs, whose};
+use crate::plan_parts::{PartCosts, PartStep, StepsOf, cost, name, part_costs, whose};
 use crate::scenario::{Bound, PassTime, PhaseOf, Prediction, Simulated};
 use crate::schedule::{Chunk, Timeline, meet, pipeline};
 use moesaic_plan::{CollectiveOp, Exchange, Parallel, PlanPart, RankStep, Strategy};
@@ -122,7 +122,15 @@ impl<'r> Run<'r> {
         match step {
             RankStep::Launch { part, step, .. } => {
                 for at in 0..self.ranks.len() {
-                    self.now[at] = self.launch(comm, parts, (*part, *step), (at, self.now[at]));
+                    self.now[at] = self.launch(
+                        comm,
+                        parts,
+                        PartStep {
+                            part: *part,
+                            step: *step,
+                        },
+                        (at, self.now[at]),
+                    );
                 }
             }
             RankStep::Exchange(exchange) if stays(exchange) => {
@@ -150,7 +158,7 @@ impl<'r> Run<'r> {
         &mut self,
         comm: &CommConfig,
         parts: &PartCosts,
-        launch: (PlanPart, usize),
+        launch: PartStep,
         (at, start): (usize, f64),
     ) -> f64 {
         let all = comm.machine.compute.multiprocessors as f64;
@@ -160,7 +168,7 @@ impl<'r> Run<'r> {
         let name = || name(parts, launch);
         self.note(
             at,
-            whose(launch.0),
+            whose(launch.part),
             name,
             (start, end),
             LevelTime::default(),
@@ -367,9 +375,9 @@ impl<'r> Run<'r> {
 /// and those in between that do not: GEMMs of shadows, and rows that stay.
 struct ChunkedWork<'s> {
     there: Vec<&'s Exchange>,
-    launches: Vec<(PlanPart, usize)>,
+    launches: Vec<PartStep>,
     back: Vec<&'s Exchange>,
-    meanwhile: Vec<(PlanPart, usize)>,
+    meanwhile: Vec<PartStep>,
     stay: Vec<&'s Exchange>,
 }
 
@@ -396,8 +404,14 @@ impl ChunkedWork<'_> {
                 RankStep::Launch { part, step, .. } => match part {
                     // Rows of shadows stay local, so their GEMMs need no exchange and fill the
                     // wait for the first chunk.
-                    PlanPart::Shadows => work.meanwhile.push((*part, *step)),
-                    _ => work.launches.push((*part, *step)),
+                    PlanPart::Shadows => work.meanwhile.push(PartStep {
+                        part: *part,
+                        step: *step,
+                    }),
+                    _ => work.launches.push(PartStep {
+                        part: *part,
+                        step: *step,
+                    }),
                 },
                 RankStep::Exchange(exchange) => match exchange.op {
                     CollectiveOp::Dispatch { .. } => work.there.push(exchange),

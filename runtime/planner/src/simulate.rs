@@ -272,6 +272,8 @@ impl<'q> Simulator<'q> {
         let options = PlanOptions::training(scenario.training);
         let target = scenario.machine.target;
         let placement = self.placement(mesh);
+        // `max_by_key` returns the last of equal groups, so the walk is backwards to find the
+        // first.
         let most = (0..mesh.ep).rev().max_by_key(|ep| placement.count(*ep));
         let rank = most.unwrap_or(0) * mesh.expert_tp;
         let sharing = Sharing::from(mesh).at_r(adaptive_r).shadowing(shadows);

@@ -7,7 +7,7 @@
 use crate::Machine;
 use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::routing::Routing;
-use moesaic_plan::{AllToAll, Parallel, Placement};
+use moesaic_plan::{AllToAll, Parallel, Placement, RowSource};
 
 /// The loads of a rank in one phase by level, in rows.
 pub(crate) type LevelLoads = [LevelLoad; MOST_LEVELS];
@@ -139,8 +139,11 @@ impl<'a> MeshGroup<'a> {
 
     /// Returns the part of a rank's rows for an expert that goes to one group that holds it.
     fn part(&self, from: usize, expert: usize, ep: usize) -> f64 {
-        let near = from / self.mesh.expert_tp;
-        self.placement.part((from, near), expert, ep)
+        let source = RowSource {
+            rank: from,
+            ep: from / self.mesh.expert_tp,
+        };
+        self.placement.part(source, expert, ep)
     }
 
     /// Returns the owners' groups of the replicas that a rank's group holds without owning them.

@@ -159,8 +159,8 @@ pub fn resume(
     }
     let mut whole = moved(ranks, &plan, left_here, &to)?;
     let own = mesh.place().ep;
-    let missing = plan.missing.iter().filter(|(group, _)| *group == own);
-    let slots: Vec<usize> = missing.map(|(_, slot)| *slot).collect();
+    let missing = plan.missing.iter().filter(|at| at.group == own);
+    let slots: Vec<usize> = missing.map(|at| at.slot).collect();
     for (name, tensor) in whole.iter_mut() {
         if mesh.process_group(name) != ProcessGroup::ExpertDp || slots.is_empty() {
             continue;
@@ -241,8 +241,8 @@ fn moved(
     let size: usize = parts().map(|(_, tensor)| row_bytes(tensor)).sum();
     let sends = plan
         .sent(place.ep)
-        .map(|one| (peer(one.to.0), row(one.from.1)));
-    let receives = plan.got(place.ep).map(|one| (peer(one.from.0), size));
+        .map(|one| (peer(one.to.group), row(one.from.slot)));
+    let receives = plan.got(place.ep).map(|one| (peer(one.from.group), size));
     // One message per expert carries its row of every tensor, in the order of names, which is the
     // same on all ranks.
     let (sends, receives): (Vec<_>, Vec<_>) = (sends.collect(), receives.collect());
@@ -263,7 +263,7 @@ fn moved(
     // Write stays and arrivals into new tensors: the old ones must survive a failed commit.
     let kept = plan.kept.iter().filter(|kept| kept.group == place.ep);
     let stays = kept.map(|kept| (kept.to, row(kept.from)));
-    let comes = plan.got(place.ep).map(|one| one.to.1).zip(arrived);
+    let comes = plan.got(place.ep).map(|one| one.to.slot).zip(arrived);
     for (slot, bytes) in stays.chain(comes) {
         let mut rest = &bytes[..];
         for (_, tensor) in after.iter_mut().filter(|(name, _)| of_experts(name)) {

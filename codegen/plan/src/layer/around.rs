@@ -18,6 +18,7 @@ impl Builder {
         let forward = self.forward_around();
         let mut places = Places {
             forward,
+            // Without training, `steps` is the evaluation.
             evaluation: forward,
             backward: 0,
         };
@@ -83,6 +84,7 @@ impl Builder {
         self.routing();
         self.latent_down();
         self.dispatch(Calls::All);
+        // Every step so far makes what the experts read, and no step below does.
         let at = match self.pass {
             Pass::Evaluation => self.plan.evaluation.len(),
             _ => self.plan.steps.len(),

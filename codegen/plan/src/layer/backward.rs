@@ -14,6 +14,7 @@ use moesaic_spec::{LayerSpec, RouterInput, RouterKind, canonical_tensors};
 pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let mut list: Vec<TensorPlan> = canonical_tensors(spec)
         .into_iter()
+        // A routing table holds ids, which have no gradient.
         .filter(|t| t.dtype.is_float())
         .map(|t| {
             let shape: Vec<Size> = t.shape.iter().map(|&n| constant(n)).collect();
@@ -135,6 +136,8 @@ impl Builder {
         self.pass = Pass::Backward;
         let parts = self.parts(&dgrad::routed(&self.plan.spec, Half::Down));
         let shape = [Size::Tokens, constant(parts)];
+        // It goes back to the tokens' rank, which needs it for the gradient of the router's
+        // weights.
         let parts = tensor("dweight_parts", F32, &shape, Role::InputGradient);
         self.plan.tensors.push(parts);
         self.recompute(recompute);
@@ -173,12 +176,15 @@ impl Builder {
                     has_rows = !self.is_around();
                     has_rows
                 }
+                // Dispatch reads what this projection makes, so it runs again with it instead of
+                // being kept.
                 _ => kernel.name == LATENT_DOWN,
             };
             if again {
                 self.plan.backward.push(step);
             }
         }
+        // Experts on other ranks recompute their own pre-activations.
         if !self.is_around() {
             self.expert_gemm("grouped_gemm_up_again", Half::Up, None, true);
         }

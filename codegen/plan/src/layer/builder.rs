@@ -115,6 +115,8 @@ impl Builder {
         let used = |name: &str| named.get(name).is_some_and(|id| used.contains(id));
         plan.tensors
             .retain(|t| t.role == Role::Weight || used(&t.name));
+        // Tensors are declared and dropped until the end (`declare_parts`, `forget_experts`), so
+        // only now their numbers are known.
         let mut places = vec![None; named.len()];
         for (at, tensor) in plan.tensors.iter().enumerate() {
             if let Some(id) = named.get(&tensor.name) {
@@ -190,10 +192,13 @@ impl Builder {
             .collect();
         let mut name = name.to_string();
         if self.pass == Pass::Evaluation {
+            // Entries count too: kernels for small and for large calls may have one text and other
+            // grids.
             let same = |known: &KernelPlan| known.op == op && known.entries == entries;
             if let Some(known) = self.plan.kernels.iter().position(same) {
                 return known;
             }
+            // Names are file names of `moesaic emit`, so no two kernels may share one.
             name += "_eval";
         }
         self.plan.kernels.push(KernelPlan { name, op, entries });

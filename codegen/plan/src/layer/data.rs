@@ -56,9 +56,9 @@ pub struct PlanOptions {
     /// have decode kernels.
     pub one_for_all: bool,
     /// Weights of experts that ranks share stay as they are, as those of layers that train
-    /// do, where a CPU would have them packed: other ranks can gather them ([`Ways`]).
+    /// do, where a CPU would have them packed: other ranks can gather them ([`AdaptiveMesh`]).
     ///
-    /// [`Ways`]: crate::Ways
+    /// [`AdaptiveMesh`]: crate::AdaptiveMesh
     pub unpacked: bool,
 }
 
@@ -146,6 +146,8 @@ impl LayerPlan {
                 }
             }
         }
+        // Weights and their gradients live as long as the layer, and `dy` comes with the backward
+        // call.
         let passed =
             |id: &TensorId| matches!(self[*id].role, Role::Input | Role::Output | Role::Scratch);
         saved.into_iter().filter(passed).collect()
@@ -222,6 +224,8 @@ impl TensorPlan {
     /// some tokens are a tensor of a call with these tokens alone.
     pub fn is_by_token(&self) -> bool {
         let mut sizes = self.shape.iter();
+        // A size is an expression. These counts tell `tokens` from every division and rounding of
+        // it that plans have.
         let counts = |size: &Size| [0, 1, 63, 1000, 1 << 20].iter().all(|&n| size.eval(n) == n);
         let constant = |size: &Size| size.eval(0) == size.eval(1 << 20);
         sizes.next().is_some_and(counts) && sizes.all(constant)
@@ -231,6 +235,8 @@ impl TensorPlan {
     pub fn elements(&self, tokens: u64) -> u64 {
         self.shape
             .iter()
+            // A call that is too large must fail when its memory is allocated. A product that wraps
+            // would be small enough to succeed.
             .fold(1, |product, size| product.saturating_mul(size.eval(tokens)))
     }
 

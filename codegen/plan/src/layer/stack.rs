@@ -37,6 +37,8 @@ impl LayerPlan {
     /// rows to those of the router and of tokens.
     pub fn router_backward(&self) -> Vec<Step> {
         let of_router = |name: &str| name.trim_start_matches("grad.").starts_with("router.");
+        // By the tensors' names, because gradients of the router's matrix are GEMMs like those of
+        // experts.
         let own = |step: &&Step| self.sums_tokens(step) || self.names(step).any(of_router);
         self.backward.iter().filter(own).cloned().collect()
     }

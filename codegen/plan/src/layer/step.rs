@@ -81,6 +81,7 @@ impl LayerPlan {
         let mut same = self
             .all_steps()
             .filter(|other| self.symbol(other) == symbol);
+        // Routed and shared experts run kernels with the same symbols.
         match (same.nth(1), step) {
             (None, _) => symbol,
             (Some(_), Step::Launch(launch)) => &self.kernels[launch.entry.kernel].name,

@@ -93,6 +93,8 @@ fn routing_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<Te
 
 fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let (tokens, activations) = (Size::Tokens, spec.precision.activations);
+    // As many rows as any routing can make: how many there are is known on the device alone, after
+    // memory was allocated. Masks, drops and identity experts only take some away.
     let rows = tokens.clone() * spec.shape.top_k as u64;
     let output = constant(spec.output_dim());
     let scratch = |name: &str, rows: &Size, width: Size| {

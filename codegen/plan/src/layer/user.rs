@@ -46,6 +46,8 @@ pub fn plan_user_experts(
 }
 
 fn check(spec: &LayerSpec) -> Result<(), PlanError> {
+    // Both act inside an expert, between its GEMMs or behind the last, where the caller's code
+    // runs.
     let (option, advice) = if spec.experts.bias != Biases::None {
         (
             "experts.bias",

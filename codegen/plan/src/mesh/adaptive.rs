@@ -88,6 +88,8 @@ impl AdaptiveMesh {
             ep,
             expert_tp,
             dp,
+            // Tokens for shards of shared experts go by the stored mesh, whatever the degree of the
+            // routed ones.
             shared: SharedExperts::Whole,
         }
     }
@@ -128,6 +130,8 @@ impl AdaptiveMesh {
     /// Returns the block of a rank: the ranks that gather each other's weights.
     pub fn block(&self, rank: usize) -> Range<usize> {
         let size = self.owners();
+        // Shards of an expert are on consecutive ranks, so a block is a range and never crosses two
+        // experts' shards.
         let first = rank / size * size;
         first..first + size
     }
@@ -197,8 +201,8 @@ impl RankPlan {
         let owners = block.clone().map(|rank| (rank - block.start, rank));
         let regions = |(owner, rank): (usize, usize)| {
             let shard = rank % self.mesh.expert_tp % by.width();
-            // shard == 0; || A tensor that shards do not split (the last bias) must be gathered
-            // from one owner only: the other shards hold zeros.
+            // A tensor that shards do not split (the last bias) is gathered from one owner alone: the
+            // other shards hold zeros.
             let owns = dim.is_some() || shard == 0;
             let runs = owns.then(|| self.runs(&placement, rank));
             let runs = runs.into_iter().flatten();

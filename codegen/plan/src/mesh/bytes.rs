@@ -27,6 +27,8 @@ impl RankPlan {
         let world: Vec<usize> = (0..self.mesh.ranks()).collect();
         let rows = tokens * self.tokens.spec.shape.top_k as u64;
         let (placement, experts) = (self.row_placement(), self.tokens.spec.shape.experts);
+        // Replicas share an expert's rows, so a group with two halves of experts gets the rows of
+        // one.
         let loads = placement.loads(&vec![1.0; experts]);
         let ep = |rank: usize| self.by().place(rank).ep;
         let part = |ep: usize| (rows as f64 * loads[ep] / experts as f64) as u64;
@@ -63,6 +65,8 @@ impl RankPlan {
             sent
         };
         let summed = |ranks: &[usize], bytes: u64| {
+            // Every part goes to its owner once and comes back once. A rank's own part is summed
+            // where it lies.
             let part = 2 * bytes / ranks.len().max(1) as u64;
             Sent {
                 here: 0,

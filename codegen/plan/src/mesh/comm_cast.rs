@@ -136,6 +136,8 @@ impl CastPlan {
             width,
             rows,
         };
+        // Rows of one width and dtype share a kernel: `rows` with `drows`, and `out` with `dout`,
+        // where both passes have one communication dtype.
         let known = self.known.iter().find(|(known, _)| *known == desc);
         Some(match known {
             Some((_, packed)) => packed.clone(),
@@ -191,6 +193,7 @@ impl CastPlan {
         } else {
             steps.push(self.step(kernel, 0, pack));
         }
+        // Behind the count of saturated values, where there is one.
         let last = self.plan.kernels[kernel].entries.len() - 1;
         let packed = Packed {
             comm_dtype: desc.comm_dtype,

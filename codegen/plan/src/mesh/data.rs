@@ -282,6 +282,7 @@ impl RankPlan {
     /// Returns whether weights of shadows stay from a forward pass to its backward pass, which then
     /// sends none.
     pub fn keeps_shadow_weights(&self) -> bool {
+        // Read off the steps, so that the runtime cannot free weights that a step still reads.
         let mut exchanges = self.backward.iter().filter_map(RankStep::exchange);
         !exchanges.any(|exchange| matches!(exchange.op, CollectiveOp::BroadcastShadowWeight { .. }))
     }
@@ -359,6 +360,7 @@ impl RankPlan {
             .shape
             .iter()
             .skip(1)
+            // Only the first size depends on the number of tokens.
             .map(|size| size.eval(0))
             .product();
         width as usize * tensor.dtype.size()

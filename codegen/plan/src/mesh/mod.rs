@@ -151,8 +151,7 @@ pub fn plan_rank<'p>(
     let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
     let of_experts = PlanOptions {
-        // !by.is_owner_only(), || Gathered weights arrive in the layout in which their owners store
-        // them.
+        // Gathered weights arrive in the layout in which their owners store them.
         unpacked: options.unpacked || !by.is_owner_only(),
         ..options.clone()
     };
@@ -263,6 +262,7 @@ pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
     };
     LayerSpec {
         shape: Shape {
+            // A layer has an expert at least. No step names this one, so its tensors are dropped.
             experts: 1,
             top_k: 1,
             ..spec.shape
@@ -371,9 +371,8 @@ fn plan_tokens(
         .map_or(Recompute::None, |training| training.recompute);
     let places = builder.around_experts(recompute);
     for tensor in &mut builder.plan.tensors {
-        // In one process the caller supplies these counts; here the ranks exchange them.
         if GLOBAL.contains(&&*tensor.name) {
-            // Ranks fill these tensors by an exchange, so a caller has nothing to supply.
+            // In one process the caller supplies these counts; here ranks fill them by an exchange.
             tensor.role = Role::Scratch;
         }
         // Every backward pass receives these tensors anew, so forward need not keep them.

@@ -55,6 +55,8 @@ impl Overlap {
         let Both { forward, backward } = self.degree;
         match self.by {
             OverlapBy::Peers if forward > 1 && backward > 1 => {
+                // The first chunk is a rank's own rows however many chunks there are, so only the
+                // others have to agree.
                 1 + multiple(forward - 1, backward - 1)
             }
             _ => multiple(forward, backward),
@@ -68,6 +70,7 @@ fn multiple(of: usize, and: usize) -> usize {
     while b > 0 {
         (a, b) = (b, a % b);
     }
+    // Divided first, so that the numbers that a user typed cannot overflow.
     of / a.max(1) * and
 }
 
@@ -274,6 +277,8 @@ fn in_chunks(
     let after = list.split_off(row_steps.first);
     let exchange = |exchanges: &[Exchange], number: usize| -> Vec<RankStep> {
         let of_chunk = |exchange: &Exchange| Exchange {
+            // An exchange as a whole has no chunk, even where the other pass's chunks are launched:
+            // it waits for nothing to overlap with.
             chunk: (of > 1).then_some(chunk(number, of)),
             ..exchange.clone()
         };

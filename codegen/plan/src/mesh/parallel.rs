@@ -155,6 +155,8 @@ impl Parallel {
             divisors.into_iter().find(|n| fits(*n)).unwrap_or(1)
         };
         let ranks = ranks.max(1);
+        // Whole experts before shards: a row goes to every shard of its expert, so shards multiply
+        // what is sent.
         let ep = largest(ranks, &|n| n <= spec.shape.experts);
         let rest = ranks / ep;
         let expert_tp = largest(rest, &|n| spec.shape.hidden_dim.is_multiple_of(n));

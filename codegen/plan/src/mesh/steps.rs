@@ -59,6 +59,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     } else {
         None
     };
+    // Sums over tiles are exchanged before the kernel that turns them into losses reads them.
     let first = summed.unwrap_or(scanned);
     launch(&mut list, PlanPart::Dispatch, scanned..first);
     if summed.is_some() {
@@ -134,6 +135,7 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     let mut list = Vec::new();
     let again = plan.tokens.routing_of(&plan.tokens.backward).len();
     launch(&mut list, PlanPart::Dispatch, 0..again);
+    // The recomputed routing knows this rank's tokens alone, and is replaced as in forward.
     if again > 0 && plan.scope == TokenScope::World {
         list.push(exchange(
             "routing of all tokens",
@@ -168,6 +170,8 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
             .iter()
             .flat_map(|shadows| reduce_shadow_gradients(plan, shadows)),
     );
+    // A bias of the last GEMM is weighted with its row, so the gradient of that weight, which the
+    // tokens' rank computes, reads the biases of all experts.
     let weights = plan.tokens.tensors.iter().enumerate();
     for (to, tensor) in weights.filter(|(_, tensor)| tensor.role == Role::Weight) {
         if let Some(from) = plan.experts.id(&tensor.name) {
@@ -306,6 +310,8 @@ fn needs_token_counts(spec: &LayerSpec, trains: bool) -> bool {
         CapacityMode::Factor | CapacityMode::Bounded
     );
     let random = spec.capacity.order == CapacityOrder::Random;
+    // Capacities follow from the rank with the most tokens, random numbers from the index of a
+    // rank's first one.
     by_factor || random || (trains && spec.draws())
 }
 
@@ -373,5 +379,7 @@ fn combine(plan: &RankPlan, names: &[&str]) -> Vec<RankStep> {
         }
         back.push(exchange(name, CollectiveOp::Combine { from: tensor, to }));
     }
+    // Sums and answers in two runs, because exchanges that become one operation have to be adjacent
+    // (`Exchange::goes_with`).
     [sums, back].concat()
 }

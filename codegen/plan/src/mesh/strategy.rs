@@ -100,6 +100,7 @@ impl AllToAll {
         match self {
             AllToAll::Linear => 1,
             AllToAll::TwoDh | AllToAll::TwoDhInterFirst | AllToAll::Dedup => 2,
+            // It runs both orders of two hops at once.
             AllToAll::TwoDhConcurrent => 4,
         }
     }
@@ -233,6 +234,7 @@ impl fmt::Display for Strategy {
             parts.push(format!("shadows={}", self.shadows));
         }
         if parts.is_empty() {
+            // An empty text would be no value of `--strategy`, and the text must be readable again.
             f.write_str("default")
         } else {
             f.write_str(&parts.join(","))
@@ -268,6 +270,7 @@ impl FromStr for Strategy {
         for part in text.split(',') {
             let (name, value) = part.split_once('=').unwrap_or((part, ""));
             let (name, value) = (name.trim(), value.trim());
+            // Taking the last one would hide which of the two a run had.
             if seen.contains(&name) {
                 return Err(format!("`{name}` is given twice"));
             }
@@ -375,6 +378,8 @@ impl Strategy {
         let alike = timed.filter(|(_, seconds)| *seconds <= least * (1.0 + ALIKE));
         alike.map(|(strategy, _)| strategy).min_by_key(|strategy| {
             let chunks = strategy.overlap_degree.forward + strategy.overlap_degree.backward;
+            // The strategy itself comes last, so that no two are equal: every rank must find the
+            // same one.
             (strategy.all_to_all.hops(), chunks, *strategy)
         })
     }

@@ -15,41 +15,78 @@ const BLOCK_SOURCES: usize = 4096;
 /// bytes they read 512 bytes of a row, in whole sectors.
 const DECODE_THREADS: u32 = 32;
 
-/// Returns the rows of a block that copies them, and threads per row.
-pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> (usize, u32) {
+/// The tiling of a block that copies rows.
+pub(crate) struct RowTiling {
+    /// Rows of a block.
+    pub rows: usize,
+    /// Adjacent threads that copy one row.
+    pub row_threads: u32,
+}
+
+/// The tiling of a block that sums rows into tokens.
+pub(crate) struct TokenTiling {
+    /// Tokens of a block.
+    pub tokens: usize,
+    /// Adjacent threads that sum one token.
+    pub token_threads: u32,
+}
+
+/// The tiling of a block that sums slices of tokens.
+pub(crate) struct SliceTiling {
+    /// Tokens of a block.
+    pub tokens: usize,
+    /// Adjacent threads that sum one slice.
+    pub threads: u32,
+    /// Slices of a token.
+    pub slices: usize,
+}
+
+/// Returns the tiling of a kernel that copies rows.
+pub(crate) fn row_tiling(width: usize, dtype: DType, wave: u32) -> RowTiling {
     let row_threads = (packs(width, dtype).next_power_of_two() as u32).min(wave);
     let at_once = (COPY_THREADS / row_threads) as usize;
     let rows = BLOCK_BYTES.div_ceil(width * dtype.size());
-    (rows.min(64).next_multiple_of(at_once), row_threads)
+    // Whole rounds of the block's threads; in the last round of any other number some would have no
+    // row.
+    let rows = rows.min(64).next_multiple_of(at_once);
+    RowTiling { rows, row_threads }
 }
 
-/// Returns the tokens of a block that sums `rows` rows into each, and threads per token.
-pub(crate) fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize) -> (usize, u32) {
+/// Returns the tiling of a kernel that sums `rows` rows into each token.
+pub(crate) fn token_tiling(width: usize, dtype: DType, top_k: usize, rows: usize) -> TokenTiling {
     let most = most_tokens(top_k);
     let packs = packs(width, dtype).next_power_of_two() as u32;
+    // A block handles as many tokens at once as it has teams of threads, and may not list the
+    // sources of more than `most`.
     let token_threads = packs.clamp(COPY_THREADS / most as u32, COPY_THREADS);
     let at_once = (COPY_THREADS / token_threads) as usize;
     let tokens = BLOCK_BYTES.div_ceil(rows * width * dtype.size());
-    (tokens.min(most).next_multiple_of(at_once), token_threads)
+    TokenTiling {
+        tokens: tokens.min(most).next_multiple_of(at_once),
+        token_threads,
+    }
 }
 
 /// Returns [`token_tiling`] for decode calls, which cut tokens into slices of a pack for each
-/// thread, and the number of slices.
+/// thread.
 pub(crate) fn slice_tiling(
     width: usize,
     dtype: DType,
     top_k: usize,
     token_threads: u32,
-) -> (usize, u32, usize) {
+) -> SliceTiling {
     let least = COPY_THREADS / most_tokens(top_k) as u32;
     let threads = token_threads.min(DECODE_THREADS.max(least));
-    let tokens = (COPY_THREADS / threads) as usize;
-    let slices = packs(width, dtype).div_ceil(threads as usize);
-    (tokens, threads, slices)
+    SliceTiling {
+        tokens: (COPY_THREADS / threads) as usize,
+        threads,
+        slices: packs(width, dtype).div_ceil(threads as usize),
+    }
 }
 
 /// Returns the tokens whose sources fit into a block, a power of two.
 fn most_tokens(top_k: usize) -> usize {
+    // A power of two, because it divides the block's threads into teams.
     1 << (BLOCK_SOURCES / top_k.max(1)).clamp(1, 64).ilog2()
 }
 

@@ -37,14 +37,18 @@ impl Machine {
     /// Returns the machine that runs the kernels of a target; `caches` are those of a CPU.
     pub fn of(target: Target, caches: CacheClass) -> Machine {
         match target {
+            // A simulator runs the text of its hardware to the byte, so it gets the same tiles.
             Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa)) => Machine::Cpu(Core { isa, caches }),
             Target::Cuda(arch) | Target::Sim(SimArch::Cuda(arch)) => Machine::Gpu(Gpu::Cuda(arch)),
             Target::Rocm(arch) | Target::Sim(SimArch::Rocm(arch)) => Machine::Gpu(Gpu::Rocm(arch)),
         }
     }
 
-    /// Returns the kernels for GPUs whose launches may overlap begin by waiting for those before.
+    /// Returns an entry that begins by waiting for the launch before it, on GPUs whose launches may
+    /// overlap.
     pub(crate) fn overlapping(self, mut entry: Entry) -> Entry {
+        // Programmatic dependent launch came with Hopper: a kernel's blocks may start before the
+        // one before it has ended, which hides the start of a launch behind the end of another.
         let wait = matches!(self, Machine::Gpu(Gpu::Cuda(arch)) if arch.capability >= 90);
         entry.launch.dependent = wait;
         entry

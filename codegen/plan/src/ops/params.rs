@@ -21,6 +21,8 @@ pub(crate) fn entry(
     Entry {
         symbol: symbol.to_string(),
         summary: summary.to_string(),
+        // Last in every entry: entries that become one (`together` of the router) drop it from each
+        // and add it once.
         params: params.into_iter().chain([Param::i64("tokens")]).collect(),
         launch: Launch {
             grid,

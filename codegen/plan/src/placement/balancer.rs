@@ -75,6 +75,8 @@ impl Balancer {
         } else {
             self.options.decay
         };
+        // Shares instead of counts, because batches differ in size. A step without rows says
+        // nothing about the loads.
         for (average, &count) in self.average.iter_mut().zip(counts).filter(|_| all > 0) {
             *average = keep * *average + (1.0 - keep) * count as f64 / all as f64;
         }
@@ -97,6 +99,8 @@ impl Balancer {
     /// # Errors
     /// As [`rebalance`](super::rebalance).
     pub fn propose(&mut self, present: &Placement) -> Result<Option<Placement>, PlacementError> {
+        // A move exchanges weights and the state of optimizers, so there is a limit to how often,
+        // however the loads swing.
         if self.since < self.options.rest {
             return Ok(None);
         }

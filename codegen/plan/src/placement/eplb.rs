@@ -49,6 +49,8 @@ impl Replication {
         let once = |rank: &[usize]| {
             let mut list = Vec::with_capacity(rank.len());
             for &expert in rank {
+                // A rank with two replicas of an expert multiplies their rows in one GEMM anyway,
+                // so the second would only take memory.
                 if !list.contains(&expert) {
                     list.push(expert);
                 }
@@ -111,6 +113,8 @@ pub fn balanced(
     present: &Placement,
 ) -> Result<Placement, PlacementError> {
     let packed = rebalance(loads, eplb)?.placement(eplb.ranks)?;
+    // EPLB packs greedily and can do worse than the placement that is there, even without the cost
+    // of a move.
     let better = packed.busiest(loads) < present.busiest(loads);
     Ok(if better { packed } else { present.clone() })
 }
@@ -167,6 +171,8 @@ fn pack(weights: &[f32], packs: usize) -> Vec<Vec<usize>> {
         return (0..packs).map(|item| vec![item]).collect();
     }
     let mut order: Vec<usize> = (0..weights.len()).collect();
+    // Stable, so that a tie goes to the lower index; `min_by` below also takes the first of equal
+    // packs.
     order.sort_by(|&a, &b| weights[b].total_cmp(&weights[a]));
     let mut packed = vec![Vec::with_capacity(capacity); packs];
     let mut sums = vec![0f32; packs];

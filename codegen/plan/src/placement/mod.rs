@@ -15,7 +15,7 @@ mod text;
 
 pub use balancer::{Balancer, Balancing};
 pub use eplb::{Eplb, Replication, balanced, rebalance};
-pub use moves::{Kept, Move, Moves, moves, moves_from};
+pub use moves::{ExpertSlot, Kept, Move, Moves, moves, moves_from};
 pub use shadow::{ShadowForm, ShadowModel, shadows};
 
 use crate::mesh::Parallel;
@@ -65,6 +65,15 @@ pub enum Split {
     /// All rows stay where the rank's own group has a replica; otherwise all go to replica `q mod
     /// r`.
     Near,
+}
+
+/// A rank that has rows for an expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowSource {
+    /// Its index among the ranks that hold all experts.
+    pub rank: usize,
+    /// Its own group.
+    pub ep: usize,
 }
 
 /// The serialized form.
@@ -290,11 +299,10 @@ impl Placement {
         }
     }
 
-    /// Returns the range of a rank's `rows` for an expert that goes to a group. `source` is the
-    /// rank's index among the ranks that hold all experts, `near` its own `ep`.
+    /// Returns the range of a rank's `rows` for an expert that goes to a group.
     pub fn share(
         &self,
-        (source, near): (usize, usize),
+        source: RowSource,
         expert: usize,
         rows: usize,
         group: usize,
@@ -304,23 +312,27 @@ impl Placement {
         };
         let holders = &lists.holders[expert];
         let all = holders.len();
+        // Searched for on every rank in each call, so holders are sorted once, when the placement
+        // is made.
         let Ok(replica) = holders.binary_search(&group) else {
             return 0..0;
         };
         match lists.split {
             _ if all == 1 => 0..rows,
             Split::Even => {
-                let part = (replica + all - source % all) % all;
+                // The inverse of the rule of [`Split::Even`]; `all` is added first because the
+                // numbers are unsigned.
+                let part = (replica + all - source.rank % all) % all;
                 even(rows, all, part)
             }
-            Split::Near if nearest(holders, (source, near)) == replica => 0..rows,
+            Split::Near if nearest(holders, source) == replica => 0..rows,
             Split::Near => 0..0,
         }
     }
 
     /// Returns the fraction of a rank's rows for an expert that goes to a group, in the limit of
     /// many rows: [`Placement::share`].
-    pub fn part(&self, from: (usize, usize), expert: usize, group: usize) -> f64 {
+    pub fn part(&self, source: RowSource, expert: usize, group: usize) -> f64 {
         let Form::Listed(lists) = &self.0 else {
             return f64::from(u8::from(self.owner(expert) == group));
         };
@@ -328,7 +340,7 @@ impl Placement {
         match (holders.binary_search(&group), lists.split) {
             (Err(_), _) => 0.0,
             (Ok(_), Split::Even) => 1.0 / holders.len() as f64,
-            (Ok(replica), Split::Near) => f64::from(u8::from(nearest(holders, from) == replica)),
+            (Ok(replica), Split::Near) => f64::from(u8::from(nearest(holders, source) == replica)),
         }
     }
 
@@ -343,7 +355,10 @@ impl Placement {
     pub fn received(&self, expert_tp: usize, counts: &[Vec<usize>]) -> Vec<usize> {
         let mut rows = vec![0; self.groups()];
         for (source, counts) in counts.iter().enumerate() {
-            let from = (source, source / expert_tp.max(1));
+            let from = RowSource {
+                rank: source,
+                ep: source / expert_tp.max(1),
+            };
             for (expert, &count) in counts.iter().enumerate() {
                 for &group in &*self.holders(expert) {
                     rows[group] += self.share(from, expert, count, group).len();
@@ -387,6 +402,7 @@ impl Placement {
         };
         let groups = (0..self.groups()).map(of).collect();
         let owners = (0..experts).map(|expert| self.owner(expert)).collect();
+        // The owners stay: they sum the gradients of a shadow and keep its weights after the step.
         Placement::new(experts, groups, Some(owners), Split::Near)
     }
 
@@ -430,9 +446,9 @@ impl Placement {
 }
 
 /// Returns the replica that gets all rows of a rank with [`Split::Near`].
-fn nearest(holders: &[usize], (source, near): (usize, usize)) -> usize {
-    let own = holders.binary_search(&near);
-    own.unwrap_or(source % holders.len())
+fn nearest(holders: &[usize], source: RowSource) -> usize {
+    let own = holders.binary_search(&source.ep);
+    own.unwrap_or(source.rank % holders.len())
 }
 
 /// Returns part `part` of `parts` of some rows; the first parts get one more where the division
@@ -451,6 +467,7 @@ fn owner_of(groups: usize, experts: usize, expert: usize) -> usize {
     if expert < more * (each + 1) {
         expert / (each + 1)
     } else {
+        // With fewer experts than groups `each` is 0, and every expert is in the branch above.
         more + (expert - more * (each + 1)) / each.max(1)
     }
 }
@@ -468,6 +485,8 @@ fn holders(experts: usize, groups: &[Vec<usize>]) -> Result<Vec<Vec<usize>>, Pla
                 experts,
             };
             let holders = holders.get_mut(expert).ok_or(unknown)?;
+            // Groups are visited in order, so a second mention in one group directly follows the
+            // first.
             if holders.last() == Some(&group) {
                 return Err(PlacementError::Twice { expert, group });
             }

@@ -2,15 +2,24 @@
 
 use super::{Placement, PlacementError};
 
+/// A place of an expert: a group, and the slot there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ExpertSlot {
+    /// The group.
+    pub group: usize,
+    /// The slot.
+    pub slot: usize,
+}
+
 /// An expert that moves from group to group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Move {
     /// The expert.
     pub expert: usize,
-    /// Its present group, and its slot there.
-    pub from: (usize, usize),
-    /// Its new group, and its slot there.
-    pub to: (usize, usize),
+    /// Its present place.
+    pub from: ExpertSlot,
+    /// Its new place.
+    pub to: ExpertSlot,
 }
 
 /// An expert that a group holds before and after.
@@ -31,19 +40,19 @@ pub struct Moves {
     pub moves: Vec<Move>,
     /// The experts that stay.
     pub kept: Vec<Kept>,
-    /// The group and slot of each expert that no group holds.
-    pub missing: Vec<(usize, usize)>,
+    /// The place of each expert that no group holds.
+    pub missing: Vec<ExpertSlot>,
 }
 
 impl Moves {
     /// Returns the moves that a group sends.
     pub fn sent(&self, group: usize) -> impl Iterator<Item = &Move> {
-        self.moves.iter().filter(move |one| one.from.0 == group)
+        self.moves.iter().filter(move |one| one.from.group == group)
     }
 
     /// Returns the moves that a group receives.
     pub fn got(&self, group: usize) -> impl Iterator<Item = &Move> {
-        self.moves.iter().filter(move |one| one.to.0 == group)
+        self.moves.iter().filter(move |one| one.to.group == group)
     }
 }
 
@@ -71,31 +80,33 @@ pub fn moves(from: &Placement, to: &Placement) -> Result<Moves, PlacementError> 
 pub fn moves_from(held: &[Vec<usize>], to: &Placement) -> Moves {
     let mut moves = Moves::default();
     let mut sent = vec![0; held.len()];
-    let mut sources: Vec<Vec<(usize, usize)>> = vec![Vec::new(); to.experts()];
+    let mut sources: Vec<Vec<ExpertSlot>> = vec![Vec::new(); to.experts()];
     for (group, experts) in held.iter().enumerate() {
         for (slot, &expert) in experts.iter().enumerate() {
             if let Some(sources) = sources.get_mut(expert) {
-                sources.push((group, slot));
+                sources.push(ExpertSlot { group, slot });
             }
         }
     }
     for group in 0..to.groups() {
         for (slot, &expert) in to.of(group).iter().enumerate() {
-            let here = sources[expert].iter().find(|source| source.0 == group);
+            let here = sources[expert].iter().find(|source| source.group == group);
             // `min_by_key` returns the first of equal ones, so all ranks pick the same sender.
-            let least = sources[expert].iter().min_by_key(|source| sent[source.0]);
+            let least = sources[expert]
+                .iter()
+                .min_by_key(|source| sent[source.group]);
             match (here, least) {
-                (Some(&(group, from)), _) => moves.kept.push(Kept {
+                (Some(here), _) => moves.kept.push(Kept {
                     group,
-                    from,
+                    from: here.slot,
                     to: slot,
                 }),
                 (None, Some(&from)) => {
-                    sent[from.0] += 1;
-                    let to = (group, slot);
+                    sent[from.group] += 1;
+                    let to = ExpertSlot { group, slot };
                     moves.moves.push(Move { expert, from, to });
                 }
-                (None, None) => moves.missing.push((group, slot)),
+                (None, None) => moves.missing.push(ExpertSlot { group, slot }),
             }
         }
     }

@@ -145,6 +145,8 @@ fn busiest(
     shadowed: &[usize],
 ) -> usize {
     let placed = match shadowed {
+        // `with_shadows` also keeps the rows of replicas near, so without shadows it would not give
+        // the same rows.
         [] => Ok(present.clone()),
         _ => present.with_shadows(shadowed),
     };

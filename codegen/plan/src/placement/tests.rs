@@ -155,7 +155,10 @@ fn every_row_goes_to_one_replica() {
         let placement = random(draw);
         let (groups, expert_tp) = (placement.groups(), draw.between(1, 3));
         let source = draw.between(0, groups * expert_tp - 1);
-        let from = (source, source / expert_tp);
+        let from = RowSource {
+            rank: source,
+            ep: source / expert_tp,
+        };
         for expert in 0..placement.experts() {
             let rows = [0, 1, 2, 33][draw.between(0, 3)];
             let mut taken = vec![0; rows];
@@ -183,8 +186,16 @@ fn rows_of_replicas_stay_near_or_are_equal() {
     let near = even.splitting(Split::Near);
     assert_eq!(near.received(1, &counts), [3 + 5, 5 + 1]);
     let far = placed("near: 0,+2 | 2,1 | 3");
-    assert_eq!(far.share((2, 2), 2, 9, 0), 0..9, "2 mod 2");
-    assert_eq!(far.share((3, 2), 2, 9, 1), 0..9, "3 mod 2");
+    assert_eq!(
+        far.share(RowSource { rank: 2, ep: 2 }, 2, 9, 0),
+        0..9,
+        "2 mod 2"
+    );
+    assert_eq!(
+        far.share(RowSource { rank: 3, ep: 2 }, 2, 9, 1),
+        0..9,
+        "3 mod 2"
+    );
 }
 
 /// Compares with `phy2log` of EPLB's README, for both of its layers.
@@ -385,10 +396,14 @@ fn moves_end_with_what_was_asked_for() {
             there[kept.group][kept.to] = Some(from.of(kept.group)[kept.from]);
         }
         for one in &plan.moves {
-            assert_ne!(one.from.0, one.to.0);
-            assert_eq!(from.of(one.from.0)[one.from.1], one.expert);
-            assert_eq!(from.slot(one.to.0, one.expert), None, "what it has stays");
-            there[one.to.0][one.to.1] = Some(one.expert);
+            assert_ne!(one.from.group, one.to.group);
+            assert_eq!(from.of(one.from.group)[one.from.slot], one.expert);
+            assert_eq!(
+                from.slot(one.to.group, one.expert),
+                None,
+                "what it has stays"
+            );
+            there[one.to.group][one.to.slot] = Some(one.expert);
         }
         for (group, list) in there.iter().enumerate() {
             let list: Vec<usize> = list.iter().map(|e| e.unwrap()).collect();
@@ -399,7 +414,8 @@ fn moves_end_with_what_was_asked_for() {
     assert_eq!(moves(&same, &same).unwrap().moves, []);
     // The second group is gone.
     let left = moves_from(&[vec![0, 2]], &placed("2,0,1"));
-    assert_eq!((left.missing, left.kept.len()), (vec![(0, 2)], 2));
+    let missing = ExpertSlot { group: 0, slot: 2 };
+    assert_eq!((left.missing, left.kept.len()), (vec![missing], 2));
 }
 
 #[test]

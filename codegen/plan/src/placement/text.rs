@@ -18,6 +18,7 @@ impl fmt::Display for Placement {
             let owned = |expert: usize| self.owner(expert) == group;
             let experts = self.of(group);
             let together =
+                // A range has owned experts alone, because a `+` stands for one expert.
                 |a: &usize, b: &usize| a.checked_add(1) == Some(*b) && owned(*a) && owned(*b);
             for (at, run) in experts.chunk_by(together).enumerate() {
                 let (comma, plus) = (["", ","][at.min(1)], ["+", ""][usize::from(owned(run[0]))]);
@@ -106,6 +107,8 @@ fn owners(experts: usize, groups: &[Vec<Named>]) -> Result<Vec<usize>, Placement
     for (group, list) in groups.iter().enumerate() {
         for named in list.iter().filter(|named| named.owned) {
             let other = owners[named.expert].replace(group);
+            // An expert twice in one group is left to `Placement::new`, whose error names that
+            // mistake.
             if let Some(other) = other.filter(|other| *other != group) {
                 let expert = named.expert;
                 return wrong(format!(

@@ -1,6 +1,6 @@
 //! Progress of the operations in flight: from calls alone, or from a progress thread as well.
 
-use super::Core;
+use super::{Core, OpError};
 use crate::progress_thread::{Bell, ProgressThread};
 use std::sync::{Arc, Weak};
 
@@ -57,7 +57,7 @@ impl Core {
         match self.drive_some(wanted, true) {
             Ok(false) => self.someone_left(),
             Ok(true) => true,
-            Err((id, error)) => {
+            Err(OpError { id, error }) => {
                 self.fail(id, error);
                 true
             }

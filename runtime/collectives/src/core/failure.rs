@@ -1,6 +1,6 @@
 //! Failure of a rank: the first error ends every operation in flight, on every rank.
 
-use super::Core;
+use super::{Core, Ended, OpError};
 use crate::CollectiveError;
 use crate::eager::EagerMessage;
 use crate::error::{At, Missing};
@@ -60,7 +60,7 @@ impl Core {
         match self.round() {
             Ok(true) => {}
             Ok(false) => self.fail(Some(id), error),
-            Err((id, error)) => self.fail(id, error),
+            Err(OpError { id, error }) => self.fail(id, error),
         }
         true
     }
@@ -83,7 +83,8 @@ impl Core {
                 (error, false) => at_operation(error, &operation),
             };
             if !operation.abandoned {
-                self.outcomes.insert(id, (Err(own), Instant::now()));
+                let (outcome, at) = (Err(own), Instant::now());
+                self.outcomes.insert(id, Ended { outcome, at });
             }
             end(operation, released);
         }

@@ -7,7 +7,9 @@ mod shared;
 pub(crate) use shared::Shared;
 
 use crate::CollectiveError;
-use crate::eager::{Body, EagerMessage, INLINE_BYTES, Key, OpKind, PartSizes, Signature};
+use crate::eager::{
+    Body, Difference, EagerMessage, INLINE_BYTES, Key, OpKind, PartSizes, Signature,
+};
 use crate::error::At;
 use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
@@ -24,7 +26,7 @@ pub(crate) struct Core {
     transport: Box<dyn Transport>,
     operations: BTreeMap<u64, Operation>,
     /// The results, each with the time at which it came.
-    outcomes: HashMap<u64, (Outcome, Instant)>,
+    outcomes: HashMap<u64, Ended>,
     /// Announcements that arrived before any operation asked for them.
     arrived: HashMap<Key, (Signature, PartSizes, Body)>,
     /// The last operation that each rank announced in each group.
@@ -131,7 +133,7 @@ impl Core {
     }
 
     /// Removes and returns the outcome, if there is one.
-    pub fn take(&mut self, id: u64) -> Option<(Outcome, Instant)> {
+    pub fn take(&mut self, id: u64) -> Option<Ended> {
         self.outcomes.remove(&id)
     }
 
@@ -151,30 +153,26 @@ impl Core {
                 Ok(true) => anything = true,
                 Ok(false) if !self.someone_left() => break,
                 Ok(false) => anything = true,
-                Err((id, error)) => self.fail(id, error),
+                Err(OpError { id, error }) => self.fail(id, error),
             }
         }
         anything
     }
 
-    fn round(&mut self) -> Result<bool, (Option<u64>, CollectiveError)> {
+    fn round(&mut self) -> Result<bool, OpError> {
         self.drive_some(|_| true, false)
     }
 
     /// Receives eager messages, then drives the wanted operations: all of them, or until one
     /// moves if `first` is set. Returns whether anything moved.
-    fn drive_some(
-        &mut self,
-        wanted: impl Fn(u64) -> bool,
-        first: bool,
-    ) -> Result<bool, (Option<u64>, CollectiveError)> {
+    fn drive_some(&mut self, wanted: impl Fn(u64) -> bool, first: bool) -> Result<bool, OpError> {
         // Eager messages come first: a failure notice must end operations before they wait for a
         // rank that has given up.
         let mut changed = false;
         while let Some(message) = self
             .transport
             .receive_eager()
-            .map_err(|reason| (None, self.transport_error(self.nowhere(), reason)))?
+            .map_err(|reason| OpError::of_all(self.transport_error(self.nowhere(), reason)))?
         {
             changed = true;
             self.arrive(&message)?;
@@ -221,7 +219,8 @@ impl Core {
             Ok(()) if operation.abandoned => {}
             Ok(()) => {
                 let outcome = Ok(operation.into_outputs());
-                self.outcomes.insert(id, (outcome, Instant::now()));
+                let at = Instant::now();
+                self.outcomes.insert(id, Ended { outcome, at });
             }
             Err(error) => {
                 self.operations.insert(id, operation);
@@ -368,7 +367,7 @@ impl Core {
         Ok(())
     }
 
-    fn arrive(&mut self, bytes: &[u8]) -> Result<(), (Option<u64>, CollectiveError)> {
+    fn arrive(&mut self, bytes: &[u8]) -> Result<(), OpError> {
         match EagerMessage::decode(bytes) {
             Some(EagerMessage::Message {
                 key,
@@ -376,18 +375,17 @@ impl Core {
                 sizes,
                 body,
             }) => self.message_arrived(key, signature, sizes, body),
-            Some(EagerMessage::Failure { from, reason }) => Err((
-                None,
-                CollectiveError::Peer {
+            Some(EagerMessage::Failure { from, reason }) => {
+                Err(OpError::of_all(CollectiveError::Peer {
                     at: self.nowhere(),
                     peer: from as usize,
                     cause: format!("gave up: {reason}"),
-                },
-            )),
+                }))
+            }
             None => {
                 let reason = "a message cannot be read: the ranks run different versions";
                 let error = self.transport_error(self.nowhere(), reason.to_string());
-                Err((None, error))
+                Err(OpError::of_all(error))
             }
         }
     }
@@ -398,7 +396,7 @@ impl Core {
         signature: Signature,
         sizes: PartSizes,
         body: Body,
-    ) -> Result<(), (Option<u64>, CollectiveError)> {
+    ) -> Result<(), OpError> {
         let heard = self
             .heard
             .entry((key.context, key.from as usize))
@@ -412,11 +410,14 @@ impl Core {
         });
         match running {
             Some((id, operation)) => {
-                compare(operation, key.from as usize, &signature).map_err(|e| (Some(*id), e))?;
+                compare(operation, key.from as usize, &signature).map_err(|error| OpError {
+                    id: Some(*id),
+                    error,
+                })?;
             }
             // This operation has already ended here, so the message can never be received.
             None if self.started.get(&key.context) > Some(&key.sequence) => {
-                return Err((None, self.surplus(&key, &signature)));
+                return Err(OpError::of_all(self.surplus(&key, &signature)));
             }
             None => {}
         }
@@ -461,13 +462,31 @@ impl Core {
     }
 }
 
+/// An error, and the operation that it belongs to; `None` where it ends all of them.
+pub(crate) struct OpError {
+    pub id: Option<u64>,
+    pub error: CollectiveError,
+}
+
+impl OpError {
+    fn of_all(error: CollectiveError) -> OpError {
+        OpError { id: None, error }
+    }
+}
+
+/// The outcome of an operation, and when it ended.
+pub(crate) struct Ended {
+    pub outcome: Outcome,
+    pub at: Instant,
+}
+
 /// The phase of an operation that has no step left.
 const FINISHED: u32 = u32::MAX;
 
 fn compare(operation: &Operation, from: usize, theirs: &Signature) -> Result<(), CollectiveError> {
     match operation.signature.difference(theirs) {
         None => Ok(()),
-        Some((what, ours, theirs)) => Err(CollectiveError::Mismatch {
+        Some(Difference { what, ours, theirs }) => Err(CollectiveError::Mismatch {
             at: operation.at(),
             peer: from,
             what,
@@ -484,7 +503,11 @@ fn compare_sizes(
 ) -> Result<(), CollectiveError> {
     match ours.sizes.difference(theirs) {
         None => Ok(()),
-        Some((what, here, there)) => Err(CollectiveError::Mismatch {
+        Some(Difference {
+            what,
+            ours: here,
+            theirs: there,
+        }) => Err(CollectiveError::Mismatch {
             at: operation.at(),
             peer: ours.peer,
             what,

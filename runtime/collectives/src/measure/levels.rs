@@ -2,7 +2,9 @@
 //! model of a machine's links to them.
 
 use super::{pattern, trouble};
-use crate::{Call, CollectiveError, Collectives, Element, NodeShape, Slice, Topology, Transfer};
+use crate::{
+    Call, CollectiveError, Collectives, Element, NodeRank, NodeShape, Slice, Topology, Transfer,
+};
 use moesaic_target::Device;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -123,7 +125,7 @@ struct Peers {
 
 impl Peers {
     fn new(shape: NodeShape, rank: usize, same_node: bool, peers: usize) -> Peers {
-        let (node, place) = shape.split(rank);
+        let NodeRank { node, place } = shape.split(rank);
         let NodeShape { nodes, per_node } = shape;
         // The i-th peer counts forwards for receivers and backwards for senders, so that the two
         // lists match across ranks.
@@ -246,7 +248,7 @@ mod tests {
                 for rank in 0..shape.ranks() {
                     let mut to = of(rank).to;
                     for peer in &to {
-                        let same = shape.split(*peer).0 == shape.split(rank).0;
+                        let same = shape.split(*peer).node == shape.split(rank).node;
                         assert!(
                             same == same_node && *peer != rank,
                             "{shape:?} {rank} {peer}"

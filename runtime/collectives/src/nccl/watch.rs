@@ -6,6 +6,7 @@
 //! for it for long.
 
 use super::comm::Comm;
+use crate::core::OpError;
 use crate::error::{At, Missing};
 use crate::operation::Group;
 use crate::{CollectiveError, Slice};
@@ -246,8 +247,8 @@ impl Board {
             state.looks += 1;
             state.work.retain(|_, work| !(work.done && work.abandoned));
             drop(state);
-            if let Err((culprit, error)) = found {
-                return self.fail(culprit, error);
+            if let Err(OpError { id, error }) = found {
+                return self.fail(id, error);
             }
             self.changed.notify_all();
             std::thread::sleep(GLANCE);
@@ -258,7 +259,7 @@ impl Board {
         &self,
         events: Vec<(u64, Arc<dyn Event>)>,
         comms: &[(u64, Arc<Comm>)],
-    ) -> Result<(), (Option<u64>, CollectiveError)> {
+    ) -> Result<(), OpError> {
         // Library errors come first, because their text says more than the event of the kernel
         // they stopped.
         for (id, comm) in comms {
@@ -270,7 +271,12 @@ impl Board {
                     reason,
                 });
                 // An operation that was forgotten meanwhile has no one to report to.
-                return error.map_or(Ok(()), |error| Err((Some(*id), error)));
+                return error.map_or(Ok(()), |error| {
+                    Err(OpError {
+                        id: Some(*id),
+                        error,
+                    })
+                });
             }
         }
         for (id, event) in events {
@@ -282,7 +288,12 @@ impl Board {
                 Err(failed) => {
                     let reason = failed.to_string();
                     let error = self.at(id, |at| CollectiveError::Device { at, reason });
-                    return error.map_or(Ok(()), |error| Err((Some(id), error)));
+                    return error.map_or(Ok(()), |error| {
+                        Err(OpError {
+                            id: Some(id),
+                            error,
+                        })
+                    });
                 }
             }
         }

@@ -4,8 +4,8 @@ use super::find::Api;
 use super::fold::Fold;
 use super::watch::{Board, Standing};
 use super::{Checks, Sums};
-use crate::core::{Outcome, Shared};
-use crate::handle::{Handle, InFlight, lock};
+use crate::core::Shared;
+use crate::handle::{Handle, InFlight, Polled, lock};
 use crate::{CollectiveError, Element, Slice};
 use moesaic_target::{Buffer, Device, DeviceError, Event, StreamDevice};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -202,40 +202,50 @@ impl OnStream {
         agreed.map(|()| board.agreed(self.id)).map(|()| true)
     }
 
-    fn outcome(&mut self) -> (bool, Option<Outcome>) {
+    fn outcome(&mut self) -> Polled {
+        let ended = |outcome| Polled {
+            moved: true,
+            outcome: Some(outcome),
+        };
         let mut moved = match self.listen() {
             Ok(moved) => moved,
             Err(error) => {
                 self.world.board.fail(Some(self.id), error.clone());
-                return (true, Some(Err(error)));
+                return ended(Err(error));
             }
         };
         match self.world.board.standing(self.id) {
             Standing::Failed(error) => {
                 report_failure(&self.world.board, self.control.as_ref());
-                (true, Some(Err(error)))
+                ended(Err(error))
             }
-            Standing::Done if self.agreement.is_none() => (true, Some(Ok(Vec::new()))),
+            Standing::Done if self.agreement.is_none() => ended(Ok(Vec::new())),
             Standing::Running(Some(event)) => {
                 // The prober finds and reports errors of the device.
                 if event.passed().unwrap_or(false) {
                     self.world.board.done(self.id);
                     moved = true;
                 }
-                (moved, None)
+                Polled {
+                    moved,
+                    outcome: None,
+                }
             }
-            _ => (moved, None),
+            _ => Polled {
+                moved,
+                outcome: None,
+            },
         }
     }
 }
 
 impl InFlight for OnStream {
-    fn poll(&mut self) -> (bool, Option<Outcome>) {
-        let (moved, outcome) = self.outcome();
-        if outcome.is_some() {
+    fn poll(&mut self) -> Polled {
+        let polled = self.outcome();
+        if polled.outcome.is_some() {
             self.world.board.leave(self.id);
         }
-        (moved, outcome)
+        polled
     }
 
     fn abandon(&mut self) {

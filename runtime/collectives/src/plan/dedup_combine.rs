@@ -8,16 +8,16 @@ use super::dedup_dispatch::{DedupMap, RowBytes, dedup_indices};
 use super::{
     BufferRef, Copy, GroupRank, HopSchedule, Message, Plan, Schedule, Span, Step, offsets, others,
 };
-use crate::{Element, Reduction};
+use crate::{Element, NodeRank, Reduction};
 use std::sync::Arc;
 
 impl DedupMap {
-    /// Returns the combine of rows with `bytes` bytes; `answers(from, to)` says whether rank
+    /// Returns the combine of rows; `answers(from, to)` says whether rank
     /// `from` has rows for rank `to`. Sums are taken in rank order, then in block order. They are
     /// taken in f32 where an element is smaller, and rounded once.
     pub fn summed(
         self: &Arc<DedupMap>,
-        (element, bytes): (Element, usize),
+        AddendRow { element, bytes }: AddendRow,
         answers: &dyn Fn(usize, usize) -> bool,
     ) -> DedupCombine {
         let size = |block: super::Block| {
@@ -34,6 +34,15 @@ impl DedupMap {
             bytes,
         }
     }
+}
+
+/// A row that is summed with others.
+#[derive(Clone, Copy, Debug)]
+pub struct AddendRow {
+    /// The type of its elements.
+    pub element: Element,
+    /// Its bytes.
+    pub bytes: usize,
 }
 
 /// An exchange that sums rows inside a node before they cross to another.
@@ -130,8 +139,8 @@ impl Schedule for IntraNodeCombine {
         let planning = CombinePlanning::new(&self.0, from, to);
         let shape = dedup.shape();
         for peer in (0..shape.ranks()).filter(|peer| dedup.crosses(*peer)) {
-            let (node, place) = shape.split(peer);
-            let sums = if place == shape.split(own.rank).1 {
+            let NodeRank { node, place } = shape.split(peer);
+            let sums = if place == shape.split(own.rank).place {
                 planning.nodes[node].returned.len()
             } else {
                 0
@@ -202,7 +211,7 @@ impl CombinePlanning<'_> {
 
     fn node_sums(&mut self, node: usize) -> NodeSums {
         let dedup = &self.sums.dedup;
-        let own = dedup.shape().split(dedup.rank()).0;
+        let own = dedup.shape().split(dedup.rank()).node;
         let per_node = if node == own {
             0
         } else {
@@ -217,6 +226,8 @@ impl CombinePlanning<'_> {
                 .iter()
                 .any(|bytes| *bytes > 0)
         };
+        // Where experts are in shards, only the shards of the receiver's index answer. Their sums
+        // are complete already.
         let kept = |place: usize| {
             if answers(place) {
                 dedup.numbers_from(node, place)
@@ -287,7 +298,7 @@ impl CombinePlanning<'_> {
     /// Returns the plan without the crossing: sums are outputs.
     fn plan_inside_nodes(&self) -> Plan {
         let dedup = &self.sums.dedup;
-        let (node, place) = dedup.shape().split(dedup.rank());
+        let NodeRank { node, place } = dedup.shape().split(dedup.rank());
         let mut steps = vec![self.inside()];
         steps.extend(self.reduce());
         let others = others(node, dedup.shape().nodes);
@@ -319,7 +330,9 @@ impl CombinePlanning<'_> {
     fn inside(&self) -> Step {
         let dedup = &self.sums.dedup;
         let shape = dedup.shape();
-        let (node, place) = shape.split(dedup.rank());
+        let NodeRank { node, place } = shape.split(dedup.rank());
+        // One round carries both kinds of rows, those for ranks of this node and those that are
+        // summed for other nodes: a second round would only add its latency.
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for near in others(place, shape.per_node) {
             let peer = shape.rank(node, near);
@@ -350,7 +363,7 @@ impl CombinePlanning<'_> {
     fn between(&self) -> (Step, Vec<Copy>) {
         let dedup = &self.sums.dedup;
         let shape = dedup.shape();
-        let (node, place) = shape.split(dedup.rank());
+        let NodeRank { node, place } = shape.split(dedup.rank());
         let (mut sends, mut receives, mut zeros) = (Vec::new(), Vec::new(), Vec::new());
         for other in others(node, shape.nodes) {
             let peer = shape.rank(other, place);

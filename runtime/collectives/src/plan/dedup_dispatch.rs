@@ -3,13 +3,12 @@
 //! A rank sends the first row of each token for a node to the rank with its own local rank there.
 //! That rank forwards it to every rank of the node that gets a row of the token. Rows for the own
 //! node go directly. The received rows equal those of an exchange without deduplication.
-//! own node go straight. What arrives is what arrives without.
 
 use super::{
     Block, BufferRef, Copy, GroupRank, HopCounts, HopSchedule, Message, Plan, Schedule, Span, Step,
     others,
 };
-use crate::NodeShape;
+use crate::{NodeRank, NodeShape};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -65,7 +64,7 @@ impl DedupMap {
             sent,
             passed,
         };
-        let (own, _) = shape.split(rank);
+        let own = shape.split(rank).node;
         // Numbers come from other ranks and index scratch memory below, so check that they are
         // dense and in order of first appearance.
         let dense = |numbers: &[u32]| {
@@ -127,7 +126,7 @@ impl DedupMap {
         numbers: Range<usize>,
         rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
     ) -> DedupMap {
-        let (own, per_node) = (self.shape.split(self.rank).0, self.shape.per_node);
+        let (own, per_node) = (self.shape.split(self.rank).node, self.shape.per_node);
         let first = |node: usize| node * per_node;
         // The blocks at the places of a node after `hops` hops.
         let blocks = |node: usize, hops: usize| {
@@ -175,7 +174,7 @@ impl DedupMap {
 
     /// Returns the numbers of the rows that a rank on another node gets from here.
     pub(super) fn numbers_for(&self, rank: usize) -> &[u32] {
-        let (node, place) = self.shape.split(rank);
+        let NodeRank { node, place } = self.shape.split(rank);
         let blocks = self.hop_counts.blocks_per_peer();
         let sizes = self.hop_counts.sent()[node * self.shape.per_node * blocks..].chunks(blocks);
         let rows = sizes.map(|own| own.iter().sum::<u64>() as usize);
@@ -196,12 +195,12 @@ impl DedupMap {
 
     /// Returns whether a rank is on another node.
     pub(super) fn crosses(&self, peer: usize) -> bool {
-        self.shape.split(peer).0 != self.shape.split(self.rank).0
+        self.shape.split(peer).node != self.shape.split(self.rank).node
     }
 
     /// Returns the dispatch of rows of these sizes.
     pub fn of_rows(self: &Arc<DedupMap>, bytes: RowBytes) -> DedupDispatch {
-        let node = |rank: usize| self.shape.split(rank).0;
+        let node = |rank: usize| self.shape.split(rank).node;
         let size =
             |block: Block| block.units as usize * bytes.of(node(block.from) != node(block.to));
         DedupDispatch {
@@ -309,7 +308,7 @@ struct DispatchPlanning<'a> {
 impl DispatchPlanning<'_> {
     fn plan(&self) -> Plan {
         let shape = self.dedup.shape;
-        let (node, place) = shape.split(self.dedup.rank);
+        let NodeRank { node, place } = shape.split(self.dedup.rank);
         let (mut cross, mut spread) = (MessageLists::default(), MessageLists::default());
         let mut first = 0;
         // The offset in scratch of the rows that arrive from each node.

@@ -17,7 +17,7 @@ mod schedule;
 mod trees;
 
 pub use agree::{agreement, sizes};
-pub use dedup_combine::{DedupCombine, IntraNodeCombine};
+pub use dedup_combine::{AddendRow, DedupCombine, IntraNodeCombine};
 pub use dedup_dispatch::{DedupDispatch, DedupMap, RowBytes, dedup_indices};
 pub use exchange::{all_gather, all_to_all, exchange};
 pub use hop_counts::{Block, HopCounts, count_hops};

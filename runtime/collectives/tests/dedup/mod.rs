@@ -5,9 +5,9 @@
 use crate::interpreter::{Ends, carry, delivered};
 use crate::{bytes, carried, hop_counts, shapes};
 use moesaic_collectives::plan::{
-    self, Block, DedupMap, GroupRank, HopOrder, Plan, RowBytes, Schedule,
+    self, AddendRow, Block, DedupMap, GroupRank, HopOrder, Plan, RowBytes, Schedule,
 };
-use moesaic_collectives::{Element, NodeShape};
+use moesaic_collectives::{Element, NodeRank, NodeShape};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -102,7 +102,7 @@ impl Rows {
     }
 
     fn far(&self, a: usize, b: usize) -> bool {
-        self.shape.split(a).0 != self.shape.split(b).0
+        self.shape.split(a).node != self.shape.split(b).node
     }
 
     /// Returns ranks and experts in block order.
@@ -133,14 +133,14 @@ impl Rows {
         let hops = HopOrder::inter_first(shape);
         let counts = hop_counts(&hops, self.experts, &|p, q, e| whole(p, q, e).len());
         let numbers = |p: usize, node: usize| {
-            let there = self.peers().filter(|(q, _)| shape.split(*q).0 == node);
+            let there = self.peers().filter(|(q, _)| shape.split(*q).node == node);
             let tokens = there.flat_map(|(q, e)| whole(p, q, e));
             plan::dedup_indices(tokens.map(|token| *token as u32))
         };
         let chunk_rows =
             |_: usize, block: Block| self.chunk_rows(block.units as usize, block.from, block.to);
         let dedup = |(rank, hop_counts)| {
-            let (node, place) = shape.split(rank);
+            let NodeRank { node, place } = shape.split(rank);
             let nodes = 0..shape.nodes;
             let sent = nodes.clone().map(|other| numbers(rank, other)).collect();
             let from = |other| numbers(shape.rank(other, place), node);
@@ -186,7 +186,7 @@ impl Rows {
             .peers()
             .filter(|(q, _)| self.far(p, *q) && answers(*q, p));
         let rows = there.flat_map(|(q, e)| {
-            let node = self.shape.split(q).0;
+            let node = self.shape.split(q).node;
             self.list(p, q, e).iter().map(move |t| (*t, node))
         });
         rows.collect::<BTreeSet<_>>().len()
@@ -206,7 +206,13 @@ impl Rows {
         };
         let ends = self.ends(&answer);
         let once = |rank: usize, sends: &[_], gets: &[_]| -> Plan {
-            let sums = maps[rank].summed((Element::U8, self.row), &answers);
+            let sums = maps[rank].summed(
+                AddendRow {
+                    element: Element::U8,
+                    bytes: self.row,
+                },
+                &answers,
+            );
             carried(
                 sums.plan(GroupRank { rank, size: ranks }, sends, gets)
                     .unwrap(),
@@ -239,7 +245,7 @@ impl Rows {
         let there = there.filter(|(q, e)| !self.list(p, *q, *e).is_empty());
         for ((q, e), data) in there.zip(outputs) {
             for (row, t) in data.chunks(self.row).zip(self.list(p, q, e)) {
-                let sum = sums.entry((*t, self.shape.split(q).0));
+                let sum = sums.entry((*t, self.shape.split(q).node));
                 let sum = sum.or_insert_with(|| vec![0u8; self.row]);
                 let both = sum.iter_mut().zip(row);
                 both.for_each(|(sum, own)| *sum = sum.wrapping_add(*own));

@@ -1,10 +1,10 @@
 //! Every exchange on any number of threads.
 
 use crate::support::{part, read, slice, unset};
-use moesaic_collectives::plan::{self, DedupMap, RowBytes, Schedule};
+use moesaic_collectives::plan::{self, AddendRow, DedupMap, RowBytes, Schedule};
 use moesaic_collectives::{
-    Algorithm, Call, Collectives, Communicator, Element, Levels, NodeShape, Slice, Transfer,
-    threads,
+    Algorithm, Call, Collectives, Communicator, Element, Levels, NodeRank, NodeShape, Slice,
+    Transfer, threads,
 };
 use moesaic_cpu::CpuDevice;
 use moesaic_target::Device;
@@ -91,7 +91,11 @@ const ROW: usize = 5;
 /// Returns the tokens of `p` that go to `q`: each to a rank of its own node, and to several ranks
 /// of two other nodes. Rank 1 has no tokens.
 fn rows(shape: NodeShape, p: usize, q: usize) -> impl Iterator<Item = usize> {
-    let ((node, place), (there, at)) = (shape.split(p), shape.split(q));
+    let NodeRank { node, place } = shape.split(p);
+    let NodeRank {
+        node: there,
+        place: at,
+    } = shape.split(q);
     let away = (there + shape.nodes - node) % shape.nodes;
     let places = (at + shape.per_node - place) % shape.per_node;
     let goes = move |t: &usize| match away {
@@ -150,7 +154,13 @@ fn tokens_once(world: &mut Communicator, shape: NodeShape) -> bool {
     };
     let (from, to) = ends(ranks, &answer, rank);
     let unset = unset_messages(&device, &to);
-    let back = dedup.summed((Element::U8, ROW), &|_, _| true);
+    let back = dedup.summed(
+        AddendRow {
+            element: Element::U8,
+            bytes: ROW,
+        },
+        &|_, _| true,
+    );
     exchange(world, &transfers(&device, &from), &unset, &back);
     let answers: Vec<Vec<u8>> = to.iter().map(|(_, data)| data.clone()).collect();
     let peers: Vec<usize> = to.iter().map(|(peer, _)| *peer).collect();
@@ -184,7 +194,7 @@ fn sums(
     let mut sums = BTreeMap::new();
     for (q, data) in peers.iter().zip(answers) {
         for (t, row) in rows(shape, rank, *q).zip(data.chunks(ROW)) {
-            let sum = sums.entry((t, shape.split(*q).0));
+            let sum = sums.entry((t, shape.split(*q).node));
             let sum: &mut [u8; ROW] = sum.or_default();
             for (sum, own) in sum.iter_mut().zip(row) {
                 *sum = sum.wrapping_add(*own);
@@ -198,7 +208,7 @@ fn sums(
 fn dedup(world: &mut Communicator, shape: NodeShape) -> Arc<DedupMap> {
     let device = Arc::clone(world.device());
     let (rank, ranks) = (world.rank(), world.size());
-    let (own, place) = shape.split(rank);
+    let NodeRank { node: own, place } = shape.split(rank);
     let units: Vec<u64> = (0..ranks)
         .map(|q| rows(shape, rank, q).count() as u64)
         .collect();
@@ -227,7 +237,7 @@ fn dedup(world: &mut Communicator, shape: NodeShape) -> Arc<DedupMap> {
     let mut passed = vec![Vec::new(); shape.nodes];
     for (transfer, bytes) in unset.iter().zip(got(&device, &unset)) {
         let numbers = bytes.as_chunks::<4>().0.iter();
-        passed[shape.split(transfer.peer).0] = numbers.map(|n| u32::from_le_bytes(*n)).collect();
+        passed[shape.split(transfer.peer).node] = numbers.map(|n| u32::from_le_bytes(*n)).collect();
     }
     Arc::new(DedupMap::new(shape, rank, hop_counts, sent, passed).expect("numbers as exchanged"))
 }

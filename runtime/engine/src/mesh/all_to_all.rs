@@ -1,14 +1,14 @@
 //! All-to-all schedules of rows over the nodes of a mesh.
 
 use super::groups::Mesh;
-use super::rows::Rows;
+use super::rows::{Rows, SendCounts};
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::plan::{
-    self, Block, DedupCombine, DedupMap, HopCounts, RowBytes, Schedule,
+    self, AddendRow, Block, DedupCombine, DedupMap, HopCounts, RowBytes, Schedule,
 };
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Slice, Transfer,
+    Algorithm, Call, CollectiveError, Collectives, Element, NodeRank, NodeShape, Slice, Transfer,
 };
 use moesaic_plan::{AdaptiveMesh, AllToAll, PlanError, StrategyError};
 use moesaic_target::{Buffer, Device};
@@ -52,8 +52,7 @@ impl Mesh {
         all_to_all: AllToAll,
         by: AdaptiveMesh,
     ) -> Result<RowSchedule, EngineError> {
-        // by.adaptive_r() == 0 { || At r = 0 rows stay, so nodes do not matter and any nodes are
-        // allowed.
+        // At r = 0 rows stay, so nodes do not matter and any nodes are allowed.
         if all_to_all == AllToAll::Linear || by.adaptive_r() == 0 {
             return Ok(RowSchedule::Direct);
         }
@@ -95,13 +94,12 @@ fn runs(hosts: &[String]) -> String {
 }
 
 impl Rows {
-    /// Exchanges row counts over the hops of an algorithm; `sizes[q]` numbers of `counts` are for
-    /// rank `q`. Returns the counts that the other ranks have for this rank, the same number from
+    /// Exchanges row counts over the hops of an algorithm. Returns the counts that the other ranks have for this rank, the same number from
     /// each, and the counts of rows that pass through it.
     pub fn exchange_counts(
         group: &mut dyn Collectives,
         algorithm: Algorithm,
-        (counts, sizes): (&[i64], &[usize]),
+        SendCounts { counts, sizes }: &SendCounts,
         call: &Call,
     ) -> Result<(Vec<i64>, Arc<HopCounts>), EngineError> {
         // Every rank sends the same number of counts to every rank: a rank that passes counts on
@@ -127,7 +125,8 @@ impl Rows {
         &self,
         load: Payload,
         chunks: &Range<usize>,
-        (bytes, crosses): (RowBytes, &dyn Fn(usize, usize) -> bool),
+        bytes: RowBytes,
+        crosses: &dyn Fn(usize, usize) -> bool,
     ) -> Option<Box<dyn Schedule>> {
         let hop_counts = self.hop_counts_of(chunks)?;
         let row = |block: Block| {
@@ -141,10 +140,16 @@ impl Rows {
         Some(match (load, self.dedup_of(chunks)) {
             (Payload::Tokens, Some(dedup)) => Box::new(dedup.of_rows(bytes)),
             (Payload::Tokens | Payload::Rows, _) => Box::new(hop_counts.there(&size)),
-            (Payload::Addends(element), Some(_)) => {
-                Box::new(self.sums(chunks, (element, bytes.near))?)
-            }
+            (Payload::Addends(element), Some(_)) => Box::new(self.sums(
+                chunks,
+                AddendRow {
+                    element,
+                    bytes: bytes.near,
+                },
+            )?),
             (Payload::Answers | Payload::Addends(_), _) => Box::new(hop_counts.back(&|block| {
+                // Only shards of the same index answer each other, so the blocks of the others are
+                // empty on the way back, on every rank that passes them on.
                 let answers = self.answers_to(block.from, block.to);
                 if answers { size(block) } else { 0 }
             })),
@@ -152,7 +157,7 @@ impl Rows {
     }
 
     /// Returns how answers of some chunks are summed inside nodes, with deduplicated dispatch.
-    pub fn sums(&self, chunks: &Range<usize>, row: (Element, usize)) -> Option<DedupCombine> {
+    pub fn sums(&self, chunks: &Range<usize>, row: AddendRow) -> Option<DedupCombine> {
         let answers = |from, to| self.answers_to(from, to);
         Some(self.dedup_of(chunks)?.summed(row, &answers))
     }
@@ -184,18 +189,21 @@ impl Rows {
         &mut self,
         group: &mut dyn Collectives,
         device: &dyn Device,
-        (shape, tokens): (NodeShape, &[u32]),
+        shape: NodeShape,
+        tokens: &[u32],
         call: &Call,
     ) -> Result<(), EngineError> {
         let Some(hop_counts) = self.hop_counts.clone() else {
             return Ok(());
         };
-        let (node, place) = shape.split(group.rank());
+        let NodeRank { node, place } = shape.split(group.rank());
         let sent = self.sent(&self.numbers(None));
+        // A node gets a number for each of its rows: equal numbers are one token, whose row crosses
+        // once. The token's own index would tell it nothing more.
         let numbers = |other: usize| {
             let there = sent
                 .iter()
-                .filter(|chunk| shape.split(chunk.peer).0 == other);
+                .filter(|chunk| shape.split(chunk.peer).node == other);
             let rows = there.flat_map(|chunk| chunk.first..chunk.first + chunk.rows);
             plan::dedup_indices(rows.map(|row| tokens[row]))
         };

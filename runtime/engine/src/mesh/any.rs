@@ -369,6 +369,8 @@ impl AnyLayer {
     /// As [`Layer::gradient`].
     pub fn gradient(&self, name: &str) -> Result<Tensor<'static>, EngineError> {
         let gradient = self.weight_layer(name).gradient(name)?;
+        // Shards add their last biases to one sum, so an optimizer must leave all but the first
+        // shard's at zero.
         Ok(if self.mesh().is_none_or(|mesh| mesh.holds(name)) {
             gradient
         } else {

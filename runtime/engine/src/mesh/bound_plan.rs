@@ -88,7 +88,8 @@ impl BoundPlan {
     /// Binds a plan with shadows: the shadow part is new, the other parts hold the weights.
     pub fn shadowed(
         engine: &Engine,
-        (form, plan): (PlanKey, RankPlan),
+        form: PlanKey,
+        plan: RankPlan,
         held: PartLayers<'_>,
     ) -> Result<BoundPlan, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
@@ -106,7 +107,8 @@ impl BoundPlan {
     /// Binds a plan whose expert part gathers its weights.
     pub fn gathering(
         engine: &Engine,
-        (form, plan): (PlanKey, RankPlan),
+        form: PlanKey,
+        plan: RankPlan,
         held: PartLayers<'_>,
     ) -> Result<BoundPlan, EngineError> {
         let texts = |plan: &LayerPlan| Texts::of(plan.clone().into());
@@ -114,6 +116,8 @@ impl BoundPlan {
         // A call that gathers weights must not run while another call changes them, so both take
         // the same lock.
         let experts = experts.taking_turns(held.experts.turn());
+        // The degree changes the width of an expert's shard, and with it the number of partial sums
+        // that the gradient of a row's weight comes in.
         let tokens = if plan.tokens == *held.tokens.plan() {
             None
         } else {
@@ -223,6 +227,8 @@ fn sharing(engine: &Engine, texts: &Texts, of: &Layer) -> Result<Layer, EngineEr
     let weights = named(&of.weights, |role| {
         matches!(role, Role::Weight | Role::Packed)
     });
+    // An empty source: every weight is among the shared buffers, and a missing one is an error here
+    // instead of a second copy.
     let layer = engine.layer_with(texts, &Tensors::new(), weights)?;
     if of.plan().training.is_some() {
         let gradients = named(of.gradient_buffers()?, |role| role == Role::WeightGradient);

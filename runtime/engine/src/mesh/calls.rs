@@ -14,6 +14,7 @@ use super::shadows::ShadowWeights;
 use super::tp_peers::TpPeers;
 use crate::call::{Input, Output, RawCall, RngKey};
 use crate::error::EngineError;
+use crate::host::TokenCount;
 use crate::pass::Pass;
 use crate::training::Saved;
 use moesaic_collectives::Call;
@@ -180,6 +181,8 @@ impl MeshLayer {
     pub(super) fn gather_counts(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
         let counts = output.get("counts").and_then(Tensor::to_vec::<i64>);
         let own = counts.unwrap_or_default().into_iter();
+        // Identity and zero experts come last in `counts`. They have no weights, so their rows
+        // stay.
         let travel = own.take(self.tokens.spec().shape.experts);
         let rows: Vec<u64> = travel.map(|rows| rows as u64).collect();
         let call = Call::new("rows for experts");
@@ -289,6 +292,8 @@ impl MeshLayer {
         let run = self.back(saved, &BackwardArgs::Host(dy), accumulate)?;
         let mut names = self.tokens.input_gradients();
         if run.cast.as_ref().is_some_and(CastCall::counts_backward) {
+            // Only a cast to f16 can saturate: bf16 has the range of f32, and rows of fp8 have
+            // scales.
             names.push(SATURATED);
         }
         run.read(&names)
@@ -368,7 +373,7 @@ impl<'l> MeshCall<'l> {
             CallArgs::Host(_, names) => layer.check_outputs(pass, &of_layer(names))?,
             CallArgs::Raw(call) => {
                 let ports = [Role::Input, Role::Output];
-                self.take((tokens, call.tensors), layer.inputs(pass), ports)?;
+                self.take(tokens, call.tensors, layer.inputs(pass), ports)?;
             }
         }
         let settings = Settings {
@@ -388,7 +393,8 @@ impl<'l> MeshCall<'l> {
             ..rng_key
         };
         let factor = given.capacity_factor();
-        let scalars = layer.scalars_among(pass, rng_key, (tokens, most), factor)?;
+        let scalars =
+            layer.scalars_among(pass, rng_key, TokenCount { own: tokens, most }, factor)?;
         match pass {
             Pass::Train => self.tokens.train(scalars)?,
             _ => self.tokens.pass(scalars)?,
@@ -413,9 +419,10 @@ impl<'l> MeshCall<'l> {
         layer.check_saved(&saved.tokens)?;
         if let BackwardArgs::Raw(tensors) = dy {
             let (inputs, ports) = (layer.id("dy"), [Role::OutputGradient, Role::InputGradient]);
-            self.take((tokens, tensors), inputs.as_slice(), ports)?;
+            self.take(tokens, tensors, inputs.as_slice(), ports)?;
         }
         self.take_gathered_workspace(true)?;
+        // Before `back` of each part, which lays out the addresses of what was taken here.
         self.reserve_shadows_backward(saved.shadow_weights.as_ref())?;
         self.tokens.back(&saved.tokens, accumulate)?;
         self.experts.back(&saved.experts, accumulate)?;

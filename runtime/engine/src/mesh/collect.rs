@@ -69,6 +69,7 @@ impl Ranks {
         then(&mut |sink| sink.begin(&all));
         for ((name, tensor), counts) in own.iter().zip(&experts) {
             let share = Sharding::of(self.mesh().parallel(), name);
+            // The first rank has the whole tensor itself, so the others need not even take part.
             if share.is_everywhere() {
                 then(&mut |sink| sink.write(&tensor.data));
                 continue;
@@ -242,6 +243,8 @@ fn chunks(
                 .map(|(ep, &count)| (slices_of(ep), 0..count))
                 .collect()
         }
+        // Shards of the outermost dimension follow each other in the whole tensor, so they are
+        // written one after the other without a join.
         (Some(0), _) => slices_of(0)
             .map(|rank| (rank..rank + 1, 0..own_rows))
             .collect(),

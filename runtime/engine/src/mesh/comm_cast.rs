@@ -2,8 +2,8 @@
 
 use super::all_to_all::Payload;
 use super::in_flight::Request;
-use super::mesh_call::{MeshCall, TensorRows};
-use super::rows::RowRange;
+use super::mesh_call::{MeshCall, RowTransfer};
+use super::rows::{RowMesh, RowRange};
 use super::transfers::transfers;
 use crate::call::RngKey;
 use crate::engine::Engine;
@@ -12,14 +12,13 @@ use crate::launch::{Bound, Scalars};
 use crate::memory::{Addresses, Workspace};
 use crate::texts::Texts;
 use bytemuck::cast_slice;
-use moesaic_collectives::plan::{DedupCombine, RowBytes};
+use moesaic_collectives::plan::{AddendRow, DedupCombine, RowBytes};
 use moesaic_collectives::{Call, Transfer};
 use moesaic_plan::{Both, Packed, PlanPart, RankCoords, RankPlan, RankStep, SATURATED};
 use moesaic_plan::{CommDtype, TensorId, Tilings};
 use moesaic_target::{Buffer, Device};
 use moesaic_tensor::Tensor;
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The cast kernels of one pair of dtypes, and their memory.
@@ -135,6 +134,8 @@ impl CastCall<'_> {
             return Ok(workspace);
         };
         let plan = tilings.first();
+        // The rows themselves are the layer's tensors, and the count is one for all exchanges of a
+        // call: both get their addresses at the launch.
         let elsewhere = |id: &TensorId| {
             let name = &*plan[*id].name;
             name == SATURATED || name.ends_with(".rows")
@@ -242,30 +243,42 @@ impl<'l> MeshCall<'l> {
     pub(super) fn send_packed(
         &mut self,
         packed: &'l Packed,
-        (load, chunks): (Payload, Range<usize>),
-        sent: TensorRows,
-        received: TensorRows,
+        transfer: RowTransfer,
         call: &Call,
     ) -> Result<Request, EngineError> {
+        let RowTransfer {
+            payload,
+            chunks,
+            sent,
+            received,
+        } = transfer;
         let near = self.plan.row_bytes(sent.part, sent.tensor);
-        if let (Payload::Addends(element), Some(dedup)) = (load, &self.rows().dedup) {
+        if let (Payload::Addends(element), Some(dedup)) = (payload, &self.rows().dedup) {
             let shape = dedup.shape();
             let sums = self
                 .rows()
-                .sums(&chunks, (element, near))
+                .sums(
+                    &chunks,
+                    AddendRow {
+                        element,
+                        bytes: near,
+                    },
+                )
                 .map(DedupCombine::inside_nodes);
-            let sums = sums.expect("rows have tokens where each is_remote once");
-            return self.send_sums(packed, (&sums, shape), sent, received, call);
+            let sums = sums.expect("deduplicated rows have a map of tokens");
+            return self.send_sums(packed, &sums, shape, [sent, received], call);
         }
         let hosts = self.hosts();
         let is_remote = |from: usize, to: usize| hosts[from] != hosts[to];
         // Intermediate ranks need the size of each row to pass it on: cast rows between nodes,
         // uncast rows inside one.
         let far = packed.row_bytes;
-        let path = (self.rows()).schedule(load, &chunks, (RowBytes { near, far }, &is_remote));
+        let path = (self.rows()).schedule(payload, &chunks, RowBytes { near, far }, &is_remote);
         let own = self.own_member();
         let out = NodeSplit::of(&sent.ranges, |peer| is_remote(own, peer));
         let back = NodeSplit::of(&received.ranges, |peer| is_remote(own, peer));
+        // One workspace holds the rows that leave and those that arrive, each in its own tensor, so
+        // it is as large as the larger of the two needs.
         let rows = out.places.len().max(back.places.len());
         let cast = self.cast.as_mut().expect(MAY_CAST);
         let mut workspace = cast.workspace(rows)?;
@@ -308,7 +321,11 @@ impl<'l> MeshCall<'l> {
 
     /// Returns the hosts of the ranks that exchange rows, in their order.
     fn hosts(&self) -> Vec<&'l str> {
-        let (mesh, (travels, place)) = (self.mesh, self.row_mesh());
+        let mesh = self.mesh;
+        let RowMesh {
+            mesh: travels,
+            place,
+        } = self.row_mesh();
         let host = |member: usize| {
             let (ep, tp) = (member / travels.expert_tp, member % travels.expert_tp);
             let rank = self.plan.by().rank(RankCoords { ep, tp, ..place });
@@ -319,8 +336,8 @@ impl<'l> MeshCall<'l> {
 
     /// Returns this rank's index among them.
     pub(super) fn own_member(&self) -> usize {
-        let (travels, place) = self.row_mesh();
-        place.ep * travels.expert_tp + place.tp
+        let RowMesh { mesh, place } = self.row_mesh();
+        place.ep * mesh.expert_tp + place.tp
     }
 }
 

@@ -4,8 +4,8 @@ use super::all_to_all::RowSchedule;
 use super::groups::GroupId;
 use super::mesh_call::MeshCall;
 use super::passes::Segment;
-use super::rows::{OwnRows, Rows};
-use super::settings::Settings;
+use super::rows::{OwnRows, RowMesh, Rows};
+use super::settings::{CountWord, Settings};
 use super::tp_peers::TpPeers;
 use crate::error::EngineError;
 use bytemuck::cast_slice;
@@ -47,11 +47,12 @@ impl MeshCall<'_> {
         let call = self.call("tokens");
         let own = settings.pack(tokens) as usize;
         let counted = self.gather_count_of(own, GroupId::World, &call)?;
-        let (all, hashes): (Vec<usize>, Vec<u64>) = counted
-            .into_iter()
-            .map(|counted| Settings::split_word(counted as u64))
-            .unzip();
-        if hashes.iter().any(|hash| *hash != hashes[0]) {
+        let words = counted.into_iter();
+        let words = words.map(|counted| Settings::split_word(counted as u64));
+        let words: Vec<CountWord> = words.collect();
+        let all: Vec<usize> = words.iter().map(|word| word.tokens).collect();
+        // All ranks see the same hashes, so all of them enter the second exchange, or none.
+        if words.iter().any(|word| word.hash != words[0].hash) {
             self.compare(settings, &call)?;
         }
         Ok(Some(StepCounts {
@@ -98,11 +99,12 @@ impl MeshCall<'_> {
 
     /// Exchanges row counts: every rank learns how many rows arrive from where.
     pub fn count(&mut self) -> Result<Rows, EngineError> {
-        let (mesh, place) = self.row_mesh();
+        let row_mesh = self.row_mesh();
+        let RowMesh { mesh, place } = row_mesh;
         self.count_own()?;
         let (placement, own) = (self.plan.row_placement(), Arc::clone(&self.own));
         let device = &*self.tokens.layer.device;
-        let (counts, sizes) = Rows::send_counts((mesh, place), &placement, &own);
+        let sent = Rows::send_counts(row_mesh, &placement, &own);
         let algorithm = match self.row_schedule {
             RowSchedule::Direct => Algorithm::Direct,
             RowSchedule::OverNodes(algorithm) => algorithm,
@@ -111,30 +113,34 @@ impl MeshCall<'_> {
         if self.row_schedule != RowSchedule::Direct {
             let call = self.call("counts");
             let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
-            let (counted, hop_counts) =
-                Rows::exchange_counts(group, algorithm, (&counts, &sizes), &call)?;
-            let mut rows = Rows::new((mesh, place), placement, own, &counted);
+            let (counted, hop_counts) = Rows::exchange_counts(group, algorithm, &sent, &call)?;
+            let mut rows = Rows::new(row_mesh, placement, own, &counted);
             rows.hop_counts = Some(hop_counts);
             return self.exchange_dedup_map(rows);
         }
         let here = placement.count(place.ep);
         let mut counted = vec![0i64; here * mesh.group()];
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
-        let (input, output) = (buffer(counts.len())?, buffer(counted.len())?);
-        device.upload(cast_slice(&counts), &input, 0)?;
+        let (input, output) = (buffer(sent.counts.len())?, buffer(counted.len())?);
+        device.upload(cast_slice(&sent.counts), &input, 0)?;
         let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
-        let (input, output) = (slice(&input, counts.len())?, slice(&output, counted.len())?);
+        let (input, output) = (
+            slice(&input, sent.counts.len())?,
+            slice(&output, counted.len())?,
+        );
         let receives = vec![here; mesh.group()];
         let call = self.call("counts");
         let rows = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
-        rows.all_to_all_v(&input, &sizes, &output, &receives, algorithm, &call)?
+        rows.all_to_all_v(&input, &sent.sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut counted))?;
-        Ok(Rows::new((mesh, place), placement, own, &counted))
+        Ok(Rows::new(row_mesh, placement, own, &counted))
     }
 
     /// Downloads where the rows of this rank's tokens begin, once the scan has run.
     pub fn count_own(&mut self) -> Result<(), EngineError> {
+        // The choice of shadows has read them already; a second download would wait for the device
+        // again.
         if !self.own.offsets.is_empty() {
             return Ok(());
         }
@@ -163,7 +169,7 @@ impl MeshCall<'_> {
         let top_k = self.plan.tokens.spec.shape.top_k as i32;
         let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
         let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
-        rows.exchange_dedup_map(group, device, (shape, &tokens), &call)?;
+        rows.exchange_dedup_map(group, device, shape, &tokens, &call)?;
         Ok(rows)
     }
 

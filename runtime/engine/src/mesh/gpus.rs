@@ -75,6 +75,7 @@ impl Fold for LateFold {
         }
     }
 
+    // Until the kernels are here the answer must be the careful one.
     fn waits(&self, element: Element) -> bool {
         self.0.get().is_none_or(|kernels| kernels.waits(element))
     }

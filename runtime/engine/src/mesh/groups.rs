@@ -175,11 +175,14 @@ impl Mesh {
         };
         let groups = Groups {
             progress_thread: None,
+            // A copy of the caller's communicator: messages of the mesh cannot match messages that
+            // the caller sends in its own.
             world: group("world", 0)?,
             ep: group("rows", dp)?,
             expert_tp: group("expert_tp", dp * parallel.ep + ep)?,
             expert_dp: group("replicas", ep * parallel.expert_tp + tp)?,
             ep_dp: match parallel.expert_tp {
+                // The world has the same ranks then, and a split costs a round over all of them.
                 1 => None,
                 _ => Some(group("ep_dp", tp)?),
             },

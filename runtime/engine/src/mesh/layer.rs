@@ -53,6 +53,15 @@ pub struct MeshLayer {
     pub(super) recorder: Option<Arc<dyn Recorder>>,
 }
 
+/// The sources of a rank's weights.
+#[derive(Clone, Copy)]
+struct RankWeights<'w> {
+    /// Those of the dispatch part.
+    tokens: &'w dyn WeightSource,
+    /// Those of its experts and its shards of shared ones.
+    experts: &'w dyn WeightSource,
+}
+
 impl Engine {
     /// Makes this rank's part of a layer. All ranks of the mesh call it. `weights` are those of the
     /// whole layer; the rank reads its own experts and what every rank holds: router, projections,
@@ -72,7 +81,11 @@ impl Engine {
         let weights = Numbers::new(spec, self.target(), weights);
         let own = Shard::new(spec, mesh.parallel(), mesh.place(), &weights);
         let own = own.placed(mesh.placement());
-        self.mesh_layer_with(mesh, spec, (&weights, &own), training)
+        let weights = RankWeights {
+            tokens: &weights,
+            experts: &own,
+        };
+        self.mesh_layer_with(mesh, spec, weights, training)
     }
 
     /// As [`Engine::mesh_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
@@ -93,16 +106,19 @@ impl Engine {
             mesh: mesh.parallel(),
             experts: spec.shape.experts,
         };
-        self.mesh_layer_with(mesh, spec, (&around, part), training)
+        let weights = RankWeights {
+            tokens: &around,
+            experts: part,
+        };
+        self.mesh_layer_with(mesh, spec, weights, training)
     }
 
-    /// Makes the layer from the weights of the dispatch part and those of this rank's experts and
-    /// shards.
+    /// Makes the layer from the weights of its parts.
     fn mesh_layer_with(
         &self,
         mesh: &Mesh,
         spec: &LayerSpec,
-        weights: (&dyn WeightSource, &dyn WeightSource),
+        weights: RankWeights<'_>,
         training: Option<Training>,
     ) -> Result<MeshLayer, EngineError> {
         check_spec(spec)?;
@@ -119,9 +135,9 @@ impl Engine {
         };
         let call = Call::new("kernels and weights of a layer");
         let (tokens, experts, shared) = mesh.with_heartbeat(&call, || {
-            let tokens = part(&plan.tokens, weights.0)?;
-            let experts = part(&plan.experts, weights.1)?;
-            let shared = plan.shared.as_ref().map(|plan| part(plan, weights.1));
+            let tokens = part(&plan.tokens, weights.tokens)?;
+            let experts = part(&plan.experts, weights.experts)?;
+            let shared = plan.shared.as_ref().map(|plan| part(plan, weights.experts));
             Ok((tokens, experts, shared.transpose()?))
         })?;
         let parts = PartLayers {
@@ -235,6 +251,8 @@ impl MeshLayer {
     pub fn identity(&self) -> String {
         let (own, mesh) = (self.tokens.plan(), &self.mesh);
         let (parallel, placement) = (mesh.parallel(), mesh.placement());
+        // Counts instead of names: a cluster gives every job other hosts, and times depend on how
+        // many ranks share one.
         let nodes = mesh.hosts().chunk_by(|a, b| a == b);
         let nodes: Vec<usize> = nodes.map(<[String]>::len).collect();
         let all = (&own.spec, own.training, parallel, placement, nodes);
@@ -367,6 +385,8 @@ impl MeshLayer {
             .tensors
             .iter()
             .filter(|tensor| tensor.role == Role::Weight);
+        // Only the packed form is in memory, in the layout of one rank's kernels, and other ranks
+        // could not use it.
         if weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id))) {
             return Err(PlanError::from(StrategyError::Packed { strategy }).into());
         }
@@ -377,9 +397,9 @@ impl MeshLayer {
         let call = Call::new("kernels of a strategy");
         let mut bound = self.mesh.with_heartbeat(&call, || {
             if by.is_owner_only() {
-                BoundPlan::shadowed(&self.engine, (form, plan), self.held())
+                BoundPlan::shadowed(&self.engine, form, plan, self.held())
             } else {
-                BoundPlan::gathering(&self.engine, (form, plan), self.held())
+                BoundPlan::gathering(&self.engine, form, plan, self.held())
             }
         })?;
         bound.record(self.recorder.as_ref());

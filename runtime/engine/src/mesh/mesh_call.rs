@@ -4,11 +4,11 @@ use super::all_to_all::{Payload, RowSchedule};
 use super::comm_cast::CastCall;
 use super::groups::{GroupId, Groups, Mesh};
 use super::in_flight::{InFlight, Request, Written};
-use super::passes::{SHADOWED, SHARDED, Segment, chunks};
+use super::passes::{LaunchedChunks, SHADOWED, SHARDED, Segment, chunks};
 use super::plan_part::{Part, PartCall};
 use super::raw::CallerTensors;
 use super::routing::Routing;
-use super::rows::{OwnRows, RowRange, Rows};
+use super::rows::{OwnRows, RowMesh, RowRange, Rows};
 use super::shadows::{IdleWeights, ShadowWeights};
 use super::tp_peers::TpPeers;
 use super::transfers::{element, transfers};
@@ -19,7 +19,7 @@ use crate::trace::Recorder;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::{RowBytes, Schedule};
 use moesaic_collectives::{Call, Reduction, Slice, Transfer};
-use moesaic_plan::{self as plan, Exchange, Parallel, RankCoords, RankPlan, ShadowModel};
+use moesaic_plan::{self as plan, Exchange, RankPlan, ShadowModel};
 use moesaic_plan::{CollectiveOp, TensorId};
 use moesaic_spec::WeightSite;
 use std::collections::BTreeSet;
@@ -32,6 +32,17 @@ pub(super) struct TensorRows {
     pub part: plan::PlanPart,
     pub tensor: TensorId,
     pub ranges: Vec<RowRange>,
+}
+
+/// The rows of an exchange.
+pub(super) struct RowTransfer {
+    pub payload: Payload,
+    /// The indices of chunks of [`Rows`].
+    pub chunks: Range<usize>,
+    /// The rows that this rank sends.
+    pub sent: TensorRows,
+    /// The rows that it receives.
+    pub received: TensorRows,
 }
 
 /// A call of one rank. It holds the locks of the mesh's groups and of all parts until it is
@@ -84,8 +95,8 @@ impl MeshCall<'_> {
         segments: &[Segment],
         mut arrive: impl FnMut(&mut PartCall<'_>, usize) -> Result<(), EngineError>,
     ) -> Result<(), EngineError> {
-        let (chunks, by) = chunks(segments);
-        if chunks > 1 {
+        let LaunchedChunks { count, by } = chunks(segments);
+        if count > 1 {
             // Without a progress thread MPI moves data only inside calls, so chunks would not
             // travel while the experts multiply.
             self.groups.start_progress_thread();
@@ -104,7 +115,7 @@ impl MeshCall<'_> {
                     }
                     CollectiveOp::RowCounts => {
                         let recorded = self.begins(exchange);
-                        let rows = self.count()?.in_chunks(chunks, by);
+                        let rows = self.count()?.in_chunks(count, by);
                         self.ended(recorded, Instant::now());
                         arrive(&mut self.experts, rows.workspace())?;
                         self.upload_layout(&rows)?;
@@ -123,6 +134,8 @@ impl MeshCall<'_> {
                 Segment::Together(exchanges) => self.exchange_together(exchanges)?,
             }
         }
+        // Exchanges may still access this call's workspace, so it goes back to the pool after the
+        // last of them has ended.
         self.finish_all()?;
         self.return_workspace();
         Ok(())
@@ -186,8 +199,8 @@ impl MeshCall<'_> {
     /// each rank carries all of them.
     fn exchange_together(&mut self, exchanges: &[Exchange]) -> Result<(), EngineError> {
         let packed = |one: &Exchange| self.packed(&one.name).is_some();
-        // exchanges.iter().any(packed) { || A schedule with hops and a cast each handle rows of one
-        // size, and these exchanges have rows of different sizes.
+        // A schedule with hops and a cast each handle rows of one size, and these exchanges have rows
+        // of different sizes.
         if self.rows().hop_counts.is_some() || exchanges.iter().any(packed) {
             return exchanges.iter().try_for_each(|one| self.exchange(one));
         }
@@ -195,7 +208,7 @@ impl MeshCall<'_> {
         let (mut sends, mut receives, mut written) = (Vec::new(), Vec::new(), Vec::new());
         for exchange in exchanges {
             self.wait_for_sums(exchange)?;
-            let Some((_, sent, received)) = self.row_transfer(exchange) else {
+            let Some(RowTransfer { sent, received, .. }) = self.row_transfer(exchange) else {
                 continue;
             };
             sends.extend(self.transfers(sent.part, sent.tensor, &sent.ranges)?);
@@ -213,6 +226,8 @@ impl MeshCall<'_> {
         let CollectiveOp::Combine { from, .. } = exchange.op else {
             return Ok(());
         };
+        // Every shard must have the sum before any row of it leaves: the answer would be one
+        // shard's part.
         let sums = (plan::PlanPart::Experts, from);
         let chunks = self.rows().numbers(exchange.chunk);
         self.wait_for(|other| (other.part, other.tensor) == sums && other.shares(&chunks))
@@ -225,9 +240,8 @@ impl MeshCall<'_> {
         }
     }
 
-    /// Returns what the rows of an exchange are, those that this rank sends and those that it
-    /// receives.
-    fn row_transfer(&self, exchange: &Exchange) -> Option<(Payload, TensorRows, TensorRows)> {
+    /// Returns the rows of an exchange, if it moves rows of tokens.
+    fn row_transfer(&self, exchange: &Exchange) -> Option<RowTransfer> {
         let (tokens, experts) = (plan::PlanPart::Dispatch, plan::PlanPart::Experts);
         match exchange.op {
             CollectiveOp::Dispatch { from, to } => {
@@ -243,7 +257,12 @@ impl MeshCall<'_> {
                     tensor: to,
                     ranges: rows.arrived(&chunks),
                 };
-                Some((self.dispatch_payload(from), sent, arrived))
+                Some(RowTransfer {
+                    payload: self.dispatch_payload(from),
+                    chunks,
+                    sent,
+                    received: arrived,
+                })
             }
             CollectiveOp::Combine { from, to } => {
                 let rows = self.rows();
@@ -258,7 +277,12 @@ impl MeshCall<'_> {
                     tensor: to,
                     ranges: rows.answered(&chunks),
                 };
-                Some((self.combine_payload(from), answers, answered))
+                Some(RowTransfer {
+                    payload: self.combine_payload(from),
+                    chunks,
+                    sent: answers,
+                    received: answered,
+                })
             }
             _ => None,
         }
@@ -297,11 +321,10 @@ impl MeshCall<'_> {
             | CollectiveOp::RowCounts
             | CollectiveOp::TpTokenCounts => return Ok(None),
             CollectiveOp::Dispatch { .. } | CollectiveOp::Combine { .. } => {
-                let Some((load, sent, received)) = self.row_transfer(exchange) else {
+                let Some(transfer) = self.row_transfer(exchange) else {
                     return Ok(None);
                 };
-                let chunks = self.rows().numbers(exchange.chunk);
-                self.send_rows(&exchange.name, (load, chunks), sent, received, &call)
+                self.send_rows(&exchange.name, transfer, &call)
             }
             CollectiveOp::AllReduceTp { tensor } => {
                 let rows = self.rows();
@@ -358,9 +381,12 @@ impl MeshCall<'_> {
     }
 
     /// Returns the mesh in which rows are exchanged and this rank's coordinates there.
-    pub(super) fn row_mesh(&self) -> (Parallel, RankCoords) {
+    pub(super) fn row_mesh(&self) -> RowMesh {
         let by = self.plan.by();
-        (by.mesh(), by.place(self.mesh.rank()))
+        RowMesh {
+            mesh: by.mesh(),
+            place: by.place(self.mesh.rank()),
+        }
     }
 
     pub(super) fn rows(&self) -> &Rows {
@@ -389,18 +415,20 @@ impl MeshCall<'_> {
     fn send_rows(
         &mut self,
         name: &str,
-        payload: (Payload, Range<usize>),
-        sent: TensorRows,
-        received: TensorRows,
+        transfer: RowTransfer,
         call: &Call,
     ) -> Result<Request, EngineError> {
         if let Some(packed) = self.packed(name) {
-            return self.send_packed(packed, payload, sent, received, call);
+            return self.send_packed(packed, transfer, call);
         }
+        let RowTransfer {
+            payload,
+            chunks,
+            sent,
+            received,
+        } = transfer;
         let bytes = RowBytes::same(self.plan.row_bytes(sent.part, sent.tensor));
-        let path = self
-            .rows()
-            .schedule(payload.0, &payload.1, (bytes, &|_, _| false));
+        let path = self.rows().schedule(payload, &chunks, bytes, &|_, _| false);
         let sends = self.transfers(sent.part, sent.tensor, &sent.ranges)?;
         let receives = self.transfers(received.part, received.tensor, &received.ranges)?;
         self.send_by(path, &sends, &receives, call)
@@ -546,7 +574,7 @@ impl MeshCall<'_> {
         to: TensorId,
         call: &Call,
     ) -> Result<Request, EngineError> {
-        let (mesh, place) = self.row_mesh();
+        let RowMesh { mesh, place } = self.row_mesh();
         let placement = self.plan.row_placement();
         // The consecutive experts that a group owns, as rows of its own tensor or of the whole one.
         let runs = |ep: usize, of_whole: bool| {

@@ -115,6 +115,8 @@ pub fn part_shape_placed(
     }
     if let Some(dimension) = share.hidden {
         let width = shape.get_mut(dimension)?;
+        // Any tensor with a weight's name comes here, an optimizer's state too, and nobody has
+        // checked its sizes against the mesh.
         if !width.is_multiple_of(mesh.expert_tp) {
             return None;
         }
@@ -200,6 +202,8 @@ fn read(
         let mut first = rows.start;
         while first < rows.end || chunks.is_empty() {
             let chunk = source.rows(name, first..rows.end).map_err(failed)?;
+            // A source may return fewer rows than asked for. One that returns none must not keep
+            // this loop going.
             first += chunk.shape.first().copied().unwrap_or(1).max(1);
             chunks.push(chunk);
         }

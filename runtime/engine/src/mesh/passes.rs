@@ -46,6 +46,8 @@ pub(super) fn segments(
                 RankStep::Exchange(_) => None,
             });
             let numbers: Vec<usize> = numbers.collect();
+            // With 64 chunks the experts' launches would be bound 64 times, and each binding looks
+            // up every function by its symbol.
             let bound = match known.get(&(*part, numbers.clone())) {
                 Some(bound) => Arc::clone(bound),
                 None => Arc::new(bind(*part, &numbers)?),
@@ -57,16 +59,26 @@ pub(super) fn segments(
     parts.collect()
 }
 
-/// Returns the number of chunks for which the experts' GEMMs are launched, and what makes one.
-pub(super) fn chunks(segments: &[Segment]) -> (usize, OverlapBy) {
+/// The chunks for which the experts' GEMMs are launched.
+pub(super) struct LaunchedChunks {
+    pub count: usize,
+    pub by: OverlapBy,
+}
+
+/// Returns the chunks of a pass.
+pub(super) fn chunks(segments: &[Segment]) -> LaunchedChunks {
     let of = |segment: &Segment| match segment {
-        Segment::Launches(plan::PlanPart::Experts, _, chunk) => {
-            chunk.map(|chunk| (chunk.of, chunk.by))
-        }
+        Segment::Launches(plan::PlanPart::Experts, _, chunk) => chunk.map(|chunk| LaunchedChunks {
+            count: chunk.of,
+            by: chunk.by,
+        }),
         _ => None,
     };
     let found = segments.iter().find_map(of);
-    found.unwrap_or((1, OverlapBy::default()))
+    found.unwrap_or(LaunchedChunks {
+        count: 1,
+        by: OverlapBy::default(),
+    })
 }
 
 /// Selects the steps of one pass of a layer plan.

@@ -75,6 +75,7 @@ impl<'l> PartCall<'l> {
         let (layer, tokens) = (self.layer, scalars.tokens());
         layer.reserve_training(&mut self.workspaces.every, tokens)?;
         let mut saved = layer.saved(tokens, scalars)?;
+        // Kept with the state, because backward reads the caller's inputs again at these addresses.
         saved.kept.given.extend_from_slice(&self.given);
         layer.lay_saved(&mut self.workspaces, &saved);
         self.workspaces.addresses.lay(&self.borrowed);

@@ -143,6 +143,8 @@ impl Ranks {
         what: &str,
         (first, fold): (f64, fn(f64, f64) -> f64),
     ) -> Result<Vec<f64>, EngineError> {
+        // Gathered and folded here instead of reduced: collectives have no f64, and a fold in rank
+        // order gives every rank the same bits.
         let all = self.gather_bytes(cast_slice(values), in_group, what)?;
         let mut folded = vec![first; values.len()];
         for (rank, part) in all.iter().enumerate() {

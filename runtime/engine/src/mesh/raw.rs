@@ -86,6 +86,8 @@ impl MeshLayer {
             let tensor = self.tokens.plan().tensor(name);
             tensor.is_some_and(|tensor| tensor.role == Role::Input)
         };
+        // Outputs are left out, because the caller's call with the same tensors follows and has to
+        // find its memory untouched.
         let tensors: Vec<(&str, Ptr)> = call.tensors.iter().filter(is_input).copied().collect();
         let call = RawCall {
             tensors: &tensors,
@@ -151,7 +153,8 @@ impl MeshCall<'_> {
     /// All of `inputs` must be there.
     pub(super) fn take(
         &mut self,
-        (tokens, tensors): (usize, &[(&str, Ptr)]),
+        tokens: usize,
+        tensors: &[(&str, Ptr)],
         inputs: &[TensorId],
         roles: [Role; 2],
     ) -> Result<(), EngineError> {
@@ -161,7 +164,7 @@ impl MeshCall<'_> {
         let is_port = |(name, _): &&(&str, Ptr)| role(name).is_some_and(|r| roles.contains(&r));
         let ports: Vec<(&str, Ptr)> = tensors.iter().filter(is_port).copied().collect();
         let mut found = Vec::new();
-        layer.find_given((tokens, &ports), inputs, &mut found)?;
+        layer.find_given(tokens, &ports, inputs, &mut found)?;
         let mut taken = BTreeSet::new();
         // If the caller names a tensor twice, the first address counts.
         for (id, address) in found.into_iter().filter(|(id, _)| taken.insert(*id)) {

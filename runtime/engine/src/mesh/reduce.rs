@@ -31,6 +31,8 @@ impl MeshLayer {
         if let Some(shared) = self.shared() {
             sum(shared, groups.process_group(ProcessGroup::EpDp))?;
         }
+        // `sum_replicas` exchanges through the mesh's groups by itself and would wait for this
+        // lock.
         drop(groups);
         self.sum_replicas()
     }

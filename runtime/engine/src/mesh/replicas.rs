@@ -77,6 +77,14 @@ struct Replicas<'a> {
     tp: usize,
 }
 
+/// A replicated expert of this rank.
+struct Replica {
+    expert: usize,
+    slot: usize,
+    /// Whether this rank owns it.
+    owned: bool,
+}
+
 impl Ranks {
     /// Sums the replicas of each expert over groups, in group order: every group gets the same
     /// bytes. The first dimension of each part counts this rank's experts. Does nothing without
@@ -144,12 +152,16 @@ impl Replicas<'_> {
         group * self.mesh.expert_tp + self.tp
     }
 
-    /// Returns this rank's replicated experts: expert, slot, and whether this rank owns it.
-    fn own(&self) -> Vec<(usize, usize, bool)> {
+    /// Returns this rank's replicated experts.
+    fn own(&self) -> Vec<Replica> {
         let all = self.placement.replicated().into_iter();
         let own = all.filter_map(|expert| {
             let slot = self.placement.slot(self.ep, expert)?;
-            Some((expert, slot, self.placement.owner(expert) == self.ep))
+            Some(Replica {
+                expert,
+                slot,
+                owned: self.placement.owner(expert) == self.ep,
+            })
         });
         own.collect()
     }
@@ -163,7 +175,12 @@ impl Replicas<'_> {
 
     fn sum(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for (expert, slot, owned) in self.own() {
+        for Replica {
+            expert,
+            slot,
+            owned,
+        } in self.own()
+        {
             let row = slots.read(slot)?;
             if owned {
                 let from = |group| (self.peer(group), row.len());
@@ -176,9 +193,13 @@ impl Replicas<'_> {
             .ranks
             .trade(&sends, &receives, ProcessGroup::Ep, what)?;
         let mut arrived = arrived.into_iter();
-        for (expert, slot, _) in self.own().into_iter().filter(|(.., owned)| *owned) {
+        for Replica { expert, slot, .. } in self.own().into_iter().filter(|one| one.owned) {
+            // The owner sums for all groups and hands the result out, so that every replica gets
+            // the same bytes.
             let mut rows: Vec<(usize, Vec<u8>)> = vec![(self.ep, slots.read(slot)?)];
             rows.extend(self.others(expert).into_iter().zip(arrived.by_ref()));
+            // In the order of groups, whoever owns the expert: the sum must not change when the
+            // owner does.
             rows.sort_by_key(|(group, _)| *group);
             let sum = rows.into_iter().map(|(_, row)| floats(&row)).reduce(added);
             slots.write(slot, cast_slice(&sum.unwrap_or_default()))?;
@@ -188,7 +209,12 @@ impl Replicas<'_> {
 
     fn hand_out(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for (expert, slot, owned) in self.own() {
+        for Replica {
+            expert,
+            slot,
+            owned,
+        } in self.own()
+        {
             let row = slots.read(slot)?;
             if owned {
                 let to = |group| (self.peer(group), row.clone());
@@ -200,9 +226,9 @@ impl Replicas<'_> {
         let arrived = self
             .ranks
             .trade(&sends, &receives, ProcessGroup::Ep, what)?;
-        let replicas = self.own().into_iter().filter(|(.., owned)| !owned);
-        for ((_, slot, _), row) in replicas.zip(arrived) {
-            slots.write(slot, &row)?;
+        let replicas = self.own().into_iter().filter(|one| !one.owned);
+        for (replica, row) in replicas.zip(arrived) {
+            slots.write(replica.slot, &row)?;
         }
         Ok(())
     }

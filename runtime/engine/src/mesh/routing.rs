@@ -82,6 +82,7 @@ impl MeshLayer {
             Pass::Route
         };
         let (all, own) = self.gather_router_inputs(route, input)?;
+        // A dropless layer plans no `capacity`, and asking for it would be an error.
         let limited = self.tokens.id("capacity").map(|_| "capacity");
         let names = ["topk_ids", "topk_weights", "locations"];
         let names: Vec<&str> = names.into_iter().chain(limited).collect();
@@ -184,6 +185,8 @@ impl Routing {
                 (false, _) => {} // without rows
             }
         }
+        // By expert, then by location: rows of an expert keep the order in which routing placed
+        // them.
         kept.sort_unstable();
         let mut slot_rows = vec![-1; self.ids.len()];
         for (row, (_, _, slot)) in kept.iter().enumerate() {
@@ -210,6 +213,8 @@ impl Routing {
         let sum_of = |(token, &sum): (usize, &f32)| {
             let slots = (token * top_k..(token + 1) * top_k).filter(|slot| kept(*slot));
             let own: f32 = slots.map(|slot| weights[slot]).sum();
+            // The scan divided the weights by its own sums; this undoes that division and the scale
+            // before the sum over the slots that are left.
             if sum == 0.0 { 0.0 } else { own * sum / scale }
         };
         tokens.map(sum_of).collect()

@@ -1,7 +1,7 @@
 //! The layout and the transfers of rows in one call, computed from counts alone.
 
 use moesaic_collectives::plan::{DedupMap, HopCounts};
-use moesaic_plan::{self as plan, Distance, OverlapBy, Parallel, Placement, RankCoords};
+use moesaic_plan::{self as plan, Distance, OverlapBy, Parallel, Placement, RankCoords, RowSource};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -59,6 +59,21 @@ pub(super) struct RowRange {
     pub rows: usize,
 }
 
+/// The mesh in which rows are exchanged, and a rank's coordinates there.
+#[derive(Clone, Copy)]
+pub(super) struct RowMesh {
+    pub mesh: Parallel,
+    pub place: RankCoords,
+}
+
+/// The counts that a rank sends before rows.
+pub(super) struct SendCounts {
+    /// Its rows for the experts of each rank, rank after rank.
+    pub counts: Vec<i64>,
+    /// The number of counts for each rank.
+    pub sizes: Vec<usize>,
+}
+
 /// The rows of one rank in one call, possibly in chunks. On the expert part rows are ordered by
 /// chunk, then by expert, then by rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,14 +96,16 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// Returns the counts that this rank sends: its rows for the experts of each rank, rank after
-    /// rank, and how many numbers each rank gets. All shards of an expert get the same.
+    /// Returns the counts that this rank sends. All shards of an expert get the same.
     pub fn send_counts(
-        (mesh, place): (Parallel, RankCoords),
+        RowMesh { mesh, place }: RowMesh,
         placement: &Placement,
         own: &OwnRows,
-    ) -> (Vec<i64>, Vec<usize>) {
-        let from = (place.ep * mesh.expert_tp + place.tp, place.ep);
+    ) -> SendCounts {
+        let from = RowSource {
+            rank: place.ep * mesh.expert_tp + place.tp,
+            ep: place.ep,
+        };
         let (mut counts, mut sizes) = (Vec::new(), Vec::new());
         for peer in 0..mesh.group() {
             let group = peer / mesh.expert_tp;
@@ -100,13 +117,13 @@ impl Rows {
                     .map(|&e| placement.share(from, e, own.sent(e), group).len() as i64),
             );
         }
-        (counts, sizes)
+        SendCounts { counts, sizes }
     }
 
     /// Makes the rows of a call from the counts that arrived: one number for each expert of this
     /// rank, from each rank.
     pub fn new(
-        (mesh, place): (Parallel, RankCoords),
+        RowMesh { mesh, place }: RowMesh,
         placement: Placement,
         own: Arc<OwnRows>,
         counted: &[i64],
@@ -183,6 +200,8 @@ impl Rows {
     pub fn numbers_in_chunks(&self) -> Vec<i32> {
         let mut numbers = vec![0; self.workspace()];
         for chunk in 0..self.chunks() {
+            // Kernels see a chunk as a whole tensor, so its rows are counted from its own first
+            // row.
             let own = &mut numbers[self.span(chunk..chunk + 1)];
             own.iter_mut().zip(0..).for_each(|(row, n)| *row = n);
         }
@@ -281,10 +300,14 @@ impl Rows {
 
     /// Returns the rows of this rank's tokens for the experts of a rank, by chunk.
     fn of_owner(&self, peer: usize, chunks: &Range<usize>) -> Vec<RowRange> {
-        let (ep, from, group) = (self.place.ep, self.rank(), peer / self.mesh.expert_tp);
+        let (from, group) = (self.rank(), peer / self.mesh.expert_tp);
+        let source = RowSource {
+            rank: from,
+            ep: self.place.ep,
+        };
         let experts = self.placement.of(group);
         let chunk = |number: usize, e: usize| {
-            let share = self.placement.share((from, ep), e, self.own.sent(e), group);
+            let share = self.placement.share(source, e, self.own.sent(e), group);
             let rows = self.part_of(number, share.len(), (from, peer));
             RowRange {
                 peer,
@@ -367,13 +390,16 @@ mod tests {
             })
         };
         let all: Vec<Arc<OwnRows>> = counts.iter().map(offsets).collect();
-        let at = |rank| (mesh, mesh.place(rank).unwrap());
+        let at = |rank| RowMesh {
+            mesh,
+            place: mesh.place(rank).unwrap(),
+        };
         let counted = all.iter().enumerate();
         let counted = counted.map(|(rank, own)| Rows::send_counts(at(rank), placement, own));
         let counted: Vec<_> = counted.collect();
         let rank = |rank: usize| {
             let mut heard = Vec::new();
-            for (counts, sizes) in &counted {
+            for SendCounts { counts, sizes } in &counted {
                 let first: usize = sizes[..rank].iter().sum();
                 heard.extend(&counts[first..first + sizes[rank]]);
             }

@@ -11,19 +11,31 @@ pub(super) struct Settings {
     pub capacity_factor: Option<f64>,
 }
 
+/// A rank's tokens, and the hash of its settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CountWord {
+    pub tokens: usize,
+    pub hash: u64,
+}
+
 const HALF: u32 = 32;
 
 impl Settings {
     /// Returns the word that this rank sends: its tokens, fewer than 2^31 in any call, and the
     /// hash.
     pub fn pack(&self, tokens: usize) -> u64 {
+        // A number that does not fit is too many tokens for any call, which the check of sizes
+        // refuses.
         let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
         u64::from(self.hash()) << HALF | u64::from(tokens)
     }
 
-    /// Splits a rank's word into its tokens and its hash.
-    pub fn split_word(word: u64) -> (usize, u64) {
-        ((word & u64::from(u32::MAX)) as usize, word >> HALF)
+    /// Splits a rank's word.
+    pub fn split_word(word: u64) -> CountWord {
+        CountWord {
+            tokens: (word & u64::from(u32::MAX)) as usize,
+            hash: word >> HALF,
+        }
     }
 
     /// Returns every setting by name. Ranks compare these when their hashes differ.
@@ -96,9 +108,9 @@ mod tests {
         let mut hashes: Vec<u64> = Vec::new();
         for settings in all {
             for tokens in [0, 33, 1 << 30] {
-                assert_eq!(Settings::split_word(settings.pack(tokens)).0, tokens);
+                assert_eq!(Settings::split_word(settings.pack(tokens)).tokens, tokens);
             }
-            hashes.push(Settings::split_word(settings.pack(0)).1);
+            hashes.push(Settings::split_word(settings.pack(0)).hash);
         }
         hashes.sort_unstable();
         hashes.dedup();

@@ -51,6 +51,7 @@ impl ShadowWeights {
         idle: &Arc<IdleWeights>,
         device: &dyn Device,
     ) -> Result<ShadowWeights, EngineError> {
+        // All shadow weights of a plan have the same sizes, so any free set will do.
         let free = idle.lock().ok().and_then(|mut idle| idle.pop());
         let buffers = match free {
             Some(buffers) => buffers,
@@ -88,6 +89,7 @@ impl MeshCall<'_> {
         let (own, call) = (own.collect::<Vec<_>>(), self.call("tokens per expert"));
         let counts = self.gather_counts_of(&own, GroupId::Ep(self.plan.adaptive_r), &call)?;
         let placement = self.plan.placement();
+        // The shadow part was planned for so many experts; its tensors have no room for more.
         let model = ShadowModel {
             most: self.model.most.min(self.shadow_plan().spec.shape.experts),
             ..*self.model

@@ -20,6 +20,8 @@ impl Sharding {
         if let Some(part) = expert_part(name) {
             return Sharding {
                 among: ProcessGroup::ExpertDp,
+                // Routed experts are stacked, so the expert comes before the dimensions of a
+                // matrix.
                 hidden: hidden_dimension(part).map(|dimension| dimension + 1),
                 once: part == LAST_BIAS,
             };
@@ -71,6 +73,8 @@ fn expert_part(name: &str) -> Option<&str> {
 /// Returns the index of a shared expert and the name within it, for its own weights but not its
 /// gate's: 0 and `up.weight` of `block3.shared.0.up.weight`.
 pub(super) fn shared_part(name: &str) -> Option<(usize, &str)> {
+    // A model's own prefix may end in `shared.` too, as in `model.shared.block.shared.0.up.weight`,
+    // so every occurrence is tried.
     let places = name.match_indices("shared.").map(|(at, _)| at);
     let mut begins = places.filter(|&at| at == 0 || name.as_bytes()[at - 1] == b'.');
     begins.find_map(|at| {

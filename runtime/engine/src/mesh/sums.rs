@@ -15,7 +15,7 @@ use super::rows::RowRange;
 use super::transfers::transfers;
 use crate::error::EngineError;
 use moesaic_collectives::plan::IntraNodeCombine;
-use moesaic_collectives::{Call, NodeShape};
+use moesaic_collectives::{Call, NodeRank, NodeShape};
 use moesaic_plan::Packed;
 use moesaic_target::Buffer;
 use std::sync::Arc;
@@ -34,7 +34,7 @@ struct SumRows {
 impl SumRows {
     /// Splits sums by node; `far` are the rows that other nodes answer, by rank.
     fn new(sums: &IntraNodeCombine, shape: NodeShape, own: usize, far: &[RowRange]) -> SumRows {
-        let (node, place) = shape.split(own);
+        let NodeRank { node, place } = shape.split(own);
         let (mut sent, mut received) = (Vec::new(), Vec::new());
         let (mut firsts, mut others) = (Vec::new(), Vec::new());
         for other in (0..shape.nodes).filter(|other| *other != node) {
@@ -44,7 +44,7 @@ impl SumRows {
             let first = firsts.len();
             let there = far
                 .iter()
-                .filter(|chunk| shape.split(chunk.peer).0 == other);
+                .filter(|chunk| shape.split(chunk.peer).node == other);
             let rows = there.flat_map(|chunk| chunk.first..chunk.first + chunk.rows);
             for (row, is_first) in rows.zip(sums.firsts(other)) {
                 let list = if is_first { &mut firsts } else { &mut others };
@@ -56,6 +56,8 @@ impl SumRows {
         for chunks in [&mut sent, &mut received] {
             chunks.retain(|chunk| chunk.rows > 0);
         }
+        // Rows that arrive come first, so that the zeros of all the others are one upload behind
+        // them.
         let places = [firsts, others].concat();
         SumRows {
             sent,
@@ -76,13 +78,13 @@ impl<'l> MeshCall<'l> {
     pub(super) fn send_sums(
         &mut self,
         packed: &'l Packed,
-        (sums, shape): (&IntraNodeCombine, NodeShape),
-        sent: TensorRows,
-        received: TensorRows,
+        sums: &IntraNodeCombine,
+        shape: NodeShape,
+        [sent, received]: [TensorRows; 2],
         call: &Call,
     ) -> Result<Request, EngineError> {
         let own = self.own_member();
-        let is_near = |chunk: &RowRange| shape.split(chunk.peer).0 == shape.split(own).0;
+        let is_near = |chunk: &RowRange| shape.split(chunk.peer).node == shape.split(own).node;
         let (part, tensor) = (received.part, received.tensor);
         let (near, far): (Vec<RowRange>, Vec<RowRange>) =
             received.ranges.into_iter().partition(is_near);
@@ -101,6 +103,8 @@ impl<'l> MeshCall<'l> {
         let mut workspace = cast.workspace(gone.max(split.places.len()))?;
         let all: Vec<i32> = (0..gone as i32).collect();
         cast.pack(&mut workspace, packed, &summed, &all)?;
+        // The cast that reads the sums is in the stream before any launch that takes this buffer
+        // next.
         self.groups.workspaces.give([summed]);
         // `combine` adds all rows of a token. The sum arrives in the token's first row, so its
         // other rows must be zeros: a cast row of zero bytes is zero in every dtype.

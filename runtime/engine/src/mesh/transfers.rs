@@ -17,6 +17,8 @@ pub(super) fn transfers(
         let (first, size) = (chunk.first * bytes, chunk.rows * bytes);
         Ok(Transfer {
             peer: chunk.peer,
+            // Bytes, whatever the dtype, because an exchange only moves rows. A schedule that sums
+            // some of them knows their element type itself.
             slice: Slice::new(buffer, Element::U8, first, size)?,
         })
     };

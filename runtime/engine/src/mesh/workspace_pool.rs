@@ -52,6 +52,12 @@ impl WorkspacePool {
     }
 }
 
+/// A rank's index in its block, and the block's size.
+struct BlockPosition {
+    me: usize,
+    size: usize,
+}
+
 /// The layout of a region's rows, in elements.
 #[derive(Clone, Copy)]
 struct Rows {
@@ -132,7 +138,7 @@ impl MeshCall<'_> {
                 .map(row)
                 .collect::<Result<Vec<_>, EngineError>>()
         };
-        let (me, size) = self.block_position();
+        let BlockPosition { me, size } = self.block_position();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for peer in 0..size {
             for mine in regions.iter().filter(|region| region.owner == me) {
@@ -155,7 +161,7 @@ impl MeshCall<'_> {
         call: &Call,
     ) -> Result<(), EngineError> {
         let element = element(self.plan.experts[weight].dtype);
-        let (me, size) = self.block_position();
+        let BlockPosition { me, size } = self.block_position();
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         let elements: usize = regions.iter().map(ShardRegion::elements).sum();
         let chunks = self.take_buffer(elements * element.size())?;
@@ -199,7 +205,7 @@ impl MeshCall<'_> {
         call: &Call,
     ) -> Result<(), EngineError> {
         let regions = self.plan.regions(gradient, dim);
-        let (me, size) = self.block_position();
+        let BlockPosition { me, size } = self.block_position();
         let mut counts = vec![0; size];
         for region in &regions {
             counts[region.owner] += region.elements();
@@ -267,7 +273,7 @@ impl MeshCall<'_> {
         if self.plan.by().is_owner_only() {
             return Ok(());
         }
-        let me = self.block_position().0;
+        let me = self.block_position().me;
         let device = &*self.owned.device;
         if !accumulate && self.has_replicas_alone() {
             for (gradient, _) in self.scattered() {
@@ -316,11 +322,14 @@ impl MeshCall<'_> {
         })
     }
 
-    /// Returns this rank's index in its block, and the block's size.
-    fn block_position(&self) -> (usize, usize) {
+    /// Returns this rank's position in its block.
+    fn block_position(&self) -> BlockPosition {
         let rank = self.mesh.rank();
         let block = self.plan.by().block(rank);
-        (rank - block.start, block.len())
+        BlockPosition {
+            me: rank - block.start,
+            size: block.len(),
+        }
     }
 
     pub(super) fn take_buffer(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
@@ -385,6 +394,8 @@ const CHUNK_BYTES: usize = 1 << 20;
 
 pub(super) fn clear(device: &dyn Device, buffer: &Buffer, bytes: usize) -> Result<(), EngineError> {
     let zeros = vec![0; bytes.min(CHUNK_BYTES)];
+    // Zeros are uploaded from the host, so a gradient of gigabytes must not need as many on the
+    // host.
     for first in (0..bytes).step_by(CHUNK_BYTES) {
         let some = &zeros[..CHUNK_BYTES.min(bytes - first)];
         device.upload(some, buffer, first)?;

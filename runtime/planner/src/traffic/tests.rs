@@ -249,7 +249,11 @@ fn replicas_get_what_ranks_send_them() {
             let routing = Routing::counted(mesh.ranks(), experts, 2, &counts).unwrap();
             let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
             let share = |from: usize, to: usize| {
-                let (source, ep) = ((from, from / expert_tp), to / expert_tp);
+                let source = RowSource {
+                    rank: from,
+                    ep: from / expert_tp,
+                };
+                let ep = to / expert_tp;
                 let of = |(e, n): (usize, &u64)| placement.share(source, e, *n as usize, ep).len();
                 counts[from].iter().enumerate().map(of).sum::<usize>() as f64
             };

@@ -130,11 +130,12 @@ fn on_cpu() -> CombineBwdConfig {
 }
 
 fn on_gpu(d: &CombineBwdDesc, wave: u32) -> CombineBwdConfig {
-    let (tile_rows, row_threads) = row_tiling(d.output_dim, d.activations, wave);
+    let tiling = row_tiling(d.output_dim, d.activations, wave);
     CombineBwdConfig {
         threads: COPY_THREADS,
-        tile_rows,
-        row_threads,
+        tile_rows: tiling.rows,
+        row_threads: tiling.row_threads,
+        // A warp for each token, because its sums end in a reduction over lanes.
         tile_tokens: (COPY_THREADS / wave) as usize,
         token_threads: wave,
     }
@@ -216,6 +217,8 @@ fn combine_weights(d: &CombineBwdDesc, c: &CombineBwdConfig) -> Entry {
         ),
         when(d.bias, row("dout", d.output_dim)),
         when(d.bias, Param::read("down_bias", d.weights, bias_shape)),
+        // A weight that acts on the input has the gradient `<drows, x>`, which no GEMM sums on its
+        // way.
         when(input, row("drows", d.model_dim)),
         when(input || identity, token("x", d.model_dim)),
         when(
@@ -264,6 +267,8 @@ impl Builder {
     pub(crate) fn combine_bwd(&mut self) -> CombineBwd {
         let spec = &self.plan.spec;
         let shared = self.shared_parts();
+        // Experts on another rank are tiled as their rank's plan says, and that many columns
+        // arrive.
         let parts = match self.part {
             Part::Tokens { parts } => parts,
             _ => self.parts(&gemm::dgrad::routed(spec, Half::Down)),
@@ -275,8 +280,11 @@ impl Builder {
             .any(|shared| shared.gate != SharedGate::None);
         let later = (gated && adds_later(spec)).then(|| later_desc(spec, &shared));
         let rows = Size::Tokens * spec.shape.top_k as u64;
+        // Declared here and not with all tensors, because their widths follow from the tilings of
+        // other kernels.
         self.declare_parts("dweight_parts", rows, parts);
         self.declare_shared_parts(&shared);
+        // In the reverse order of forward: what was added last goes back first.
         let later = later.map(|desc| self.combine_bwd_first("combine_bwd_later", desc));
         self.latent_up_bwd();
         CombineBwd {

@@ -151,24 +151,24 @@ fn on_cpu() -> CombineConfig {
 
 fn on_gpu(d: &CombineDesc) -> CombineConfig {
     let (width, k) = (d.output_dim, d.top_k);
+    // A token costs the rows of its experts, those of shared experts, and `y`.
     let rows = k + 1 + d.shared.len();
-    let (tile_tokens, token_threads) = token_tiling(width, d.activations, k, rows);
+    let tiling = token_tiling(width, d.activations, k, rows);
     CombineConfig {
         threads: COPY_THREADS,
-        tile_tokens,
-        token_threads,
-        decode: Some(decode(d, token_threads)),
+        tile_tokens: tiling.tokens,
+        token_threads: tiling.token_threads,
+        decode: Some(decode(d, tiling.token_threads)),
     }
 }
 
 fn decode(d: &CombineDesc, token_threads: u32) -> CombineDecode {
-    let (tile_tokens, token_threads, slices) =
-        slice_tiling(d.output_dim, d.activations, d.top_k, token_threads);
+    let tiling = slice_tiling(d.output_dim, d.activations, d.top_k, token_threads);
     CombineDecode {
         tokens: DECODE_TOKENS,
-        tile_tokens,
-        token_threads,
-        slices,
+        tile_tokens: tiling.tokens,
+        token_threads: tiling.threads,
+        slices: tiling.slices,
     }
 }
 
@@ -178,6 +178,8 @@ fn grid(c: &CombineConfig) -> [Size; 2] {
     let Some(decode) = &c.decode else {
         return many;
     };
+    // One entry for all calls, and its grid tells the two tilings apart: the host launches the same
+    // list whatever the number of tokens.
     let [tokens, whole] = many;
     let slices = Size::Const(decode.slices as u64);
     [
@@ -202,6 +204,7 @@ fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
             d.weighted || identity,
             Param::read("topk_weights", F32, &per_slot),
         ),
+        // An identity expert has no rows: its output is the token itself.
         when(identity, Param::read("x", d.activations, &per_token)),
     ]);
     for (i, shared) in d.shared.iter().enumerate() {
@@ -233,6 +236,8 @@ fn entries(d: &CombineDesc, c: &CombineConfig) -> Vec<Entry> {
 impl Builder {
     /// Adds the sum of routed and shared experts, in one step or around a projection.
     pub(crate) fn combine(&mut self) {
+        // By the layer and not by the pass, so that its evaluation shares the kernel and writes one
+        // tensor in vain.
         let desc = desc(&self.plan.spec, self.plan.training.is_some());
         let mut bind = self.shared_outputs(0);
         if self.plan.spec.latent.is_some() {

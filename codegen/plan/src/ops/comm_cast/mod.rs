@@ -51,6 +51,7 @@ impl CommCastDesc {
                 self.width.next_multiple_of(F32.size()) + scales
             }
         };
+        // Rows lie one behind another, and each must begin where the widest access of a GPU may.
         used.next_multiple_of(16)
     }
 
@@ -91,12 +92,11 @@ fn on_cpu() -> CommCastConfig {
 /// Returns the tiling for a GPU. A thread converts as many values as one memory access moves, and
 /// at least four, because FP8 codes are stored a 4-byte word at a time whatever the width.
 fn on_gpu(d: &CommCastDesc, wave: u32) -> CommCastConfig {
-    let (tile_rows, _) = row_tiling(d.width, d.rows, wave);
     let widest = 16 / d.rows.size();
     let pack = (1 << d.width.trailing_zeros()).min(widest);
     CommCastConfig {
         threads: COPY_THREADS,
-        tile_rows,
+        tile_rows: row_tiling(d.width, d.rows, wave).rows,
         team: (SPAN / pack.max(4)) as u32,
     }
 }

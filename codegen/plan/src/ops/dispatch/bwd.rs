@@ -50,6 +50,8 @@ pub struct DispatchBwdConfig {
 /// yet the token.
 fn desc(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
     let latent = spec.latent.is_some();
+    // Shared experts and the router read tokens, not their projection, so their gradients wait for
+    // `later`.
     let shared_parts = if latent { &[] } else { shared_parts };
     DispatchBwdDesc {
         model_dim: spec.expert_input_dim(),
@@ -119,11 +121,11 @@ fn on_cpu() -> DispatchBwdConfig {
 
 fn on_gpu(d: &DispatchBwdDesc) -> DispatchBwdConfig {
     let rows = d.top_k + 1 + d.shared.len();
-    let (tile_tokens, token_threads) = token_tiling(d.model_dim, d.activations, d.top_k, rows);
+    let tiling = token_tiling(d.model_dim, d.activations, d.top_k, rows);
     DispatchBwdConfig {
         threads: COPY_THREADS,
-        tile_tokens,
-        token_threads,
+        tile_tokens: tiling.tokens,
+        token_threads: tiling.token_threads,
     }
 }
 

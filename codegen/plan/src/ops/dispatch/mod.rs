@@ -94,11 +94,11 @@ fn on_cpu() -> DispatchConfig {
 }
 
 fn on_gpu(d: &DispatchDesc, wave: u32) -> DispatchConfig {
-    let (tile_rows, row_threads) = row_tiling(d.model_dim, d.activations, wave);
+    let tiling = row_tiling(d.model_dim, d.activations, wave);
     DispatchConfig {
         threads: COPY_THREADS,
-        tile_rows,
-        row_threads,
+        tile_rows: tiling.rows,
+        row_threads: tiling.row_threads,
     }
 }
 
@@ -138,6 +138,7 @@ impl Builder {
     pub(crate) fn dispatch(&mut self, calls: Calls) {
         let elsewhere = matches!(self.part, Part::Tokens { .. });
         let desc = DispatchDesc {
+            // On one rank the GEMMs look weights up by slot; another rank does not have the slots.
             row_weights: elsewhere && rows_have_weights(&self.plan.spec, self.trains()),
             ..desc(&self.plan.spec)
         };

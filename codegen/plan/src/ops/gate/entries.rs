@@ -158,6 +158,7 @@ fn sinkhorn(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 3] {
 
 fn expert_choice(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 2] {
     let keys = |access: Access| {
+        // Expert by expert, so that the block that chooses for one reads adjacent keys.
         let shape = format!("[{}, tokens]", d.experts);
         Param::tensor("choice_keys", I32, access, shape)
     };
@@ -212,6 +213,8 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
         Logits::Linear => {
             let params = [
                 Some(x),
+                // The router's tensors are f32 in every layer: a rounded logit may choose another
+                // expert.
                 Some(Param::read("weight", F32, format!("[{e}, {model}]"))),
                 when(d.router.bias, Param::read("bias", F32, format!("[{e}]"))),
                 input_scale,
@@ -219,6 +222,8 @@ fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
             ];
             let params = some(params).into_iter().chain(shared_params(d)).collect();
             let [tokens, columns] = grid(e);
+            // Column tiles of their own behind the router's, because the two matrices are two
+            // tensors.
             let of_shared = d.shared.div_ceil(c.logits_tile_experts) as u64;
             let summary = "projects tokens to router logits";
             vec![entry(

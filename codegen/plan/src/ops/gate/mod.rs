@@ -154,6 +154,8 @@ pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GateTopkDesc {
 /// Returns the logits of the first shared expert's gate that the router's GEMM can compute with the
 /// experts': the same GEMM, over unscaled tokens.
 pub(crate) fn fused_shared_logits(spec: &LayerSpec) -> usize {
+    // Asked of training's gate for both passes: one that jitters its tokens has no unscaled ones to
+    // multiply, and the two passes must give the same logits.
     let alike = gate_topk(spec, true).is_some_and(|gate| gate.multiplies_tokens());
     match spec.shared.first() {
         Some(shared) if alike => shared.gate.logits(),
@@ -263,6 +265,8 @@ fn serving(router: &Router) -> Router {
         noise_kind: NoiseKind::default(),
         random_second: false,
         select: match router.select {
+            // Sinkhorn balances a batch. In evaluation a token must not depend on its batch, so the
+            // best experts are taken, as in Megatron-LM.
             Select::Sinkhorn(_) => Select::TopK,
             other => other,
         },
@@ -329,7 +333,7 @@ const TILE_TOKENS: usize = 64;
 /// Assignments that a warp of the scan places one after the other.
 const TILE_SLOTS: usize = 512;
 
-/// RngKey that a block of the selection kernel keeps: 32 KB.
+/// Counts of choices that a block of the selection kernel keeps: 32 KB.
 const HISTOGRAM: usize = 8192;
 
 fn on_cpu(d: &GateTopkDesc, core: Core) -> GateTopkConfig {
@@ -368,6 +372,7 @@ fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
     // What a lane holds of many experts takes half the registers.
     let most = if d.experts > 512 { 256 } else { 512 };
     let tokens = match histogram {
+        // Without counts no tile is prescribed, so a block has as many tokens as fill 128 threads.
         Histogram::None => (128 / lanes).max(1) as usize,
         _ => tile_tokens(d.order, d.top_k),
     };

@@ -102,6 +102,8 @@ impl Builder {
         self.noise_logits(x);
         self.gate_step(kernel, "gate_noise", &[]);
         self.gate_step(kernel, "gate_sinkhorn_start", &[]);
+        // Each half of a round needs sums over all tokens or all experts. Blocks cannot wait for
+        // each other inside a launch, so every half is one.
         for _ in 0..rounds {
             self.gate_step(kernel, "gate_sinkhorn_rows", &[]);
             self.gate_step(kernel, "gate_sinkhorn_columns", &[]);
@@ -206,6 +208,8 @@ impl Builder {
         };
         let (spec, experts) = (self.plan.spec.clone(), desc.experts);
         let wgrad = wgrad::router(&spec, experts, false, dtype);
+        // Tokens without an expert may hold NaN. Their gradient is zero, but 0 · NaN is NaN, so the
+        // kernel reads a copy with zeros in their place.
         let factor = if wgrad.clears { "router.rows" } else { input };
         let bind: Bind = &[
             ("dup", "grad.router.noise_logits"),
@@ -226,6 +230,7 @@ impl Builder {
 
     /// Multiplies `router.dx` by the factors that tokens were multiplied by.
     pub(crate) fn draw_bwd(&mut self) {
+        // Where nothing was drawn the gradient is that of `x` already.
         if self.routed_tokens() != "x" {
             let kernel = self.gate_kernel();
             self.gate_step(kernel, "gate_draw_bwd", &[]);

@@ -128,10 +128,18 @@ impl RouteDesc {
         };
         let logits = config.logits.is_some() || self.gate.logits == Logits::None;
         let counted = tiling.counted_by == CountedBy::Gate && gate.histogram != Histogram::None;
+        // Orders by a score sort tokens, and expert choice compares all of them, in launches of
+        // their own.
         let plain = !scan.ordered() && !scan.ranked() && self.gate.expert_choice().is_none();
         let warps = (gate.select_threads / gpu.wave()) as usize;
+        // With more experts than a warp holds, a block selects for one token, and one block would
+        // take 64 turns.
         let team = gate.select_lanes <= gpu.wave();
+        // A warp counts and places one tile, so the tiles of the largest decode call must not
+        // outnumber the warps.
         let fits = tiling.block_tiles <= warps && self.shared_bytes(&config) <= SHARED;
+        // Parts with several blocks would need a barrier between blocks, which a launch does not
+        // have.
         logits && counted && plain && team && fits && self.parts(&config).iter().all(is_alone)
     }
 
@@ -175,6 +183,7 @@ impl RouteDesc {
         let mut logits = known.next().expect("few logits are those of a gate");
         let of_experts = self.gate.experts.div_ceil(decode.tile_experts);
         let blocks = of_experts + self.gate.shared.div_ceil(decode.tile_experts);
+        // A name of its own, by which `flops` and profiles tell it from the gate's.
         logits.symbol = LOGITS.to_string();
         logits.launch.threads = decode.threads;
         logits.launch.grid = [
@@ -202,6 +211,9 @@ const TILE_TOKENS: usize = 32;
 fn decode_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<DecodeLogits> {
     let threads = c.logits_threads as usize;
     let grid = c.logits_tile_tokens / 4 * (c.logits_tile_experts / 4);
+    // A thread of `gate_logits` sums a 4 x 4 tile, and the threads that are left over cut the sum
+    // into parts. The same cut here gives the same bits, so that a token's logits do not depend on
+    // the batch.
     let parts = threads / grid;
     let tile_tokens = (threads / parts).min(TILE_TOKENS);
     let least = if d.experts <= LONE_EXPERTS { 1 } else { 2 };

@@ -58,6 +58,8 @@ fn sort(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Option<Entry> {
 fn order(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
     let order = Param::write("token_order", I32, "[tokens]");
     let (params, grid) = match c.sort_run {
+        // Sorted runs are small enough for many blocks: a thread finds a token's rank by a search
+        // in each run.
         Some(_) => (
             vec![d.sorted_keys(Access::Read), order],
             [tokens_by(c.threads as usize), one()],
@@ -85,6 +87,8 @@ fn count(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
 /// Returns the entry that turns counts of tiles into counts of all tiles before.
 fn sum(d: &ExpertScanDesc, c: &ExpertScanConfig, experts: usize) -> Entry {
     let params = vec![d.tile_counts(Access::ReadWrite), d.counts(Access::Write)];
+    // A block sums few experts over all tiles, so that more than one multiprocessor reads the
+    // counts.
     let columns = d.routed_experts.div_ceil(experts) as u64;
     let grid = [Size::Const(columns), one()];
     let summary = "sums the counts of each expert over all tiles";

@@ -118,7 +118,7 @@ impl Operator for ExpertScanDesc {
 /// Rows of a row tile of the GEMMs, until a plan sets its own.
 const TILE_ROWS: usize = 64;
 
-/// RngKey that a block of the scan keeps: 47 KB.
+/// Counts of choices that a block of the scan keeps: 47 KB.
 const SCAN_COUNTERS: usize = 12032;
 
 /// Experts of a block that sums: 32 bytes of a row of counts.
@@ -143,6 +143,7 @@ fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
     let warps = (1 << (lists - 1).ilog2()).min(256 / wave as usize);
     let threads = warps as u32 * wave;
     let order = d.capacity.order;
+    // The selection kernel has every choice in registers, so its counts save a pass over the ids.
     let gate = !d.external && histogram(order, d.routed_experts, d.top_k) != Histogram::None;
     ExpertScanConfig {
         threads,
@@ -165,8 +166,11 @@ fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
 /// and an expert has the largest count if that is less. The device applies `align` to both.
 pub fn row_limit(spec: &LayerSpec, factor: f64, tokens: u64) -> i64 {
     let share = tokens.div_ceil(spec.shape.experts as u64) as f64;
+    // The cast cuts off the fraction, as `int` does in Tutel's formula.
     let rows = spec.shape.top_k as i64 * (factor.abs() * share) as i64;
     match factor {
+        // `!i64::MIN` is the largest number: no limit but the largest count, as a factor of 0 has
+        // it in Tutel.
         0.0 => i64::MIN,
         f if f < 0.0 => !rows,
         _ => rows,

@@ -60,6 +60,8 @@ impl Builder {
             tile_rows: self.tile_rows(),
             ..desc.tiling(self.machine)
         };
+        // One block routes a decode call, scan included, so these launches are for larger calls
+        // alone.
         let calls = match routed {
             Routed::Whole => Calls::Prefill,
             Routed::Logits | Routed::Nothing => Calls::All,

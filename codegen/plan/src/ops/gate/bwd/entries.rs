@@ -49,6 +49,7 @@ fn sequence_slopes(d: &GateTopkBwdDesc, access: Access) -> [Option<Param>; 2] {
         Some(length) => format!("[tokens / {length}, {}]", d.gate.experts),
         None => per_expert(d),
     };
+    // Sequences of one length need no table: a token's index says which is its own.
     let named = d.sequences() && d.sequence_length.is_none();
     [
         when(
@@ -129,6 +130,7 @@ fn losses_sum(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
     let slopes = format!("[{}, {e}]", d.slopes.len());
     params.push(Param::write("loss_slopes", F32, slopes));
     let summary = "auxiliary losses, and the factors of their gradients";
+    // One block, because each loss is one number over all tiles, and sums in a fixed order.
     let grid = [one(), one()];
     entry("gate_losses_sum", summary, params, grid, c.sum_threads)
 }

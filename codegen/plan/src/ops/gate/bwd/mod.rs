@@ -169,6 +169,7 @@ pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
         sums: Vec::new(),
         slopes: Vec::new(),
         sequence_length: lengths.next_back(),
+        // Noise of 1 means a deviation of 1 / E, as in V-MoE's router.
         sigma: router.noise / gate.experts as f64,
         gate,
     };

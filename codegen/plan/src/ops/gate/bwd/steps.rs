@@ -62,6 +62,8 @@ fn loss_tensors(desc: &GateTopkBwdDesc, [tiles, experts]: &[Size; 2]) -> Vec<Ten
     let of = |name: &str, shape: [&Size; 2], role: Role| {
         tensor(name, F32, &shape.map(Size::clone), role)
     };
+    // The one block of `gate_losses_sum` keeps its sums in shared memory, which has no room for so
+    // many experts, so they get a row of their own here.
     let spare = u64::from(desc.gate.experts > WARP_EXPERTS);
     let (pair, tokens) = (constant(2), Size::Tokens);
     let mut list = vec![
@@ -110,6 +112,8 @@ impl Builder {
         if let Some(desc) = gate_topk_bwd(&self.plan.spec) {
             let logits = desc.gate.logits != Logits::None;
             let is_bwd = |kernel: &KernelPlan| matches!(kernel.op, Op::GateTopkBwd { .. });
+            // One kernel has the entries of losses and of gradients, and with losses forward has
+            // added it already.
             let known = self.plan.kernels.iter().position(is_bwd);
             let kernel = known.unwrap_or_else(|| self.kernel("gate_topk_bwd", desc));
             self.gate_steps(
@@ -120,6 +124,8 @@ impl Builder {
                     "gate_cosine_bwd",
                     "gate_similarity_bwd",
                     "gate_temperature_bwd",
+                    // Forward keeps tokens and not what the router made of them, so the GEMMs'
+                    // factor is computed again.
                     "gate_input",
                 ],
             );
@@ -197,6 +203,7 @@ impl Builder {
             if shared.gate == SharedGate::None {
                 continue;
             }
+            // The weights alone, because `dispatch_bwd` adds the gate's part of `dx`.
             let dlogit = format!("shared.{i}.dlogit");
             let grad = format!("grad.shared.{i}.router.weight");
             let grad_bias = format!("grad.shared.{i}.router.bias");
