@@ -147,9 +147,10 @@ impl Byte {
     /// Returns the bytes of a tensor of codes, or of that with the first scales.
     fn of(name: &str, spec: &LayerSpec) -> Byte {
         let precision = &spec.precision;
-        let format = match name.starts_with("experts.down") {
-            true => precision.down_format(),
-            false => precision.experts,
+        let format = if name.starts_with("experts.down") {
+            precision.down_format()
+        } else {
+            precision.experts
         };
         let byte = |least, mask, typical| Byte {
             least,

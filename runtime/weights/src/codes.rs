@@ -40,9 +40,10 @@ impl Published {
                     ..codes
                 };
                 // Scales of several rows can be written once for each row instead.
-                let rows = match a.block[0] == b.block[0] {
-                    true => a.block[0],
-                    false => 1,
+                let rows = if a.block[0] == b.block[0] {
+                    a.block[0]
+                } else {
+                    1
                 };
                 let merged = PublishedCodes {
                     block: [rows, a.block[1]],
@@ -117,12 +118,13 @@ impl<'a> Weight<'a> {
 
     /// Returns one expert's matrix, if it is quantized.
     fn view(&self, expert: usize) -> Option<View<'_, 'a>> {
-        let (part, layout) = match self.stacked {
-            true => (&self.parts[expert], self.parts[expert].layout.clone()),
-            false => (
+        let (part, layout) = if self.stacked {
+            (&self.parts[expert], self.parts[expert].layout.clone())
+        } else {
+            (
                 &self.parts[0],
                 self.parts[0].layout.rows(expert..expert + 1),
-            ),
+            )
         };
         let Elements::Codes(from) = &part.elements else {
             return None;
@@ -554,7 +556,7 @@ fn pack(bits: usize, codes: impl Iterator<Item = u8>, out: &mut [u8]) {
 /// Fills what a row of codes leaves of its last word.
 fn pad(bits: usize, columns: usize, zero: u8, out: &mut [u8]) {
     let mut full = columns * bits / 8;
-    if columns * bits % 8 != 0 {
+    if !(columns * bits).is_multiple_of(8) {
         out[full] = out[full] & 15 | zero << 4;
         full += 1;
     }

@@ -117,9 +117,10 @@ impl<'a> LayerReader<'a> {
         let made = sources
             .iter()
             .all(|source| source.name != "experts.up.scale");
-        let wanted = match made {
-            true => numbers_of(spec, tensors),
-            false => tensors.to_vec(),
+        let wanted = if made {
+            numbers_of(spec, tensors)
+        } else {
+            tensors.to_vec()
         };
         let (mut found, mut wrong) = (Vec::new(), Vec::new());
         for tensor in &wanted {

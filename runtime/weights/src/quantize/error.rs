@@ -22,7 +22,7 @@ pub enum QuantizeError {
         /// The configuration.
         path: PathBuf,
         /// The reason.
-        source: HfError,
+        source: Box<HfError>,
     },
 
     /// The source is quantized already.
@@ -57,7 +57,7 @@ pub enum QuantizeError {
 
     /// The keys of GGUF cannot express the model.
     #[error(transparent)]
-    Gguf(#[from] GgufError),
+    Gguf(Box<GgufError>),
 
     /// The values of a matrix, or its size, do not fit the format.
     #[error("`{tensor}`: {source}")]
@@ -94,6 +94,12 @@ pub enum QuantizeError {
         /// The output.
         path: PathBuf,
     },
+}
+
+impl From<GgufError> for QuantizeError {
+    fn from(error: GgufError) -> QuantizeError {
+        QuantizeError::Gguf(Box::new(error))
+    }
 }
 
 impl QuantizeError {

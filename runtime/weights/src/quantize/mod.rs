@@ -23,6 +23,10 @@ use std::path::Path;
 
 /// The layout and the format of a quantized model.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a run has one, and it can be copied"
+)]
 pub enum QuantizeTo {
     /// A Hugging Face folder in one of [`SCHEMES`](moesaic_spec::hf::SCHEMES).
     Folder(Scheme),

@@ -33,7 +33,7 @@ impl Model {
         check_float(folder, &config_file, &config)?;
         let invalid = |source: HfError| QuantizeError::Config {
             path: config_file.clone(),
-            source,
+            source: Box::new(source),
         };
         let mut layers = Vec::new();
         for index in hf::moe_layers(&config).map_err(invalid)? {
