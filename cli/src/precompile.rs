@@ -305,7 +305,7 @@ impl PrecompileArgs {
             .collect::<Result<_>>()?;
         let model = Model::read(&self.hf, &self.gguf)?;
         let cut = self.adaptive_r || self.strategy.iter().any(moves_experts);
-        let numbers = needs_numbers(self.training.get().is_some(), self.mesh);
+        let numbers = needs_numbers(self.mesh);
         let numbers = numbers.or(cut.then_some(STAY_WHOLE));
         if let (Some(model), None) = (&model, self.layer) {
             specs.extend(read_model(model, self.dequantize, numbers, console)?);

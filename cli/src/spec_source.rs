@@ -53,14 +53,18 @@ pub struct ExpertsAs<'a> {
     pub numbers: Option<&'static str>,
 }
 
-/// Returns the reason that a layer must have numbers for experts, if it has to: it is trained, or
-/// shared by a mesh that cuts experts.
-pub fn needs_numbers(training: bool, mesh: Option<Parallel>) -> Option<&'static str> {
-    match mesh {
-        _ if training => Some("codes cannot be trained"),
-        Some(mesh) if mesh.expert_tp > 1 => Some(STAY_WHOLE),
-        _ => None,
-    }
+/// Returns the reason that a layer must have numbers for experts, if it has to: a mesh cuts them.
+pub fn needs_numbers(mesh: Option<Parallel>) -> Option<&'static str> {
+    let cut = mesh.is_some_and(|mesh| mesh.expert_tp > 1);
+    cut.then_some(STAY_WHOLE)
+}
+
+/// Returns the sentence that says which weights have no gradient, if experts are codes.
+pub fn frozen_note(spec: &LayerSpec) -> Option<&'static str> {
+    spec.precision.experts.map(|_| {
+        "the experts' matrices are codes and have no gradients; --dequantize f32 trains the numbers \
+         they stand for"
+    })
 }
 
 /// Returns whether ranks with this strategy gather or lend experts.

@@ -59,6 +59,10 @@ pub(crate) struct CodesText {
     records: usize,
     /// Bytes of a record.
     record_bytes: usize,
+    /// Columns of a panel.
+    columns: usize,
+    /// Codes decode to pairs of bf16; otherwise to f32.
+    pairs: bool,
     /// Rows of a matrix that share a scale.
     block_rows: usize,
     /// Columns of a matrix that share a scale.
@@ -177,6 +181,8 @@ impl CodesText {
             blocks: panel.blocks,
             records: panel.records,
             record_bytes: panel.record_bytes(),
+            columns: panel.columns,
+            pairs,
             block_rows: format.block[0],
             block_columns: format.block_columns(d.inner),
             scale_rows,
@@ -422,8 +428,17 @@ fn activation(activation: &Activation) -> &'static str {
     }
 }
 
+/// Returns the codes of a dgrad, in the panels of the forward pass.
+fn dgrad_codes(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> Option<CodesText> {
+    let forward = d.forward();
+    let pairs = forward.factors(isa) == [DType::Bf16; 2];
+    let panel = d.code_panel(isa)?;
+    Some(CodesText::new(&forward, panel, pairs))
+}
+
 fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
-    let base = base(Pass::Dgrad, c, isa, [d.activations, d.weights]);
+    let [left, right] = d.factors(isa);
+    let base = base(Pass::Dgrad, c, isa, [left, right]);
     let slices = !base.tiles || tile_depth(&base, c) < d.inner;
     let down = d.half == Half::Down;
     let first = !d.gated as usize; // of lists whose first is of a gate
@@ -458,7 +473,8 @@ fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
         outputs,
         activates: down,
         kept,
-        packs: vec![d.weights],
+        packs: vec![right],
+        codes: dgrad_codes(d, isa),
         ..base
     }
 }

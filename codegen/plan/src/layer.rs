@@ -30,13 +30,12 @@ pub use user::{UserPlan, plan_user_experts};
 ///
 /// # Errors
 ///
-/// [`PlanError::QuantizedTraining`].
+/// None so far: every valid spec has a plan.
 pub fn plan(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
 ) -> Result<LayerPlan, PlanError> {
-    check_trainable(spec, options)?;
     let mut builder = Builder::new(spec, target, options);
     builder.forward();
     if let Some(training) = options.training {
@@ -45,14 +44,6 @@ pub fn plan(
         builder.evaluation();
     }
     Ok(builder.finish())
-}
-
-/// Refuses options that train a layer of codes.
-pub(crate) fn check_trainable(spec: &LayerSpec, options: &PlanOptions) -> Result<(), PlanError> {
-    match (options.training, spec.precision.experts) {
-        (Some(_), Some(format)) => Err(PlanError::QuantizedTraining { format }),
-        _ => Ok(()),
-    }
 }
 
 impl Builder {

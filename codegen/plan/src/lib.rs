@@ -82,15 +82,6 @@ pub enum PlanError {
         /// Advice on what is possible instead.
         advice: &'static str,
     },
-    /// Training of a layer whose experts are quantised.
-    #[error(
-        "`precision.experts` = {format} has no gradients: codes cannot be trained\n\
-         leave the key out to train on the numbers that codes stand for, or evaluate"
-    )]
-    QuantizedTraining {
-        /// The format.
-        format: moesaic_spec::WeightFormat,
-    },
     /// A mesh of ranks that the layer cannot have.
     #[error(transparent)]
     Mesh(#[from] MeshError),

@@ -145,7 +145,6 @@ pub fn plan_rank<'p>(
         scope,
     } = sharing.into();
     mesh.check(spec)?;
-    crate::layer::check_trainable(spec, options)?;
     check_codes_stay(spec, mesh, adaptive_r, shadows)?;
     let place = mesh.place(rank)?;
     let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;
