@@ -91,6 +91,17 @@ pub enum PlanError {
         /// The format.
         format: moesaic_spec::WeightFormat,
     },
+    /// Quantised activations of experts where the layer cannot have them.
+    #[error(
+        "`precision.expert_activations` = {format} {reason}\n\
+         leave the key out to multiply activations as they are"
+    )]
+    QuantizedActivations {
+        /// The codes.
+        format: moesaic_spec::ActivationFormat,
+        /// The reason.
+        reason: String,
+    },
     /// A mesh of ranks that the layer cannot have.
     #[error(transparent)]
     Mesh(#[from] MeshError),

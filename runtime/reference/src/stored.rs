@@ -7,10 +7,16 @@ use moesaic_spec::{LayerSpec, OffsetType, TensorSpec, WeightFormat, canonical_te
 
 /// Returns the layer and the weights that a layer with quantised experts stands for: every
 /// `value(code) * scale`, less its offset, in f64. Others come back as they are.
+///
+/// A layer that quantises activations keeps the formats of its weights, which say where the groups
+/// of activations lie.
 pub fn numbers(spec: &LayerSpec, weights: &Weights) -> (LayerSpec, Weights) {
-    let plain = spec.dequantized();
+    let plain = match spec.precision.expert_activations {
+        Some(_) => spec.clone(),
+        None => spec.dequantized(),
+    };
     let mut numbers = weights.clone();
-    for tensor in canonical_tensors(&plain) {
+    for tensor in canonical_tensors(&spec.dequantized()) {
         let Some((prefix, format)) = matrix(&tensor.name, spec) else {
             continue;
         };

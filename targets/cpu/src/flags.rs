@@ -51,12 +51,12 @@ pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
         CpuIsa::Portable | CpuIsa::Neon => &[],
         CpuIsa::Avx2 => &[&AVX2],
         CpuIsa::Avx512 => &[&AVX2, &AVX512],
-        CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16"]],
+        CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16", "-mavx512vnni"]],
         CpuIsa::NeonBf16 => &[&NEON_BF16],
         CpuIsa::Amx => &[
             &AVX2,
             &AVX512,
-            &["-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+            &["-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
         ],
     };
     COMMON

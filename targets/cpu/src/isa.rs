@@ -28,12 +28,15 @@ pub fn host_runs(isa: CpuIsa) -> bool {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
     };
+    let avx512bf16 = || {
+        avx512() && is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni")
+    };
     match isa {
         CpuIsa::Portable => true,
         CpuIsa::Avx2 => avx2(),
         CpuIsa::Avx512 => avx512(),
-        CpuIsa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
-        CpuIsa::Amx => avx512() && is_x86_feature_detected!("avx512bf16") && amx(),
+        CpuIsa::Avx512Bf16 => avx512bf16(),
+        CpuIsa::Amx => avx512bf16() && amx(),
         CpuIsa::Neon | CpuIsa::NeonBf16 => false,
     }
 }
