@@ -1,4 +1,4 @@
-//! The record `g.codes` of CPU GEMM templates: quantised matrices, as a kernel decodes them.
+//! The record `g.codes` of CPU GEMM templates: quantized matrices, as a kernel decodes them.
 
 use crate::gemm::Unit;
 use moesaic_kernel::DType;
@@ -7,7 +7,7 @@ use moesaic_spec::format::ScaleType;
 use moesaic_spec::{OffsetType, WeightCode};
 use serde::Serialize;
 
-/// Quantised matrices, for the template that decodes them.
+/// Quantized matrices, for the template that decodes them.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct CodesText {
     /// The format as a spec has it.

@@ -56,7 +56,7 @@ pub(crate) fn check_trainable(spec: &LayerSpec, options: &PlanOptions) -> Result
     }
 }
 
-/// Refuses quantised activations where they are not multiplied as such, or rounded in a pass that
+/// Refuses quantized activations where they are not multiplied as such, or rounded in a pass that
 /// trains.
 pub(crate) fn check_row_format(
     spec: &LayerSpec,

@@ -71,7 +71,7 @@ pub fn quantized() -> impl Iterator<Item = LayerSpec> {
     (0..3 * count).map(move |seed| {
         let mut spec = sample(seed as u64);
         spec.precision.experts = Some(formats[seed % count]);
-        // The second part has a format of its own for the down projection, and the third quantises
+        // The second part has a format of its own for the down projection, and the third quantizes
         // activations.
         let other = formats[(seed + 1) % count];
         spec.precision.experts_down = (seed / count == 1).then_some(other);

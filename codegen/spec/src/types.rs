@@ -76,20 +76,20 @@ pub struct Precision {
     /// targets where that is faster. Only with f32 weights and activations.
     pub tf32: bool,
     /// The format in which the routed experts' matrices are stored and multiplied, where they
-    /// are quantised: `mxfp4`. Their biases, and shared experts, are of `weights`.
+    /// are quantized: `mxfp4`. Their biases, and shared experts, are of `weights`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts: Option<WeightFormat>,
     /// The format of the down projection, where it differs from `experts`, as in GGUF files that
     /// mix `q4_k` and `q6_k`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts_down: Option<WeightFormat>,
-    /// Quantise what routed experts multiply by their codes: each token's row, and each row of
+    /// Quantize what routed experts multiply by their codes: each token's row, and each row of
     /// activations between the two GEMMs, a group of elements at a time with a scale of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expert_activations: Option<ActivationFormat>,
 }
 
-/// The codes of quantised activations. A group has as many elements of a row as share a scale of
+/// The codes of quantized activations. A group has as many elements of a row as share a scale of
 /// the weights that they meet, at most 128.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -120,7 +120,7 @@ impl fmt::Display for ActivationFormat {
 }
 
 impl Precision {
-    /// Returns the format of the routed experts' down projection, if they are quantised.
+    /// Returns the format of the routed experts' down projection, if they are quantized.
     pub fn down_format(&self) -> Option<WeightFormat> {
         self.experts
             .map(|experts| self.experts_down.unwrap_or(experts))

@@ -14,7 +14,7 @@ struct Parts<'a> {
     /// Index into the first dimension of stacked tensors.
     index: Option<usize>,
     biases: Biases,
-    /// The quantisation of what gate and up, and down, are multiplied by.
+    /// The quantization of what gate and up, and down, are multiplied by.
     rows: [Rows; 2],
 }
 

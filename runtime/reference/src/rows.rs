@@ -1,9 +1,9 @@
-//! Quantised rows: what an expert multiplies by its codes.
+//! Quantized rows: what an expert multiplies by its codes.
 
 use moesaic_spec::format::code;
 use moesaic_spec::{ActivationFormat, LayerSpec, WeightFormat};
 
-/// The quantisation of the rows of one GEMM.
+/// The quantization of the rows of one GEMM.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows {
     /// The codes; `None` where rows stay numbers.

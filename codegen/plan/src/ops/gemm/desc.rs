@@ -56,7 +56,7 @@ pub struct GroupedGemmDesc {
     pub plain_rows: bool,
     /// Element type of the matrices and biases.
     pub weights: DType,
-    /// The format of the matrices, where they are quantised.
+    /// The format of the matrices, where they are quantized.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<WeightFormat>,
     /// The codes that the kernel makes of rows before they meet those of the matrices.
@@ -137,7 +137,7 @@ impl GroupedGemmDesc {
         ]
     }
 
-    /// The packed panels of codes; `None` where the matrices are not quantised.
+    /// The packed panels of codes; `None` where the matrices are not quantized.
     pub fn code_panel(&self, config: &GroupedGemmConfig) -> Option<CodePanel> {
         let format = self.format?;
         let depth = format.depth();
@@ -151,7 +151,7 @@ impl GroupedGemmDesc {
         })
     }
 
-    /// Elements of a column in a record of codes; `None` where the matrices are not quantised.
+    /// Elements of a column in a record of codes; `None` where the matrices are not quantized.
     pub(super) fn record_depth(&self) -> Option<usize> {
         let format = self.format?;
         Some(format.depth() * CodePanel::blocks_of(&format, self.inner))
