@@ -6,7 +6,7 @@ use super::cases::{of_type, small};
 use super::layers::engines;
 use moesaic::reference::{Weights, numbers};
 use moesaic::spec::{ActivationFormat, Biases, LayerSpec, WEIGHT_FORMATS, WeightFormat};
-use moesaic::{DType, Engine, EngineError, Layer, Training};
+use moesaic::{DType, Engine, EngineError, Layer, OpenError, Training};
 
 /// A layer of codes, and the case of the layer that it stands for.
 struct Stored {
@@ -82,6 +82,36 @@ fn every_format_is_the_layer_of_its_numbers() {
                 let spec = of_type(dtype, spec);
                 Stored::random(&spec, format.name, tokens, (10 * i + j) as u64).check(&engine);
             }
+        }
+    }
+}
+
+/// CPUs that this one is not: aarch64 under QEMU, and AMX, whose codes are multiplied as AVX-512
+/// does. A format of each way to decode, with rows as numbers and as codes.
+#[test]
+fn emulated_cpus_multiply_codes() {
+    const FORMATS: [&str; 6] = ["int4-g32", "mxfp4", "q8_0", "fp8", "q4_k", "nvfp4"];
+    const ROWS: [Option<ActivationFormat>; 3] = [
+        Some(ActivationFormat::Int8),
+        None,
+        Some(ActivationFormat::Fp8),
+    ];
+    for (n, target) in ["sim:neon", "sim:neonbf16", "sim:amx"]
+        .into_iter()
+        .enumerate()
+    {
+        let engine = match Engine::open(target, super::layers::poisoned()) {
+            Err(OpenError::Device(error)) if target == "sim:amx" => {
+                eprintln!("not tested: {error}");
+                continue;
+            }
+            engine => engine.unwrap(),
+        };
+        for (i, format) in FORMATS.into_iter().enumerate() {
+            let (mut spec, tokens) = shapes()[i % 4].clone();
+            spec.precision.expert_activations = ROWS[if i < 3 { 0 } else { i % 3 }];
+            let spec = of_type([DType::Bf16, DType::F32][(n + i) % 2], spec);
+            Stored::random(&spec, format, tokens, i as u64).check(&engine);
         }
     }
 }

@@ -28,8 +28,8 @@ const COMMON: [&str; 14] = [
     "-g0",
 ];
 
-/// Armv8.6 includes bf16; CPUs of Armv8.2 may have it.
-const NEON_BF16: [&str; 1] = ["-march=armv8.2-a+bf16"];
+/// Armv8.6 includes bf16 and products of bytes; CPUs of Armv8.2 may have them.
+const NEON_BF16: [&str; 1] = ["-march=armv8.2-a+bf16+i8mm"];
 
 const AVX2: [&str; 4] = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"];
 

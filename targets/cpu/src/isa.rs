@@ -46,7 +46,10 @@ pub fn host_runs(isa: CpuIsa) -> bool {
 pub fn host_runs(isa: CpuIsa) -> bool {
     match isa {
         CpuIsa::Portable | CpuIsa::Neon => true,
-        CpuIsa::NeonBf16 => std::arch::is_aarch64_feature_detected!("bf16"),
+        CpuIsa::NeonBf16 => {
+            std::arch::is_aarch64_feature_detected!("bf16")
+                && std::arch::is_aarch64_feature_detected!("i8mm")
+        }
         CpuIsa::Avx2 | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx => false,
     }
 }
