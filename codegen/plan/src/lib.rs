@@ -82,6 +82,17 @@ pub enum PlanError {
         /// Advice on what is possible instead.
         advice: &'static str,
     },
+    /// Quantized activations of experts where the layer cannot have them.
+    #[error(
+        "`precision.expert_activations` = {format} {reason}\n\
+         leave the key out to multiply activations as they are"
+    )]
+    QuantizedActivations {
+        /// The codes.
+        format: moesaic_spec::ActivationFormat,
+        /// The reason.
+        reason: String,
+    },
     /// A mesh of ranks that the layer cannot have.
     #[error(transparent)]
     Mesh(#[from] MeshError),

@@ -103,7 +103,7 @@ pub enum EngineError {
         "the layer was made for inference\nmake it with `Engine::training_layer` to run backward"
     )]
     NotTraining,
-    /// The gradient of quantised experts was asked for.
+    /// The gradient of quantized experts was asked for.
     #[error(
         "`{name}` has no gradient: experts of `precision.experts` are codes, which cannot be \
          trained\nleave the key out (`--dequantize f32` for a checkpoint of codes) to train the \

@@ -263,7 +263,7 @@ impl Layer {
         Ok(host)
     }
 
-    /// Returns whether a name is that of a part of quantised experts: in other layers their matrices
+    /// Returns whether a name is that of a part of quantized experts: in other layers their matrices
     /// have gradients.
     fn is_frozen(&self, name: &str) -> bool {
         let Some((matrix, end)) = name.rsplit_once('.') else {

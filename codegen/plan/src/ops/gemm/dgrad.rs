@@ -39,7 +39,7 @@ pub struct GroupedGemmDgradDesc {
     pub weighted: bool,
     /// Element type of the matrices.
     pub weights: DType,
-    /// The format of the matrices, where they are quantised: they are decoded a slice at a time,
+    /// The format of the matrices, where they are quantized: they are decoded a slice at a time,
     /// from the panels of the forward pass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<WeightFormat>,
@@ -67,6 +67,7 @@ impl GroupedGemmDgradDesc {
             plain_rows: false,
             weights: self.weights,
             format: self.format,
+            row_format: None,
             activations: self.activations,
             tf32: self.tf32,
             keep: false,
@@ -84,7 +85,7 @@ impl GroupedGemmDgradDesc {
         }
     }
 
-    /// The packed panels of codes of the forward pass; `None` where the matrices are not quantised.
+    /// The packed panels of codes of the forward pass; `None` where the matrices are not quantized.
     pub fn code_panel(&self, isa: CpuIsa) -> Option<CodePanel> {
         let forward = self.forward();
         // The columns of a panel follow from types and instructions alone, whatever the caches.
