@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use moesaic::spec::gguf::{self, GgufError, Metadata};
 use moesaic::spec::hf::{self, HfError, Import, QUANTIZED_NOTE};
 use moesaic::weights::{Checkpoint, LoadOptions, dequantized, set_expert_formats};
-use moesaic::{DType, LayerSpec, Parallel, Strategy};
+use moesaic::{DType, LayerSpec, Parallel};
 use std::borrow::Cow;
 use std::fs;
 use std::io::Read;
@@ -67,13 +67,8 @@ pub fn frozen_note(spec: &LayerSpec) -> Option<&'static str> {
     })
 }
 
-/// Returns whether ranks with this strategy gather or lend experts.
-pub fn moves_experts(strategy: &Strategy) -> bool {
-    strategy.shadows > 0 || strategy.adaptive_r.is_some_and(|r| r != 1)
-}
-
-/// The reason that ranks which cut or lend experts have numbers.
-pub const STAY_WHOLE: &str = "codes of an expert stay on one rank";
+/// The reason that ranks which cut experts have numbers.
+const STAY_WHOLE: &str = "codes of an expert stay on one rank";
 
 /// Element types of weights and activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

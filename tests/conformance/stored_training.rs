@@ -1,16 +1,21 @@
 //! Training through experts that are codes: every gradient is that of the layer of the numbers that
 //! codes stand for, and the matrices have none.
 
+use super::arranged::{grid, ranks};
 use super::cases::{of_type, quiet, small};
 use super::layers::{engine as cpu, engines};
-use super::mesh::{compare, evaluated, mesh, specs};
+use super::mesh::{compare, compare_on, evaluated, mesh, on_ranks, part, shares, specs};
+use super::mesh_placed::scattered;
 use super::simulated::{self, SIMULATORS};
 use super::stored::{Stored, shapes};
 use super::trained::near;
+use moesaic::mesh::Split;
 use moesaic::spec::{
     Activation, Biases, ExpertForm, LayerSpec, RouterKind, SharedExpert, SharedGate,
     WEIGHT_FORMATS, WeightSite, canonical_tensors, testing,
 };
+use moesaic::train::mesh::parts;
+use moesaic::train::migrate::prepare;
 use moesaic::train::{AdamW, masters, update};
 use moesaic::{DType, Engine, EngineError, Layer, Recompute};
 
@@ -279,5 +284,71 @@ fn ranks_train_through_codes() {
         let found = evaluated(&engine, mesh(2, 1, 2), &case);
         assert!(found == *whole.y().data, "{}", case.describe());
         compare(&engine, mesh(2, 1, 1), &case, RECOMPUTE[seed % 3]);
+    }
+}
+
+/// Shadows and gathered experts arrive as packed codes: y is that of one process to the byte, and
+/// gradients are the same.
+#[test]
+fn codes_travel_to_other_ranks() {
+    let engine = cpu();
+    let strategies = [
+        (mesh(4, 1, 1), "shadows=2"),
+        (mesh(2, 1, 2), "overlap_degree=2,shadows=3"),
+        (mesh(3, 1, 1), "r=0"),
+        (mesh(2, 1, 2), "r=0"),
+    ];
+    for (seed, spec) in specs().iter().enumerate() {
+        let format = ["mxfp4", "fp8", "q4_k", "nvfp4", "uint4-g32"][seed % 5];
+        let case = Stored::random(spec, format, 41, seed as u64).case();
+        let whole = case.layer(&engine).forward(&case.input()).expect("it runs");
+        for (at, (parallel, strategy)) in strategies.into_iter().enumerate() {
+            let placement = scattered(parallel.ep, spec.shape.experts, seed as u64, Split::Even);
+            let placement = (at % 2 == seed % 2).then_some(&placement);
+            let ranks = ranks(&engine, placement);
+            let found = evaluated(&ranks, grid(parallel, strategy), &case);
+            assert!(found == *whole.y().data, "{strategy}: {}", case.describe());
+            if at % 2 == seed % 2 {
+                let recompute = RECOMPUTE[seed % 3];
+                compare_on(&engine, &ranks, grid(parallel, strategy), &case, recompute);
+            }
+        }
+    }
+}
+
+/// Experts that move between ranks take their codes and scales along.
+#[test]
+fn codes_migrate() {
+    let engine = cpu();
+    let case = Stored::random(&small(64, 48, 8, 2), "q4_k", 23, 4).case();
+    let whole = case.layer(&engine).forward(&case.input()).expect("it runs");
+    let parallel = mesh(3, 1, 1);
+    let to = scattered(3, 8, 17, Split::Even);
+    let tokens = shares(23, 3);
+    let outputs = on_ranks(&engine, parallel, |mesh| {
+        let weights = case.host_weights();
+        let names = weights.keys().map(String::as_str);
+        let before = parts(mesh, &weights, names).expect("its part");
+        let moved = prepare(&engine.ranks(mesh), &to, &before).expect("they move");
+        let mesh = moved.mesh().clone();
+        let after = moved.commit().expect("all have arrived");
+        let layer = engine.mesh_layer_of_part(&mesh, &case.spec, &after, None);
+        let own = part(&case, &tokens[mesh.rank()]);
+        let output = layer.expect("a layer").forward(&own.input());
+        output.expect("it runs").y().data.to_vec()
+    });
+    assert!(outputs.concat() == *whole.y().data);
+}
+
+/// An expert of codes cannot be cut.
+#[test]
+fn shards_of_codes_are_refused() {
+    let case = Stored::random(&small(64, 48, 4, 2), "mxfp4", 2, 1).case();
+    let errors = on_ranks(&cpu(), mesh(1, 2, 1), |mesh| {
+        let layer = cpu().mesh_layer(mesh, &case.spec, &case.host_weights(), None);
+        layer.err().expect("it is refused").to_string()
+    });
+    for error in errors {
+        assert!(error.contains("expert_tp = 2"), "{error}");
     }
 }
