@@ -7,6 +7,7 @@ mod gguf;
 mod keys;
 mod oracle;
 mod quantize;
+mod quantize_hostile;
 mod quantized;
 mod quantizer;
 mod reader;
