@@ -6,6 +6,7 @@ mod files;
 mod gguf;
 mod keys;
 mod oracle;
+mod packers;
 mod quantize;
 mod quantize_hostile;
 mod quantized;
