@@ -183,6 +183,10 @@ impl QuantizeArgs {
         let Some(layer) = self.layer else {
             return Ok(());
         };
+        if self.tokens == 0 {
+            let message = format!("--layer {layer} does nothing with --tokens 0");
+            return Err(Failure::input(message).hint("leave it out"));
+        }
         let layers = Opened::open(&self.hf)?.layers()?;
         if layers.contains(&layer) {
             return Ok(());

@@ -435,6 +435,22 @@ const TABLE: &[(&str, &[Row])] = &[
         ],
     ),
     (
+        "quantize",
+        &[
+            ("hf", Always),
+            // Checked against the output and the format, in tests/quantize.rs.
+            ("format", Always),
+            ("group", Always),
+            ("output", Always),
+            // Not beside `--tokens 0`, in tests/quantize.rs.
+            ("layer", Always),
+            ("tokens", Always),
+            ("verbose", Always),
+            ("json", Always),
+            ("cache", Always),
+        ],
+    ),
+    (
         "launch",
         &[
             ("ranks", Always),
