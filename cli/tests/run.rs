@@ -87,8 +87,17 @@ fn of_model(dir: &Path, input: &Path, output: &Path, more: &[&str]) -> Finished 
     finish(call.args(more))
 }
 
-/// A quantized model's output is, to the byte, that of the model which transformers dequantized
-/// to bf16; in f32, which MXFP4 loses nothing in, it is what transformers' block gave.
+/// Asserts that y of two files differs by less than a part of the largest element.
+fn near(found: &Path, wanted: &Path, most: f64) {
+    let (found, wanted) = (load(found, "y").2, load(wanted, "y").2);
+    let scale = wanted.iter().fold(0f64, |most, v| most.max(v.abs()));
+    let near = |(f, w): (&f64, &f64)| (f - w).abs() <= most * scale;
+    assert!(found.iter().zip(&wanted).all(near));
+}
+
+/// A quantized model that is dequantized gives, to the byte, the output of the model which
+/// transformers dequantized to bf16. Its codes give the same to the rounding of bf16, and in f32
+/// what transformers' block gave.
 #[test]
 fn quantized_models() {
     for model in ["deepseek_v3", "gpt_oss", "qwen3_moe"] {
@@ -109,24 +118,29 @@ fn quantized_models() {
             .unwrap()
             .remove("quantization_config");
         write(&plain, "config.json", &config.to_string());
-        let [ours, theirs] = [(&quantized, "ours"), (&plain, "theirs")].map(|(dir, name)| {
+        let run = |dir: &Path, name: &str, more: &[&str], note: &str| {
             let output = scratch.path().join(name);
-            let finished = of_model(dir, &input, &output, &[]);
-            let note = finished
-                .stderr
-                .contains("the checkpoint's weights are quantized");
-            assert_eq!(note, name == "ours", "{}", finished.stderr);
+            let finished = of_model(dir, &input, &output, more);
+            assert!(finished.stderr.contains(note), "{}", finished.stderr);
             finished.ok();
-            std::fs::read(output).unwrap()
-        });
-        assert!(ours == theirs, "{model}");
+            output
+        };
+        let quantized = &quantized;
+        let dequantize = ["--dequantize", "bf16"];
+        let ours = run(
+            quantized,
+            "ours",
+            &dequantize,
+            "the checkpoint's weights are quantized",
+        );
+        let theirs = run(&plain, "theirs", &[], "");
+        let bytes = [&ours, &theirs].map(|path| std::fs::read(path).unwrap());
+        assert!(bytes[0] == bytes[1], "{model}");
+        let stored = "the experts are multiplied as they are stored";
+        near(&run(quantized, "codes", &[], stored), &theirs, 0.02);
         if model == "gpt_oss" {
-            let output = scratch.path().join("f32");
-            of_model(&quantized, &input, &output, &["--precision", "f32"]).ok();
-            let (found, wanted) = (load(&output, "y").2, load(&input, "y").2);
-            let scale = wanted.iter().fold(0f64, |most, v| most.max(v.abs()));
-            let near = |(f, w): (&f64, &f64)| (f - w).abs() <= 2e-5 * scale;
-            assert!(found.iter().zip(&wanted).all(near));
+            let f32s = run(quantized, "f32", &["--precision", "f32"], stored);
+            near(&f32s, &input, 2e-5);
         }
     }
 }

@@ -78,6 +78,8 @@ pub const CPU: &[Template] = index![
     "cpu/gemm/parts/prefetch.c",
     "cpu/gemm/parts/prelude.c",
     "cpu/gemm/parts/slices.c",
+    "cpu/gemm/parts/code_rows.c",
+    "cpu/gemm/parts/fetch_rows.c",
     "cpu/gemm/parts/store.c",
     "cpu/gemm/parts/panel_codes.c",
     "cpu/gemm/parts/panels.c",

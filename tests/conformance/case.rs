@@ -255,7 +255,33 @@ impl Case {
         // Hidden, expert output and y are each rounded once; sums of products
         // in f32 add a little.
         let tolerance = 2e-5 + 8.0 * rounding;
-        close(&self.what("y"), &floats(output, "y"), &expected, tolerance);
+        let found = floats(output, "y");
+        match self.spec.precision.expert_activations {
+            None => close(&self.what("y"), &found, &expected, tolerance),
+            Some(_) => self.check_coarse_y(&found, &expected, tolerance),
+        }
+    }
+
+    /// Where hidden values become codes, one that lies between two may go to either side. That
+    /// changes its token's y by a part of a step, and in f32 it is rare.
+    fn check_coarse_y(&self, found: &[f64], expected: &[f64], tolerance: f64) {
+        const STEP: f64 = 5e-2;
+        close(&self.what("y"), found, expected, STEP);
+        if self.spec.precision.activations != DType::F32 {
+            return;
+        }
+        let width = self.spec.output_dim();
+        let largest = expected.iter().filter(|value| value.is_finite());
+        let largest = largest.fold(0f64, |most, value| most.max(value.abs()));
+        let off = |pair: (&f64, &f64)| (pair.0 - pair.1).abs() > tolerance * largest;
+        let rows = found.chunks(width).zip(expected.chunks(width));
+        let coarse = rows.filter(|(found, expected)| found.iter().zip(*expected).any(off));
+        let (coarse, all) = (coarse.count(), self.input.tokens);
+        assert!(
+            coarse <= all / 8 + 1,
+            "{}: {coarse} of {all} rows",
+            self.what("y")
+        );
     }
 
     pub fn what(&self, stage: &str) -> String {

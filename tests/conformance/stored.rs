@@ -5,8 +5,8 @@ use super::Case;
 use super::cases::{of_type, small};
 use super::layers::engines;
 use moesaic::reference::{Weights, numbers};
-use moesaic::spec::{Biases, LayerSpec, WEIGHT_FORMATS, WeightFormat};
-use moesaic::{DType, Engine, EngineError, Layer, Training};
+use moesaic::spec::{ActivationFormat, Biases, LayerSpec, WEIGHT_FORMATS, WeightFormat};
+use moesaic::{DType, Engine, EngineError, Layer, OpenError, Training};
 
 /// A layer of codes, and the case of the layer that it stands for.
 struct Stored {
@@ -35,12 +35,16 @@ impl Stored {
     }
 
     fn layer(&self, engine: &Engine) -> Result<Layer, EngineError> {
-        let stored = Case {
+        engine.layer(&self.spec, &self.case().host_weights())
+    }
+
+    /// The case of the layer of codes.
+    fn case(&self) -> Case {
+        Case {
             spec: self.spec.clone(),
             weights: self.weights.clone(),
             input: self.plain.input.clone(),
-        };
-        engine.layer(&self.spec, &stored.host_weights())
+        }
     }
 
     fn check(&self, engine: &Engine) {
@@ -80,6 +84,89 @@ fn every_format_is_the_layer_of_its_numbers() {
             }
         }
     }
+}
+
+/// CPUs that this one is not: aarch64 under QEMU, and AMX, whose codes are multiplied as AVX-512
+/// does. A format of each way to decode, with rows as numbers and as codes.
+#[test]
+fn emulated_cpus_multiply_codes() {
+    const FORMATS: [&str; 6] = ["int4-g32", "mxfp4", "q8_0", "fp8", "q4_k", "nvfp4"];
+    const ROWS: [Option<ActivationFormat>; 3] = [
+        Some(ActivationFormat::Int8),
+        None,
+        Some(ActivationFormat::Fp8),
+    ];
+    for (n, target) in ["sim:neon", "sim:neonbf16", "sim:amx"]
+        .into_iter()
+        .enumerate()
+    {
+        let engine = match Engine::open(target, super::layers::poisoned()) {
+            Err(OpenError::Device(error)) if target == "sim:amx" => {
+                eprintln!("not tested: {error}");
+                continue;
+            }
+            engine => engine.unwrap(),
+        };
+        for (i, format) in FORMATS.into_iter().enumerate() {
+            let (mut spec, tokens) = shapes()[i % 4].clone();
+            spec.precision.expert_activations = ROWS[if i < 3 { 0 } else { i % 3 }];
+            let spec = of_type([DType::Bf16, DType::F32][(n + i) % 2], spec);
+            Stored::random(&spec, format, tokens, i as u64).check(&engine);
+        }
+    }
+}
+
+/// Rows become codes, too: integers meet integers, and floats, and the other way round.
+#[test]
+fn activations_are_codes() {
+    for (n, engine) in engines().into_iter().enumerate() {
+        for (i, format) in WEIGHT_FORMATS.iter().enumerate() {
+            // Of three layers in a row two have integers.
+            let at = n + i;
+            let rows = [ActivationFormat::Int8, ActivationFormat::Fp8][at % 3 % 2];
+            let (mut spec, tokens) = shapes()[at % 5].clone();
+            spec.precision.expert_activations = Some(rows);
+            let spec = of_type([DType::F32, DType::Bf16, DType::F16][at / 3 % 3], spec);
+            Stored::random(&spec, format.name, tokens, i as u64).check(&engine);
+        }
+    }
+}
+
+/// A token with NaN or infinity has NaN, and its neighbours do not notice.
+#[test]
+fn a_token_of_nan_stays_alone() {
+    for engine in engines() {
+        for (format, rows) in [
+            ("int4-g32", ActivationFormat::Int8),
+            ("fp8", ActivationFormat::Fp8),
+        ] {
+            let mut spec = small(96, 64, 2, 1);
+            spec.precision.expert_activations = Some(rows);
+            let mut stored = Stored::random(&spec, format, 12, 5);
+            let x = &mut stored.plain.input.x;
+            for (token, value) in [(3, f64::NAN), (8, f64::INFINITY)] {
+                x[token * 96 + 40] = value;
+            }
+            stored.check(&engine);
+        }
+    }
+}
+
+#[test]
+fn activations_are_codes_on_cpus_and_without_gradients() {
+    let mut spec = small(32, 16, 2, 1);
+    spec.precision.expert_activations = Some(ActivationFormat::Int8);
+    let stored = Stored::random(&spec, "mxfp4", 1, 1);
+    let sim = Engine::open("sim:sm_80", super::layers::poisoned()).unwrap();
+    let error = stored.layer(&sim).err().expect("it is refused").to_string();
+    assert!(
+        error.contains("`precision.expert_activations` = \"int8\" is for CPUs"),
+        "{error}"
+    );
+    let case = stored.case();
+    let weights = case.host_weights();
+    let error = super::layers::engine().training_layer(&stored.spec, &weights, Training::default());
+    assert!(error.is_err(), "it has no gradients");
 }
 
 /// Depth slices: a sum goes over more than fits into a thread's scratch memory.

@@ -1,11 +1,11 @@
 //! The record `g` of CPU GEMM templates: everything that follows from a desc, a config and a
 //! target, so that templates compute nothing.
 
+use crate::codes::CodesText;
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
-use moesaic_plan::{CodePanel, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
+use moesaic_plan::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
 use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
-use moesaic_spec::format::ScaleType;
-use moesaic_spec::{Activation, OffsetType, WeightCode};
+use moesaic_spec::{Activation, ActivationFormat};
 use serde::Serialize;
 
 /// A GEMM of a layer.
@@ -29,207 +29,13 @@ enum Stores {
     Runs,
 }
 
-/// Quantised matrices, for the template that decodes them.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub(crate) struct CodesText {
-    /// The format as a spec has it.
-    format: String,
-    /// Bits of a code.
-    bits: usize,
-    /// Elements of a column that a lane of codes has.
-    unit: usize,
-    /// How a vector of codes becomes numbers.
-    decode: Decode,
-    /// The numbers of a table.
-    table: Vec<f32>,
-    /// The bits of the same numbers in bf16, once or twice: as many as an index can count.
-    table_bf16: Vec<u16>,
-    /// The byte that fills up a row: codes of zero.
-    fill: u8,
-    /// Bits that packing turns over in each byte: the sign of an integer, so that it counts from
-    /// zero.
-    flip: u8,
-    /// 2^23 and the number of the byte 0 that packing leaves.
-    bias: f32,
-    /// Elements of a column in a block.
-    depth: usize,
-    /// Blocks of a record.
-    blocks: usize,
-    /// Records of a panel.
-    records: usize,
-    /// Bytes of a record.
-    record_bytes: usize,
-    /// Rows of a matrix that share a scale.
-    block_rows: usize,
-    /// Columns of a matrix that share a scale.
-    block_columns: usize,
-    /// Rows of the matrix of scales.
-    scale_rows: usize,
-    /// Columns of the matrix of scales.
-    scale_columns: usize,
-    /// Bytes of a row of codes before they are packed.
-    row_bytes: usize,
-    /// Type of a scale.
-    scale: ScaleType,
-    /// The C type of a scale, and of an offset.
-    scale_c: &'static str,
-    offset_c: &'static str,
-    /// The scale of NaN as C, where there is one.
-    scale_nan: &'static str,
-    /// Bytes of a row of scales before they are packed, and of offsets.
-    scale_row_bytes: usize,
-    offset_row_bytes: usize,
-    /// What scales are multiplied by, because numbers are decoded smaller by that.
-    factor: u32,
-    /// Whether columns share second scales, and the columns of the matrix of those.
-    second: bool,
-    second_columns: usize,
-    /// The type of an offset; empty where there are none.
-    offset: &'static str,
-    /// The ends of the tensors that hold a matrix after its name.
-    parts: Vec<String>,
-}
-
-/// How a vector of codes becomes numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-enum Decode {
-    /// A table of 16 numbers.
-    Table,
-    /// Signed bytes are integers.
-    Signed,
-    /// Unsigned bytes are integers.
-    Unsigned,
-    /// Bytes count from a number on: they become the lowest bits of 2^23.
-    Counted,
-    /// E4M3, 256 times smaller: as the upper byte of an f16, or as bf16 by way of a table of the
-    /// subnormal numbers.
-    E4m3,
-    /// The upper byte of an f16.
-    E5m2,
-}
-
-impl Decode {
-    fn of(code: WeightCode, pairs: bool) -> Decode {
-        match code {
-            WeightCode::Int8 | WeightCode::Uint8 if pairs => Decode::Counted,
-            WeightCode::Int8 => Decode::Signed,
-            WeightCode::Uint8 => Decode::Unsigned,
-            WeightCode::E4m3 => Decode::E4m3,
-            WeightCode::E5m2 => Decode::E5m2,
-            _ => Decode::Table,
-        }
-    }
-}
-
-/// Entries of a table that an instruction looks 16-bit numbers up in.
-const LOOKED_UP: usize = 32;
-
-impl CodesText {
-    fn new(d: &GroupedGemmDesc, panel: CodePanel, pairs: bool) -> CodesText {
-        let format = panel.format;
-        let (code, size) = (format.code, [d.outer, d.inner]);
-        let decode = Decode::of(code, pairs);
-        let numbers = match decode {
-            Decode::Table => 16,
-            // The subnormal ones.
-            Decode::E4m3 => 8,
-            _ => 0,
-        };
-        let factor = if decode == Decode::E4m3 { 256 } else { 1 };
-        let table = (0..numbers).map(|at| code.value(at) / factor as f32);
-        let table: Vec<f32> = table.collect();
-        // Small numbers of few bits: bf16 has them exactly.
-        let bf16 = table.iter().map(|n| (n.to_bits() >> 16) as u16);
-        let table_bf16 = bf16.cycle().take(if numbers > 0 { LOOKED_UP } else { 0 });
-        let table_bf16: Vec<u16> = table_bf16.collect();
-        let [scale_rows, scale_columns] = format.scale_shape(size);
-        let bytes = |dtype: Option<DType>| match dtype {
-            Some(dtype) => scale_columns * dtype.size(),
-            None => scale_columns.next_multiple_of(4),
-        };
-        let zero = code.zero();
-        let flip = if decode == Decode::Counted && code == WeightCode::Int8 {
-            0x80
-        } else {
-            0
-        };
-        let parts = format.tensors(size).into_iter();
-        CodesText {
-            format: format.to_string(),
-            bits: code.bits(),
-            unit: if pairs || code.bits() == 4 {
-                32 / code.bits()
-            } else {
-                1
-            },
-            decode,
-            table,
-            table_bf16,
-            fill: if code.bits() == 4 {
-                zero << 4 | zero
-            } else {
-                zero
-            },
-            flip,
-            bias: (1 << 23) as f32 + f32::from(flip),
-            depth: panel.depth,
-            blocks: panel.blocks,
-            records: panel.records,
-            record_bytes: panel.record_bytes(),
-            block_rows: format.block[0],
-            block_columns: format.block_columns(d.inner),
-            scale_rows,
-            scale_columns,
-            row_bytes: 4 * format.row_words(d.inner),
-            scale: format.scale,
-            scale_c: match format.scale {
-                ScaleType::F32 => "f32",
-                ScaleType::F16 => "f16",
-                ScaleType::Bf16 => "bf16",
-                ScaleType::E8m0 | ScaleType::E4m3 => "u8",
-                ScaleType::Int8 => "i8",
-            },
-            offset_c: match format.offset {
-                Some(OffsetType::F16) => "f16",
-                _ => "i8",
-            },
-            scale_nan: match format.scale {
-                ScaleType::F32 => "__builtin_nanf(\"\")",
-                ScaleType::F16 => "0x7e00",
-                ScaleType::Bf16 => "0x7fc0",
-                ScaleType::E8m0 => "0xff",
-                ScaleType::E4m3 | ScaleType::Int8 => "",
-            },
-            scale_row_bytes: bytes(format.scale.dtype()),
-            offset_row_bytes: bytes(match format.offset {
-                Some(OffsetType::F16) => Some(DType::F16),
-                _ => None,
-            }),
-            factor: factor
-                * if format.scale == ScaleType::E4m3 {
-                    256
-                } else {
-                    1
-                },
-            second: format.second.is_some(),
-            second_columns: format.second_shape(size).map_or(0, |[_, columns]| columns),
-            offset: match format.offset {
-                None => "",
-                Some(OffsetType::F16) => "f16",
-                Some(OffsetType::Int8) => "int8",
-                Some(OffsetType::Zero) => "zero",
-            },
-            parts: parts.map(|part| part.end.to_string()).collect(),
-        }
-    }
-}
-
 /// The instructions that multiply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Unit {
+pub(crate) enum Unit {
     /// f32 by vectors.
     F32,
+    /// Four bytes of integers by vectors.
+    Bytes,
     /// Pairs of bf16 by vectors.
     Pairs,
     /// Two rows by two columns of four bf16 each by vectors.
@@ -250,6 +56,11 @@ pub(crate) struct GemmText {
     tiles: bool,
     /// A 32-bit lane multiplies two bf16; otherwise one f32.
     pairs: bool,
+    /// A 32-bit lane multiplies four bytes.
+    bytes: bool,
+    /// The codes of rows, empty where rows are numbers, and the number of the largest.
+    row_format: &'static str,
+    row_largest: f32,
     /// An instruction multiplies two rows of four-bf16 words by two columns.
     quads: bool,
     /// The C type of a word of an operand: the elements that one lane multiplies.
@@ -313,21 +124,27 @@ fn unit(config: &GroupedGemmConfig, isa: CpuIsa, left: DType, right: DType) -> U
     }
 }
 
+/// Returns the unit of a forward GEMM, which may have codes on both sides.
+fn forward_unit(d: &GroupedGemmDesc, config: &GroupedGemmConfig, isa: CpuIsa) -> Unit {
+    let [left, right] = d.factors(isa);
+    match d.multiplies_bytes(isa) {
+        true => Unit::Bytes,
+        false => unit(config, isa, left, right),
+    }
+}
+
 /// Returns what all GEMMs share, for left and right operands of these types.
-fn base(
-    pass: Pass,
-    config: &GroupedGemmConfig,
-    isa: CpuIsa,
-    [left, right]: [DType; 2],
-) -> GemmText {
-    let unit = unit(config, isa, left, right);
+fn base(pass: Pass, config: &GroupedGemmConfig, unit: Unit, [left, right]: [DType; 2]) -> GemmText {
     let quads = unit == Unit::Quads;
     GemmText {
         pass,
         symbol: String::new(),
         formula: String::new(),
         tiles: unit == Unit::Tiles,
-        pairs: unit != Unit::F32,
+        pairs: matches!(unit, Unit::Pairs | Unit::Quads | Unit::Tiles),
+        bytes: unit == Unit::Bytes,
+        row_format: "",
+        row_largest: 1.0,
         quads,
         word: if quads { "u64" } else { "f32" },
         word_vector: if quads { "words_t" } else { "vec" },
@@ -363,11 +180,18 @@ fn stores(unit: Unit, config: &GroupedGemmConfig, results: DType) -> Stores {
 
 /// Returns the elements of a depth slice.
 fn tile_depth(text: &GemmText, config: &GroupedGemmConfig) -> usize {
-    config.tile_depth * if text.pairs { 2 } else { 1 }
+    config.tile_depth
+        * match (text.bytes, text.pairs) {
+            (true, _) => 4,
+            (false, true) => 2,
+            (false, false) => 1,
+        }
 }
 
 fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
-    let base = base(Pass::Forward, c, isa, d.factors(isa));
+    let unit = forward_unit(d, c, isa);
+    // Rows are of the activations' type and biases of the weights', whatever is multiplied.
+    let base = base(Pass::Forward, c, unit, [d.activations, d.weights]);
     let slices = tile_depth(&base, c) < d.inner;
     let activates = d.half == Half::Up;
     let (input, output) = match d.half {
@@ -392,11 +216,13 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
         },
         outputs: [&[output], kept].concat(),
         activates,
-        codes: d
-            .code_panel(c)
-            .map(|panel| CodesText::new(d, panel, base.pairs)),
-        // Biases are of the weights' type, whatever matrices are.
-        right: d.weights,
+        codes: d.code_panel(c).map(|panel| CodesText::new(d, panel, unit)),
+        row_format: match d.row_format {
+            None => "",
+            Some(ActivationFormat::Int8) => "int8",
+            Some(ActivationFormat::Fp8) => "fp8",
+        },
+        row_largest: d.row_format.map_or(1.0, ActivationFormat::largest),
         ..base
     }
 }
@@ -423,7 +249,13 @@ fn activation(activation: &Activation) -> &'static str {
 }
 
 fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
-    let base = base(Pass::Dgrad, c, isa, [d.activations, d.weights]);
+    let factors = [d.activations, d.weights];
+    let base = base(
+        Pass::Dgrad,
+        c,
+        unit(c, isa, d.activations, d.weights),
+        factors,
+    );
     let slices = !base.tiles || tile_depth(&base, c) < d.inner;
     let down = d.half == Half::Down;
     let first = !d.gated as usize; // of lists whose first is of a gate
@@ -473,7 +305,12 @@ fn dgrad_formula(d: &GroupedGemmDgradDesc) -> &'static str {
 }
 
 fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
-    let base = base(Pass::Wgrad, c, isa, [d.left, d.right]);
+    let base = base(
+        Pass::Wgrad,
+        c,
+        unit(c, isa, d.left, d.right),
+        [d.left, d.right],
+    );
     let down = d.half == Half::Down;
     let first = !d.gated as usize;
     let mut packs = vec![d.left, d.right];
@@ -513,27 +350,15 @@ fn wgrad_formula(d: &GroupedGemmWgradDesc) -> &'static str {
 /// Returns whether a field of [`GemmText`] can be this text.
 #[cfg(test)]
 pub(crate) fn can_be(field: &str, text: &str) -> bool {
+    if let Some(of_codes) = field.strip_prefix("codes.") {
+        return crate::codes::texts(of_codes)
+            .iter()
+            .any(|name| name == text);
+    }
     let names = match field {
         "pass" => names(&[Pass::Forward, Pass::Dgrad, Pass::Wgrad]),
-        "codes.decode" => names(&[
-            Decode::Table,
-            Decode::Signed,
-            Decode::Unsigned,
-            Decode::Counted,
-            Decode::E4m3,
-            Decode::E5m2,
-        ]),
         "stores" => names(&[Stores::Cached, Stores::Streamed, Stores::Runs]),
-        "codes.scale_nan" => vec![String::new()],
-        "codes.offset" => ["f16", "int8", "zero", ""].map(str::to_string).to_vec(),
-        "codes.scale" => names(&[
-            ScaleType::F32,
-            ScaleType::F16,
-            ScaleType::Bf16,
-            ScaleType::E8m0,
-            ScaleType::E4m3,
-            ScaleType::Int8,
-        ]),
+        "row_format" => ["", "int8", "fp8"].map(str::to_string).to_vec(),
         "left" | "right" => names(&[DType::F32, DType::F16, DType::Bf16]),
         _ => Vec::new(),
     };
@@ -541,7 +366,7 @@ pub(crate) fn can_be(field: &str, text: &str) -> bool {
 }
 
 #[cfg(test)]
-fn names<T: Serialize>(variants: &[T]) -> Vec<String> {
+pub(crate) fn names<T: Serialize>(variants: &[T]) -> Vec<String> {
     let values = variants.iter().map(tera::Value::from_serializable);
     values.map(|value| value.to_string()).collect()
 }

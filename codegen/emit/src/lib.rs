@@ -8,6 +8,7 @@
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
+mod codes;
 mod expression;
 mod gate;
 mod gemm;

@@ -214,6 +214,13 @@ impl CpuIsa {
         matches!(self, CpuIsa::Avx512Bf16 | CpuIsa::NeonBf16 | CpuIsa::Amx)
     }
 
+    /// Returns whether one instruction multiplies four bytes in each 32-bit lane by four signed ones
+    /// and adds the products to an integer: VNNI, which every CPU with AVX512-BF16 has, and USDOT,
+    /// which those with BFMMLA have.
+    pub const fn byte_dots(self) -> bool {
+        matches!(self, CpuIsa::Avx512Bf16 | CpuIsa::Amx | CpuIsa::NeonBf16)
+    }
+
     /// Returns whether one instruction multiplies two rows by two columns of bf16, each four deep,
     /// and adds the results to four f32. That is BFMMLA, which every CPU with the dot products of
     /// Armv8.6 has.

@@ -10,7 +10,7 @@ mod supported;
 mod tensors;
 mod user;
 
-use crate::PlanError;
+use crate::{Machine, PlanError};
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 
@@ -30,13 +30,14 @@ pub use user::{UserPlan, plan_user_experts};
 ///
 /// # Errors
 ///
-/// [`PlanError::QuantizedTraining`].
+/// [`PlanError::QuantizedTraining`], [`PlanError::QuantizedActivations`].
 pub fn plan(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
 ) -> Result<LayerPlan, PlanError> {
     check_trainable(spec, options)?;
+    check_row_format(spec, target, options)?;
     let mut builder = Builder::new(spec, target, options);
     builder.forward();
     if let Some(training) = options.training {
@@ -53,6 +54,24 @@ pub(crate) fn check_trainable(spec: &LayerSpec, options: &PlanOptions) -> Result
         (Some(_), Some(format)) => Err(PlanError::QuantizedTraining { format }),
         _ => Ok(()),
     }
+}
+
+/// Refuses quantized activations where they are not multiplied as such, or rounded in a pass that
+/// trains.
+pub(crate) fn check_row_format(
+    spec: &LayerSpec,
+    target: Target,
+    options: &PlanOptions,
+) -> Result<(), PlanError> {
+    let Some(format) = spec.precision.expert_activations else {
+        return Ok(());
+    };
+    let reason = match (Machine::of(target, options.caches), options.training) {
+        (Machine::Gpu(_), _) => format!("is for CPUs, and `{target}` has no kernels for it"),
+        (Machine::Cpu(_), Some(_)) => "has no gradients: rounding has none".to_string(),
+        (Machine::Cpu(_), None) => return Ok(()),
+    };
+    Err(PlanError::QuantizedActivations { format, reason })
 }
 
 impl Builder {

@@ -82,7 +82,7 @@ pub enum PlanError {
         /// Advice on what is possible instead.
         advice: &'static str,
     },
-    /// Training of a layer whose experts are quantised.
+    /// Training of a layer whose experts are quantized.
     #[error(
         "`precision.experts` = {format} has no gradients: codes cannot be trained\n\
          leave the key out to train on the numbers that codes stand for, or evaluate"
@@ -90,6 +90,17 @@ pub enum PlanError {
     QuantizedTraining {
         /// The format.
         format: moesaic_spec::WeightFormat,
+    },
+    /// Quantized activations of experts where the layer cannot have them.
+    #[error(
+        "`precision.expert_activations` = {format} {reason}\n\
+         leave the key out to multiply activations as they are"
+    )]
+    QuantizedActivations {
+        /// The codes.
+        format: moesaic_spec::ActivationFormat,
+        /// The reason.
+        reason: String,
     },
     /// A mesh of ranks that the layer cannot have.
     #[error(transparent)]

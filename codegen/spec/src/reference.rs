@@ -85,7 +85,9 @@ fn typed(path: &str, kind: &Kind, listed: bool) -> String {
         Kind::Select => format!("[a word, or a rule with a number](#{})", anchor(path)),
         Kind::Biases => format!("[a flag, or a word](#{})", anchor(path)),
         Kind::Activation(_) => format!("[a word, or an expression](#{})", anchor(path)),
-        Kind::Format(_) => "[a name, or a table](SEMANTICS.md#quantised-experts)".to_string(),
+        Kind::Format(_) => {
+            "[a name, or a table](SEMANTICS.md#what-do-quantized-experts-compute)".to_string()
+        }
         Kind::Table(_) => format!("[table](#{})", anchor(path)),
         Kind::List(_) => format!("[array of tables](#{})", anchor(path)),
     }

@@ -204,7 +204,7 @@ fn expert_tensors(
     sizes: &ExpertSizes,
     biases: Biases,
 ) -> Vec<TensorSpec> {
-    // Routed experts alone may be quantised.
+    // Routed experts alone may be quantized.
     let format = spec.precision.experts.filter(|_| sizes.experts.is_some());
     let matrix = |part: &str, rows: usize, columns: usize, meaning| {
         let of = |end: &str, dtype, size: [usize; 2], meaning| TensorSpec {

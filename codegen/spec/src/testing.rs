@@ -68,12 +68,15 @@ pub fn quantized() -> impl Iterator<Item = LayerSpec> {
     let formats = WEIGHT_FORMATS.iter().chain([&custom]).copied();
     let formats: Vec<WeightFormat> = formats.map(WeightFormat::recognised).collect();
     let count = formats.len();
-    (0..2 * count).map(move |seed| {
+    (0..3 * count).map(move |seed| {
         let mut spec = sample(seed as u64);
         spec.precision.experts = Some(formats[seed % count]);
-        // The second half has a format of its own for the down projection.
+        // The second part has a format of its own for the down projection, and the third quantizes
+        // activations.
         let other = formats[(seed + 1) % count];
-        spec.precision.experts_down = (seed >= count).then_some(other);
+        spec.precision.experts_down = (seed / count == 1).then_some(other);
+        let rows = [ActivationFormat::Int8, ActivationFormat::Fp8][seed % 2];
+        spec.precision.expert_activations = (seed / count == 2).then_some(rows);
         spec
     })
 }

@@ -9,6 +9,7 @@ use crate::{
 };
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// A whole MoE layer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -75,17 +76,51 @@ pub struct Precision {
     /// targets where that is faster. Only with f32 weights and activations.
     pub tf32: bool,
     /// The format in which the routed experts' matrices are stored and multiplied, where they
-    /// are quantised: `mxfp4`. Their biases, and shared experts, are of `weights`.
+    /// are quantized: `mxfp4`. Their biases, and shared experts, are of `weights`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts: Option<WeightFormat>,
     /// The format of the down projection, where it differs from `experts`, as in GGUF files that
     /// mix `q4_k` and `q6_k`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub experts_down: Option<WeightFormat>,
+    /// Quantize what routed experts multiply by their codes: each token's row, and each row of
+    /// activations between the two GEMMs, a group of elements at a time with a scale of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expert_activations: Option<ActivationFormat>,
+}
+
+/// The codes of quantized activations. A group has as many elements of a row as share a scale of
+/// the weights that they meet, at most 128.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ActivationFormat {
+    /// Integers from -127 to 127; the scale is the group's largest magnitude over 127.
+    Int8,
+    /// E4M3; the scale is the group's largest magnitude over 448.
+    Fp8,
+}
+
+impl ActivationFormat {
+    /// Returns the number of the largest code, which a group's largest magnitude becomes.
+    pub fn largest(self) -> f32 {
+        match self {
+            ActivationFormat::Int8 => 127.0,
+            ActivationFormat::Fp8 => 448.0,
+        }
+    }
+}
+
+impl fmt::Display for ActivationFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ActivationFormat::Int8 => "\"int8\"",
+            ActivationFormat::Fp8 => "\"fp8\"",
+        })
+    }
 }
 
 impl Precision {
-    /// Returns the format of the routed experts' down projection, if they are quantised.
+    /// Returns the format of the routed experts' down projection, if they are quantized.
     pub fn down_format(&self) -> Option<WeightFormat> {
         self.experts
             .map(|experts| self.experts_down.unwrap_or(experts))
@@ -100,6 +135,7 @@ impl Default for Precision {
             tf32: false,
             experts: None,
             experts_down: None,
+            expert_activations: None,
         }
     }
 }
@@ -438,6 +474,7 @@ impl LayerSpec {
         let mut numbers = self.clone();
         numbers.precision.experts = None;
         numbers.precision.experts_down = None;
+        numbers.precision.expert_activations = None;
         numbers
     }
 

@@ -6,7 +6,7 @@ use serde::de::{EnumAccess, Error, VariantAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// A storage format of quantised matrices `[rows, columns]`, where rows are output features.
+/// A storage format of quantized matrices `[rows, columns]`, where rows are output features.
 ///
 /// A weight is `value(code) * scale`, less an offset where the format has offsets. The scale and
 /// the offset belong to a block of rows and columns; the last block of a matrix may be smaller.
@@ -314,7 +314,7 @@ impl WeightFormat {
     }
 }
 
-/// A tensor of a quantised matrix.
+/// A tensor of a quantized matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FormatTensor {
     /// The end of its name: `weight`, `scale`, `scale_2`, `offset` or `offset_2`.

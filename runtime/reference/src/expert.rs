@@ -3,6 +3,7 @@
 use crate::expression;
 use crate::math::{dot, erf, sigmoid};
 use crate::place::kept;
+use crate::rows::Rows;
 use crate::{Input, Placement, Weights};
 use moesaic_spec::{Activation, Biases, Experts, LayerSpec, SharedGate, WeightSite};
 
@@ -13,6 +14,8 @@ struct Parts<'a> {
     /// Index into the first dimension of stacked tensors.
     index: Option<usize>,
     biases: Biases,
+    /// The quantization of what gate and up, and down, are multiplied by.
+    rows: [Rows; 2],
 }
 
 impl Parts<'_> {
@@ -43,6 +46,8 @@ impl Parts<'_> {
     }
 
     fn run(&self, spec: &LayerSpec, hidden: usize, output: usize, x: &[f64]) -> Vec<f64> {
+        let [of_up, of_down] = &self.rows;
+        let x = &of_up.of(x);
         let up = self.project("up", hidden, x);
         let inner: Vec<f64> = if spec.gated() {
             let gate = self.project("gate", hidden, x);
@@ -55,7 +60,7 @@ impl Parts<'_> {
                 .map(|&u| activate(&spec.experts, None, u))
                 .collect()
         };
-        self.project("down", output, &inner)
+        self.project("down", output, &of_down.of(&inner))
     }
 }
 
@@ -113,6 +118,7 @@ pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64])
         prefix: "experts".to_string(),
         index: Some(expert),
         biases: spec.experts.bias,
+        rows: Rows::routed(spec),
     };
     parts.run(spec, spec.shape.hidden_dim, spec.expert_output_dim(), x)
 }
@@ -134,6 +140,7 @@ pub fn shared_row(spec: &LayerSpec, weights: &Weights, index: usize, x: &[f64]) 
         prefix,
         index: None,
         biases: spec.shared_bias(index),
+        rows: [Rows::NUMBERS; 2],
     };
     let out = parts.run(spec, shared.hidden_dim, spec.output_dim(), x);
     out.iter().map(|v| factor * v).collect()

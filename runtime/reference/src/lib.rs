@@ -28,6 +28,7 @@ mod noise;
 mod norm;
 mod place;
 pub mod rng;
+mod rows;
 mod skew;
 mod stored;
 mod weights;

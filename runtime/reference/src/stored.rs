@@ -1,16 +1,22 @@
-//! Quantised experts: random codes, and the numbers that codes stand for.
+//! Quantized experts: random codes, and the numbers that codes stand for.
 
 use crate::{Random, Tensor, Weights, round_to};
 use moesaic_kernel::DType;
 use moesaic_spec::format::ScaleType;
 use moesaic_spec::{LayerSpec, OffsetType, TensorSpec, WeightFormat, canonical_tensors};
 
-/// Returns the layer and the weights that a layer with quantised experts stands for: every
+/// Returns the layer and the weights that a layer with quantized experts stands for: every
 /// `value(code) * scale`, less its offset, in f64. Others come back as they are.
+///
+/// A layer that quantizes activations keeps the formats of its weights, which say where the groups
+/// of activations lie.
 pub fn numbers(spec: &LayerSpec, weights: &Weights) -> (LayerSpec, Weights) {
-    let plain = spec.dequantized();
+    let plain = match spec.precision.expert_activations {
+        Some(_) => spec.clone(),
+        None => spec.dequantized(),
+    };
     let mut numbers = weights.clone();
-    for tensor in canonical_tensors(&plain) {
+    for tensor in canonical_tensors(&spec.dequantized()) {
         let Some((prefix, format)) = matrix(&tensor.name, spec) else {
             continue;
         };
@@ -27,7 +33,7 @@ pub fn numbers(spec: &LayerSpec, weights: &Weights) -> (LayerSpec, Weights) {
     (plain, numbers)
 }
 
-/// Returns the matrix of quantised experts to which a tensor belongs, and its format.
+/// Returns the matrix of quantized experts to which a tensor belongs, and its format.
 fn matrix<'n>(tensor: &'n str, spec: &LayerSpec) -> Option<(&'n str, WeightFormat)> {
     let (prefix, end) = tensor.rsplit_once('.')?;
     let part = prefix.strip_prefix("experts.")?;

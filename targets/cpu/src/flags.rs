@@ -28,8 +28,8 @@ const COMMON: [&str; 14] = [
     "-g0",
 ];
 
-/// Armv8.6 includes bf16; CPUs of Armv8.2 may have it.
-const NEON_BF16: [&str; 1] = ["-march=armv8.2-a+bf16"];
+/// Armv8.6 includes bf16 and products of bytes; CPUs of Armv8.2 may have them.
+const NEON_BF16: [&str; 1] = ["-march=armv8.2-a+bf16+i8mm"];
 
 const AVX2: [&str; 4] = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"];
 
@@ -51,12 +51,12 @@ pub fn compile_flags(isa: CpuIsa) -> Vec<&'static str> {
         CpuIsa::Portable | CpuIsa::Neon => &[],
         CpuIsa::Avx2 => &[&AVX2],
         CpuIsa::Avx512 => &[&AVX2, &AVX512],
-        CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16"]],
+        CpuIsa::Avx512Bf16 => &[&AVX2, &AVX512, &["-mavx512bf16", "-mavx512vnni"]],
         CpuIsa::NeonBf16 => &[&NEON_BF16],
         CpuIsa::Amx => &[
             &AVX2,
             &AVX512,
-            &["-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+            &["-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16"],
         ],
     };
     COMMON

@@ -28,12 +28,15 @@ pub fn host_runs(isa: CpuIsa) -> bool {
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
     };
+    let avx512bf16 = || {
+        avx512() && is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni")
+    };
     match isa {
         CpuIsa::Portable => true,
         CpuIsa::Avx2 => avx2(),
         CpuIsa::Avx512 => avx512(),
-        CpuIsa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
-        CpuIsa::Amx => avx512() && is_x86_feature_detected!("avx512bf16") && amx(),
+        CpuIsa::Avx512Bf16 => avx512bf16(),
+        CpuIsa::Amx => avx512bf16() && amx(),
         CpuIsa::Neon | CpuIsa::NeonBf16 => false,
     }
 }
@@ -43,7 +46,10 @@ pub fn host_runs(isa: CpuIsa) -> bool {
 pub fn host_runs(isa: CpuIsa) -> bool {
     match isa {
         CpuIsa::Portable | CpuIsa::Neon => true,
-        CpuIsa::NeonBf16 => std::arch::is_aarch64_feature_detected!("bf16"),
+        CpuIsa::NeonBf16 => {
+            std::arch::is_aarch64_feature_detected!("bf16")
+                && std::arch::is_aarch64_feature_detected!("i8mm")
+        }
         CpuIsa::Avx2 | CpuIsa::Avx512 | CpuIsa::Avx512Bf16 | CpuIsa::Amx => false,
     }
 }

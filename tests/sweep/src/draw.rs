@@ -44,6 +44,7 @@ fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
         tf32: wide.precision.tf32 && dtype == DType::F32,
         experts: None,
         experts_down: None,
+        expert_activations: None,
     };
     (spec.experts.activation, spec.experts.alpha) = (Activation::Gelu, 1.0);
     spec.router.weight_on = WeightSite::Activation;
@@ -137,6 +138,7 @@ fn types(rng: &mut SampleRng) -> Precision {
         tf32: pair == [DType::F32; 2] && rng.one_in(3),
         experts: None,
         experts_down: None,
+        expert_activations: None,
     }
 }
 

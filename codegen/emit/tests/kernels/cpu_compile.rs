@@ -32,14 +32,14 @@ fn first(names: &[&str]) -> Option<String> {
 fn flags(isa: CpuIsa) -> &'static str {
     match isa {
         CpuIsa::Portable | CpuIsa::Neon => "",
-        CpuIsa::NeonBf16 => "-march=armv8.2-a+bf16",
+        CpuIsa::NeonBf16 => "-march=armv8.2-a+bf16+i8mm",
         CpuIsa::Avx2 => "-mavx2 -mfma -mf16c -mbmi2",
         CpuIsa::Avx512 => "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl",
         CpuIsa::Avx512Bf16 => {
-            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16"
+            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mavx512vnni"
         }
         CpuIsa::Amx => {
-            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mamx-tile -mamx-bf16"
+            "-mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16"
         }
     }
 }

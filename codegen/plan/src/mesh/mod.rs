@@ -146,6 +146,7 @@ pub fn plan_rank<'p>(
     } = sharing.into();
     mesh.check(spec)?;
     crate::layer::check_trainable(spec, options)?;
+    crate::layer::check_row_format(spec, target, options)?;
     check_codes_stay(spec, mesh, adaptive_r, shadows)?;
     let place = mesh.place(rank)?;
     let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;

@@ -114,6 +114,11 @@ impl SmallFloat {
     }
 }
 
+/// Returns the E4M3 number nearest to a finite value, ties to even; values beyond 448 become it.
+pub fn nearest_e4m3(value: f32) -> f32 {
+    E4M3[usize::from(FLOAT_E4M3.signed(f64::from(value), 8))]
+}
+
 /// Returns the exponent of a normal number: the floor of its logarithm to base 2.
 pub(super) fn exponent(size: f64) -> i32 {
     ((size.to_bits() >> 52) & 0x7ff) as i32 - 1023

@@ -143,6 +143,13 @@ fn precision(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             .label("it is the format of the down projection alone");
         problems.push(problem.help("name the format of the others in `precision.experts`"));
     }
+    if let (None, Some(format)) = (precision.experts, precision.expert_activations) {
+        let message =
+            format!("`precision.expert_activations` = {format} without `precision.experts`");
+        let problem = Problem::new("precision.expert_activations", message)
+            .label("its groups are those of the weights' scales");
+        problems.push(problem.help("name the format of the weights in `precision.experts`"));
+    }
 }
 
 fn tf32(spec: &LayerSpec, problems: &mut Vec<Problem>) {

@@ -58,8 +58,8 @@ impl ProgramHost {
 fn own() -> Result<(), String> {
     let reason = if !cfg!(target_os = "linux") {
         "this is not Linux"
-    } else if !host_runs(CpuIsa::Avx512) {
-        "this CPU does not run `cpu:avx512`"
+    } else if !host_runs(CpuIsa::Avx512Bf16) {
+        "this CPU does not run `cpu:avx512bf16`"
     } else if has_tiles() {
         "this CPU has tiles: use `cpu:amx`"
     } else {

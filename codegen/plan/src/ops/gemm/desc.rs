@@ -3,8 +3,8 @@
 use super::GroupedGemmConfig;
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_spec::{
-    Activation, Biases, ExpertForm, Experts, LayerSpec, OffsetType, WeightCode, WeightFormat,
-    WeightSite,
+    Activation, ActivationFormat, Biases, ExpertForm, Experts, LayerSpec, OffsetType, WeightCode,
+    WeightFormat, WeightSite,
 };
 use serde::{Deserialize, Serialize};
 
@@ -56,9 +56,12 @@ pub struct GroupedGemmDesc {
     pub plain_rows: bool,
     /// Element type of the matrices and biases.
     pub weights: DType,
-    /// The format of the matrices, where they are quantised.
+    /// The format of the matrices, where they are quantized.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<WeightFormat>,
+    /// The codes that the kernel makes of rows before they meet those of the matrices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub row_format: Option<ActivationFormat>,
     /// Element type of rows and output.
     pub activations: DType,
     /// f32 operands may be rounded to TF32.
@@ -134,7 +137,7 @@ impl GroupedGemmDesc {
         ]
     }
 
-    /// The packed panels of codes; `None` where the matrices are not quantised.
+    /// The packed panels of codes; `None` where the matrices are not quantized.
     pub fn code_panel(&self, config: &GroupedGemmConfig) -> Option<CodePanel> {
         let format = self.format?;
         let depth = format.depth();
@@ -148,7 +151,7 @@ impl GroupedGemmDesc {
         })
     }
 
-    /// Elements of a column in a record of codes; `None` where the matrices are not quantised.
+    /// Elements of a column in a record of codes; `None` where the matrices are not quantized.
     pub(super) fn record_depth(&self) -> Option<usize> {
         let format = self.format?;
         Some(format.depth() * CodePanel::blocks_of(&format, self.inner))
@@ -160,12 +163,32 @@ impl GroupedGemmDesc {
         let Some(format) = self.format else {
             return [self.activations, self.weights];
         };
-        let pairs = isa.bf16_pairs() && !isa.bf16_quads() && self.activations == DType::Bf16;
+        // Codes of rows are exact in bf16, whatever they were made of.
+        let rows = self.row_format.is_some() || self.activations == DType::Bf16;
+        let pairs = isa.bf16_pairs() && !isa.bf16_quads() && rows;
         // E5M2 has infinities and many subnormal numbers, which would take a table each.
         if pairs && format.code != WeightCode::E5m2 {
             [DType::Bf16; 2]
         } else {
             [self.activations, DType::F32]
+        }
+    }
+
+    /// Returns whether a CPU multiplies bytes: integers of 8 bits at most, on both sides.
+    pub fn multiplies_bytes(&self, isa: CpuIsa) -> bool {
+        let float =
+            |format: WeightFormat| matches!(format.code, WeightCode::E4m3 | WeightCode::E5m2);
+        let integers = self.format.is_some_and(|format| !float(format));
+        isa.byte_dots() && integers && self.row_format == Some(ActivationFormat::Int8)
+    }
+
+    /// Elements of a row that a CPU multiplies in each 32-bit lane.
+    pub fn word_elements(&self, isa: CpuIsa) -> usize {
+        let pairs = isa.bf16_pairs() && self.factors(isa) == [DType::Bf16; 2];
+        match pairs {
+            _ if self.multiplies_bytes(isa) => 4,
+            true => 2,
+            false => 1,
         }
     }
 
@@ -260,6 +283,7 @@ pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
             Half::Up => spec.precision.experts,
             Half::Down => spec.precision.down_format(),
         },
+        row_format: spec.precision.expert_activations,
         weighted: weighted && (half == Half::Up || spec.experts.bias.down()),
         plain_rows: half == Half::Up && spec.router.weight_on != WeightSite::Input,
         ..expert_half(spec, half, &routed_widths(spec), spec.experts.bias)
@@ -314,6 +338,7 @@ fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) ->
         plain_rows: false,
         weights: spec.precision.weights,
         format: None,
+        row_format: None,
         activations: spec.precision.activations,
         tf32: spec.precision.tf32,
         keep: false,

@@ -62,6 +62,7 @@ impl GroupedGemmDgradDesc {
             plain_rows: false,
             weights: self.weights,
             format: None,
+            row_format: None,
             activations: self.activations,
             tf32: self.tf32,
             keep: false,

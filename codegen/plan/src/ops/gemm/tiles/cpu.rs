@@ -139,13 +139,9 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     let thread_columns = nr / matrices;
     let block_columns = core.forward(FORWARD_COLUMNS) / matrices;
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
-    let words = words(core.isa, d.inner, right, left);
+    let elements = d.word_elements(core.isa);
+    let words = d.inner.div_ceil(elements);
     let (slices, tile_depth) = even_slices(words, core.forward(FORWARD_DEPTH));
-    let elements = if [left, right] == [DType::Bf16; 2] {
-        2
-    } else {
-        1
-    };
     // A slice has whole records and whole vectors.
     let record = d.record_depth().map_or(1, |depth| depth / elements);
     let step = (record..).step_by(record);
@@ -156,13 +152,10 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         1 => 0,
         _ => TILE_ROWS * tile_columns * matrices,
     };
-    // Offsets are multiplied by the sums of each row's elements, block by block.
-    let of_blocks = match d.format {
-        Some(format) if format.offset.is_some() => {
-            (TILE_ROWS + thread_rows) * tile_depth.div_ceil(format.depth() / elements)
-        }
-        _ => 0,
-    };
+    let of_blocks = d.format.map_or(0, |format| {
+        let blocks = (tile_depth * elements).div_ceil(format.depth());
+        (TILE_ROWS + thread_rows) * blocks * row_block_words(d)
+    });
     let (decode_tokens, decode_columns) = decode(d, tile_columns, thread_columns);
     GroupedGemmConfig {
         threads: 1,
@@ -179,6 +172,13 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
             shared_bytes: (4 * (rows + sums + panel + of_blocks)) as u32,
         }),
     }
+}
+
+/// Returns the words that a block of a row has besides its elements: their sum, by which offsets are
+/// multiplied, and of codes a scale and the number at which sums of bytes begin.
+fn row_block_words(d: &GroupedGemmDesc) -> usize {
+    let offset = d.format.is_some_and(|format| format.offset.is_some());
+    usize::from(offset) + if d.row_format.is_some() { 2 } else { 0 }
 }
 
 /// Returns the largest decode call and the columns of its blocks; zeros where there are enough

@@ -1,6 +1,6 @@
-"""Writes a quantised checkpoint of one layer as it is published, with random codes, and tokens for it.
+"""Writes a quantized checkpoint of one layer as it is published, with random codes, and tokens for it.
 
-    python3 benches/load/quantised.py DIR deepseek-v3|gpt-oss [--experts N] [--tokens 8]
+    python3 benches/load/quantized.py DIR deepseek-v3|gpt-oss [--experts N] [--tokens 8]
 
 `deepseek-v3` is FP8 with f32 scales for 128 x 128, a tensor per expert and matrix: 32 experts are one rank's
 share of eight. `gpt-oss` is MXFP4 with gate and up in alternating rows of one tensor: 32 experts are those of
