@@ -200,6 +200,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("spec", Always),
             ("hf", Always),
             ("gguf", Always),
+            ("dequantize", Always),
             ("layer", NotWith(&["--layer=1", "--target=cpu"], "--hf")),
             ("target", Always),
             ("training", Always),

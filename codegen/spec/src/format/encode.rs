@@ -362,9 +362,10 @@ impl Encoder<'_> {
             _ => 1 << (element.bits() - 1),
         };
         // Zero points move the ends of the range, to at most all of it on one side.
-        let most = match self.zero_points {
-            true => f64::from(zero).max(steps - f64::from(zero)),
-            false => element.largest(),
+        let most = if self.zero_points {
+            f64::from(zero).max(steps - f64::from(zero))
+        } else {
+            element.largest()
         };
         if (scale * most as f32).is_finite() {
             Ok(Block { bits, scale, zero })
@@ -389,7 +390,7 @@ impl Encoder<'_> {
     /// Encodes elements that share a scale.
     fn codes_of(&mut self, span: Range<usize>, block: &Block) {
         // The quotient is that of f32, as other libraries compute it: ties are then theirs.
-        let (scale, zero) = (block.scale, f32::from(block.zero));
+        let (scale, zero) = (block.scale, f64::from(block.zero));
         let element = self.format.element;
         let pairs = self.values[span.clone()].iter().zip(&mut self.codes[span]);
         match element.float() {
@@ -399,10 +400,10 @@ impl Encoder<'_> {
             None => {
                 let (least, most) = match element {
                     CodeType::Int8 => (-128.0, 127.0),
-                    _ => (0.0, ((1u32 << element.bits()) - 1) as f32),
+                    _ => (0.0, ((1u32 << element.bits()) - 1) as f64),
                 };
                 pairs.for_each(|(value, code)| {
-                    let number = (*value / scale).round_ties_even() + zero;
+                    let number = code::whole(f64::from(*value / scale)) + zero;
                     *code = number.clamp(least, most) as i32 as u8;
                 });
             }
