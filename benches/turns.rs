@@ -85,7 +85,10 @@ impl Options {
 }
 
 fn numbers(text: &str) -> Result<Vec<usize>> {
-    Ok(text.split(',').map(str::parse).collect::<std::result::Result<_, _>>()?)
+    Ok(text
+        .split(',')
+        .map(str::parse)
+        .collect::<std::result::Result<_, _>>()?)
 }
 
 /// A generator of bits (splitmix64), fast enough for gigabytes.
@@ -129,9 +132,17 @@ fn weights(spec: &LayerSpec) -> Tensors<'static> {
                 let mut bytes = Vec::with_capacity(count * dtype.size());
                 for _ in 0..count {
                     let number = bits.signed() * size;
-                    let number = if end == "weight" { number } else { number.abs() };
+                    let number = if end == "weight" {
+                        number
+                    } else {
+                        number.abs()
+                    };
                     let mut one = [0; 4];
-                    moesaic::tensor::write_float(dtype, f64::from(number), &mut one[..dtype.size()]);
+                    moesaic::tensor::write_float(
+                        dtype,
+                        f64::from(number),
+                        &mut one[..dtype.size()],
+                    );
                     bytes.extend(&one[..dtype.size()]);
                 }
                 bytes
@@ -182,7 +193,10 @@ impl Call {
     }
 
     fn run(&self, layer: &Layer) -> Result {
-        let tensors = self.tensors.iter().map(|(name, buffer)| (*name, buffer.ptr()));
+        let tensors = self
+            .tensors
+            .iter()
+            .map(|(name, buffer)| (*name, buffer.ptr()));
         let tensors: Vec<(&str, Ptr)> = tensors.collect();
         let call = RawCall {
             tokens: self.tokens,
@@ -219,7 +233,10 @@ fn turn(call: &Call, layer: &Layer, seconds: f64) -> Result<Vec<f64>> {
     if seconds > 0.0 && seconds * 1e3 <= first {
         return Ok(vec![first]);
     }
-    let (mut times, end) = (Vec::new(), Instant::now() + Duration::from_secs_f64(seconds));
+    let (mut times, end) = (
+        Vec::new(),
+        Instant::now() + Duration::from_secs_f64(seconds),
+    );
     loop {
         times.push(timed()?);
         if Instant::now() >= end {
@@ -246,12 +263,21 @@ fn main() -> Result {
         call.check(&**engine.device())?;
         calls.insert(*tokens, call);
     }
-    let version = format!("moesaic {} ({})", env!("CARGO_PKG_VERSION"), engine.target());
-    println!("{}", serde_json::json!({ "version": version, "errors": {} }));
+    let version = format!(
+        "moesaic {} ({})",
+        env!("CARGO_PKG_VERSION"),
+        engine.target()
+    );
+    println!(
+        "{}",
+        serde_json::json!({ "version": version, "errors": {} })
+    );
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let (tokens, seconds) = line.split_once(' ').ok_or("TOKENS SECONDS")?;
-        let call = calls.get(&tokens.parse()?).ok_or("other tokens were prepared")?;
+        let call = calls
+            .get(&tokens.parse()?)
+            .ok_or("other tokens were prepared")?;
         let times = turn(call, &layer, seconds.trim().parse()?)?;
         println!("{}", serde_json::json!({ "times": times }));
     }
