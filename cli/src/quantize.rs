@@ -9,10 +9,10 @@ use crate::store::StoreArgs;
 use crate::table::Table;
 use crate::{random, targets, units};
 use clap::Args;
-use moesaic::spec::format::BLOCKS;
+use moesaic::spec::format::{BLOCKS, EncodeError};
 use moesaic::spec::gguf;
 use moesaic::spec::hf::{self, Import, SCHEMES, Scheme};
-use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
+use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
 use moesaic::weights::{QuantizeError, QuantizeEvent, QuantizeReport, QuantizeTo, quantize};
 use moesaic::{DType, EngineOptions, LayerSpec};
 use serde_json::json;
@@ -80,6 +80,7 @@ struct Compared {
 pub fn execute(args: &QuantizeArgs, console: &Console) -> Result {
     let target = args.target()?;
     args.check_files()?;
+    args.check_layer()?;
     let progress = Progress::bytes("quantizing");
     let watch = |event: QuantizeEvent<'_>| match event {
         QuantizeEvent::Begins { bytes } => progress.of(bytes),
@@ -89,7 +90,8 @@ pub fn execute(args: &QuantizeArgs, console: &Console) -> Result {
         }
         _ => {}
     };
-    let report = quantize(&args.hf, &args.output, target, &watch)?;
+    let report = quantize(&args.hf, &args.output, target, &watch);
+    let report = report.map_err(|error| args.failure(error))?;
     drop(progress);
     let progress = Progress::start("comparing y of a layer");
     let compared = args.compare(console)?;
@@ -176,6 +178,22 @@ impl QuantizeArgs {
             .check()
     }
 
+    /// Refuses a layer without experts now, not after hours.
+    fn check_layer(&self) -> Result {
+        let Some(layer) = self.layer else {
+            return Ok(());
+        };
+        if self.tokens == 0 {
+            let message = format!("--layer {layer} does nothing with --tokens 0");
+            return Err(Failure::input(message).hint("leave it out"));
+        }
+        let layers = Opened::open(&self.hf)?.layers()?;
+        if layers.contains(&layer) {
+            return Ok(());
+        }
+        Err(Failure::input(format!("--layer {layer} has no experts")))
+    }
+
     /// Runs a layer of both models on random tokens. A layer that is too large, or a machine that
     /// cannot run one, costs the comparison and not the result.
     fn compare(&self, console: &Console) -> Result<Option<Compared>> {
@@ -186,11 +204,7 @@ impl QuantizeArgs {
             made.reader(&made.import(*layer)?)?;
         }
         let layer = self.layer.or(layers.first().copied()).unwrap_or_default();
-        if !layers.contains(&layer) {
-            return Err(Failure::input(format!("--layer {layer} has no experts")));
-        }
-        let spec = source.import(layer)?.spec;
-        let bytes = spec_bytes(&spec);
+        let bytes = spec_bytes(&source.import(layer)?.spec);
         if self.tokens == 0 || bytes > MOST {
             if self.tokens > 0 {
                 let size = units::bytes(bytes);
@@ -199,18 +213,41 @@ impl QuantizeArgs {
             return Ok(None);
         }
         let run = |model: &Opened| self.run(model, layer, console);
-        let (wanted, found) = (run(&source)?, run(&made)?);
-        Ok(Some(Compared {
-            layer,
-            tokens: self.tokens,
-            relative_rms: relative_rms(&found, &wanted),
-            largest: crate::run::relative_error(&found, &wanted),
-        }))
+        let ys = run(&source).and_then(|wanted| Ok((wanted, run(&made)?)));
+        match ys {
+            Ok((wanted, found)) => Ok(Some(Compared {
+                layer,
+                tokens: self.tokens,
+                relative_rms: relative_rms(&found, &wanted),
+                largest: crate::run::relative_error(&found, &wanted),
+            })),
+            Err(failure) => {
+                console.note(&format!("y is not compared: {}", failure.message));
+                Ok(None)
+            }
+        }
     }
 
-    /// Returns y of a layer for random tokens, with f32 activations.
+    /// Adds what to do next to an error.
+    fn failure(&self, error: QuantizeError) -> Failure {
+        let wide = "fp8, fp8-channel and int8 take matrices of any size";
+        let hint = match &error {
+            QuantizeError::Write { .. } if self.is_gguf() => "the same command begins anew",
+            QuantizeError::Write { .. } => "the same command goes on after the last finished file",
+            QuantizeError::Encode {
+                source: EncodeError::Columns { .. } | EncodeError::Rows { .. },
+                ..
+            } if !self.is_gguf() => wide,
+            _ => return Failure::from(error),
+        };
+        Failure::from(error).hint(hint)
+    }
+
+    /// Returns y of a layer for random tokens, with f32 activations. Codes are multiplied as
+    /// `moesaic run` does it.
     fn run(&self, model: &Opened, layer: usize, console: &Console) -> Result<Vec<f64>> {
-        let import = model.import(layer)?;
+        let mut import = model.import(layer)?;
+        set_expert_formats(&mut import, &model.checkpoint, LoadOptions::default());
         let options = EngineOptions {
             store: Some(self.store.open(console)),
             ..EngineOptions::default()
@@ -377,10 +414,9 @@ fn block_names() -> Vec<String> {
 
 impl From<QuantizeError> for Failure {
     fn from(error: QuantizeError) -> Failure {
-        let hint = "the same command goes on after the last finished file";
         match error {
             QuantizeError::Weights(error) => Failure::from(error),
-            QuantizeError::Write { path, source } => emit::unwritable(&path, &source).hint(hint),
+            QuantizeError::Write { path, source } => emit::unwritable(&path, &source),
             QuantizeError::Busy { .. } => Failure::work(error),
             other => Failure::input(other),
         }

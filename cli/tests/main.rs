@@ -19,6 +19,7 @@ mod options;
 mod passes;
 mod plan;
 mod precompile;
+mod quantize;
 mod ranks;
 mod run;
 #[cfg(target_os = "linux")]

@@ -35,6 +35,7 @@ use Use::{Always, NotWith, On};
 const CPU: Use = On(&["cpu"]);
 const CPU_TEXT: Use = On(&["cpu", "sim:neon", "sim:amx"]);
 const WITH_SPEC: Use = NotWith(&["--layer", "1"], "cannot be used with '--layer");
+const WITHOUT_MODEL: Use = NotWith(&["--dequantize", "f32"], "--hf <DIR>|--gguf <FILE>");
 const NO_GRAD: &str = "--grad";
 
 type Row = (&'static str, Use);
@@ -49,6 +50,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
+            ("dequantize", WITHOUT_MODEL),
             ("weights", Always),
             ("keys", Always),
             ("prefix", NotWith(&["--prefix", "a"], "--keys")),
@@ -105,6 +107,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
+            ("dequantize", Always),
             ("target", Always),
             (
                 "output",
@@ -149,6 +152,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
+            ("dequantize", WITHOUT_MODEL),
             ("target", Always),
             ("kernel", Always),
             ("tokens", Always),
@@ -196,6 +200,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("spec", Always),
             ("hf", Always),
             ("gguf", Always),
+            ("dequantize", Always),
             ("layer", NotWith(&["--layer=1", "--target=cpu"], "--hf")),
             ("target", Always),
             ("training", Always),
@@ -236,6 +241,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
+            ("dequantize", WITHOUT_MODEL),
             (
                 "target",
                 NotWith(&["--target=sim:sm_80"], "its times mean nothing"),
@@ -287,6 +293,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
+            ("dequantize", WITHOUT_MODEL),
             (
                 "target",
                 NotWith(&["--target=cuda:sm_80"], "only CPUs can so far"),
@@ -308,6 +315,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
+            ("dequantize", WITHOUT_MODEL),
             ("world", Always),
             ("machine", Always),
             ("per-node", Always),
@@ -373,6 +381,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("gguf", Always),
             ("layer", WITH_SPEC),
             ("precision", Always),
+            ("dequantize", WITHOUT_MODEL),
             ("all", Always),
             ("json", Always),
         ],
@@ -432,6 +441,22 @@ const TABLE: &[(&str, &[Row])] = &[
             ("narrow", Always),
             ("allow-infinite", NotWith(&["--allow-infinite"], "--narrow")),
             ("allow-extra", Always),
+        ],
+    ),
+    (
+        "quantize",
+        &[
+            ("hf", Always),
+            // Checked against the output and the format, in tests/quantize.rs.
+            ("format", Always),
+            ("group", Always),
+            ("output", Always),
+            // Not beside `--tokens 0`, in tests/quantize.rs.
+            ("layer", Always),
+            ("tokens", Always),
+            ("verbose", Always),
+            ("json", Always),
+            ("cache", Always),
         ],
     ),
     (

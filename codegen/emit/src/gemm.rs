@@ -60,7 +60,7 @@ pub(crate) struct GemmText {
     bytes: bool,
     /// The codes of rows, empty where rows are numbers, and the number of the largest.
     row_format: &'static str,
-    row_largest: f32,
+    row_largest: u32,
     /// An instruction multiplies two rows of four-bf16 words by two columns.
     quads: bool,
     /// The C type of a word of an operand: the elements that one lane multiplies.
@@ -144,7 +144,7 @@ fn base(pass: Pass, config: &GroupedGemmConfig, unit: Unit, [left, right]: [DTyp
         pairs: matches!(unit, Unit::Pairs | Unit::Quads | Unit::Tiles),
         bytes: unit == Unit::Bytes,
         row_format: "",
-        row_largest: 1.0,
+        row_largest: 1,
         quads,
         word: if quads { "u64" } else { "f32" },
         word_vector: if quads { "words_t" } else { "vec" },
@@ -222,7 +222,7 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
             Some(ActivationFormat::Int8) => "int8",
             Some(ActivationFormat::Fp8) => "fp8",
         },
-        row_largest: d.row_format.map_or(1.0, ActivationFormat::largest),
+        row_largest: d.row_format.map_or(1, |format| format.largest() as u32),
         ..base
     }
 }

@@ -433,7 +433,7 @@ mod tests {
         let format: WeightFormat = serde_json::from_str(text).unwrap();
         assert_eq!(serde_json::to_string(&format).unwrap(), text);
         let shown =
-            r#"{ custom = { code = "uint4", block = [1, 48], scale = "bf16", offset = "zero" } }"#;
+            r#"{ custom = { block = [1, 48], code = "uint4", offset = "zero", scale = "bf16" } }"#;
         assert_eq!(format.to_string(), shown);
         let known = r#"{"custom":{"code":"int4","block":[1,32],"scale":"f16"}}"#;
         let format: WeightFormat = serde_json::from_str(known).unwrap();

@@ -165,6 +165,10 @@ pub(crate) fn written(value: &Value) -> String {
             let pairs: Vec<String> = table.iter().map(pair).collect();
             format!("{{ {} }}", pairs.join(", "))
         }
+        Value::Array(list) => {
+            let list: Vec<String> = list.iter().map(written).collect();
+            format!("[{}]", list.join(", "))
+        }
         other => other.to_string(),
     }
 }

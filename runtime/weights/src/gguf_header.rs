@@ -35,7 +35,7 @@ struct Entry {
 }
 
 /// The most dimensions of a tensor.
-const MOST_DIMENSIONS: u32 = 4;
+pub(crate) const MOST_DIMENSIONS: u32 = 4;
 
 /// The default alignment.
 const ALIGNMENT: u64 = 32;

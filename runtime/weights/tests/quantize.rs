@@ -21,18 +21,18 @@ const LAYERS: usize = 2;
 const EXPERTS: usize = 4;
 
 /// Widths of tokens and experts, which every scheme takes.
-const WIDE: [usize; 2] = [256, 128];
+pub const WIDE: [usize; 2] = [256, 128];
 
-fn quiet(_: QuantizeEvent<'_>) {}
+pub fn quiet(_: QuantizeEvent<'_>) {}
 
 /// A full-precision model.
-struct Model {
+pub struct Model {
     dir: TempDir,
 }
 
 /// The form in which experts are stored.
 #[derive(Clone, Copy, PartialEq)]
-enum Form {
+pub enum Form {
     /// A tensor per expert.
     Apart,
     /// Two tensors for all experts.
@@ -55,7 +55,7 @@ fn tensor(rng: &mut SampleRng, shape: &[usize]) -> Tensor<'static> {
 
 impl Model {
     /// Writes a model of one of two families, in `shards` files.
-    fn new(family: &str, form: Form, [d, h]: [usize; 2], shards: usize) -> Model {
+    pub fn new(family: &str, form: Form, [d, h]: [usize; 2], shards: usize) -> Model {
         let dir = tempfile::tempdir().unwrap();
         let config = json!({
             "model_type": family, "hidden_size": d, "moe_intermediate_size": h,
@@ -107,15 +107,15 @@ impl Model {
         Model { dir }
     }
 
-    fn qwen3() -> Model {
+    pub fn qwen3() -> Model {
         Model::new("qwen3_moe", Form::Apart, WIDE, 1)
     }
 
-    fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    fn to(&self, folder: &Path, name: &str) -> Result<QuantizeReport, QuantizeError> {
+    pub fn to(&self, folder: &Path, name: &str) -> Result<QuantizeReport, QuantizeError> {
         let scheme = Scheme::named(name).unwrap().with_group(None).unwrap();
         quantize(self.path(), folder, QuantizeTo::Folder(scheme), &quiet)
     }
@@ -360,7 +360,7 @@ fn gguf_refuses_what_it_cannot_say() {
 }
 
 /// The bytes of every file below a folder.
-fn contents(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+pub fn contents(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let entries = fs::read_dir(folder).unwrap();
     let paths = entries.map(|entry| entry.unwrap().path());
     let file = |path: PathBuf| {

@@ -10,21 +10,39 @@ Run with transformers 5.24, torch 2.15, compressed-tensors 0.20, gguf 0.19, auto
 autoawq 0.2.9. CI does not run it; README.md has the result.
 """
 
+import functools
+import importlib.util
 import json
 import math
 import pathlib
 import subprocess
 import sys
 import tempfile
+import types
 
 import gguf
 import numpy
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4 import base as nvfp4
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+def bare(name):
+    """Makes a package importable without its `__init__`, which needs an older transformers."""
+    package = types.ModuleType(name)
+    package.__path__ = list(importlib.util.find_spec(name).submodule_search_locations)
+    sys.modules[name] = package
+
+
+bare("auto_gptq")
+bare("awq")
+# Its numbers are rounded to bf16 otherwise.
+nvfp4.unpack_fp4_from_uint8 = functools.partial(unpack_fp4_from_uint8, dtype=torch.float32)
 
 BIN = sys.argv[1]
 LAYER, TOKENS = 1, 12
@@ -77,8 +95,8 @@ def moesaic(*words):
     return done.stdout
 
 
-def of_compressed_tensors(config, tensors, base):
-    """Unpacks a matrix with compressed-tensors, whose codes are also made anew and compared."""
+def compressor_of(config, tensors, base):
+    """compressed-tensors' class for a matrix, its settings, and the matrix's tensors."""
     read = QuantizationConfig.model_validate(config)
     scheme = read.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(scheme.format or read.format)
@@ -86,7 +104,99 @@ def of_compressed_tensors(config, tensors, base):
     state = {n[len(base) + 1:]: tensors[n] for n in names}
     if state["weight_scale"].dtype in (torch.bfloat16, torch.float16):
         state["weight_scale"] = state["weight_scale"].float()
+    return compressor, scheme, state
+
+
+def of_compressed_tensors(config, tensors, base):
+    compressor, scheme, state = compressor_of(config, tensors, base)
     return compressor.decompress(state, scheme)["weight"].float()
+
+
+def packed_by_compressed_tensors(config, tensors, base, weight):
+    """Codes of the float weight at the stored scales, and scales of the library's own observer."""
+    compressor, scheme, state = compressor_of(config, tensors, base)
+    args, group = scheme.weights, scheme.weights.group_size
+    scales = state["weight_scale"]
+    if scales.dtype == torch.uint8:
+        scales = 2.0 ** (scales.float() - 127)
+    own = {"weight": weight, "weight_scale": scales.float()}
+    if "weight_global_scale" in state:
+        own["weight_global_scale"] = state["weight_global_scale"]
+    packed = compressor.compress(own, scheme)
+    codes = "weight_packed" if "weight_packed" in packed else "weight"
+    rows = weight.reshape(weight.shape[0], -1, group) if group else weight[:, None]
+    observed, _ = calculate_qparams(
+        rows.amin(-1), rows.amax(-1), args, own.get("weight_global_scale")
+    )
+    stored = tensors[base + ".weight_scale"].dtype
+    if stored != torch.uint8:
+        observed = observed.to(stored)
+    observed = observed.reshape(scales.shape).float()
+    return (packed[codes], state[codes]), (observed, scales.float())
+
+
+def packed_by_gptq(config, tensors, base, unpacked):
+    """auto-gptq packs numbers that lie on the grid of scales and zero points."""
+    from auto_gptq.nn_modules.qlinear.qlinear_cuda import QuantLinear
+
+    held = {end: tensors[f"{base}.{end}"] for end in ["qweight", "qzeros", "scales", "g_idx"]}
+    scales = held["scales"].float()
+    zeros = torch.full_like(scales, 8)
+    linear = torch.nn.Linear(unpacked.shape[1], unpacked.shape[0], bias=False)
+    linear.weight.data = unpacked.clone()
+    layer = QuantLinear(config["bits"], config["group_size"], *reversed(unpacked.shape), False)
+    layer.pack(linear, scales.t(), zeros.t(), held["g_idx"])
+    pairs = [(layer.qweight, held["qweight"]), (layer.qzeros, held["qzeros"])]
+    return [(a.to(torch.int32), b) for a, b in pairs]
+
+
+def packed_by_awq(config, tensors, base, unpacked):
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import reverse_awq_order, unpack_awq
+
+    bits = config["bits"]
+    held = {end: tensors[f"{base}.{end}"] for end in ["qweight", "qzeros", "scales"]}
+    codes, zeros = unpack_awq(held["qweight"], held["qzeros"], bits)
+    _, zeros = reverse_awq_order(codes, zeros, bits)
+    zeros = zeros.bitwise_and(2**bits - 1).float()
+    linear = torch.nn.Linear(unpacked.shape[1], unpacked.shape[0], bias=False)
+    linear.weight.data = unpacked.clone()
+    layer = WQLinear_GEMM.from_linear(
+        linear, bits, config["group_size"], False, held["scales"].float(), zeros
+    )
+    return [(layer.qweight, held["qweight"]), (layer.qzeros, held["qzeros"])]
+
+
+def packed_by_fp8(tensors, base, weight):
+    """E4M3 of torch at the stored scales, and scales of the blocks' largest magnitudes."""
+    codes, scales = tensors[base + ".weight"], tensors[base + ".weight_scale_inv"]
+    blocks = weight.reshape(scales.shape[0], 128, scales.shape[1], 128)
+    most = blocks.abs().amax((1, 3))
+    wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return [((weight / wide).to(torch.float8_e4m3fn), codes), (most / 448, scales)]
+
+
+def packed(config, tensors, base, weight, unpacked):
+    """Pairs of what the format's own library packs and what `moesaic quantize` wrote."""
+    method = config["quant_method"]
+    if method == "compressed-tensors":
+        return packed_by_compressed_tensors(config, tensors, base, weight)
+    if method == "fp8":
+        return packed_by_fp8(tensors, base, weight)
+    if method == "gptq":
+        return packed_by_gptq(config, tensors, base, unpacked)
+    return packed_by_awq(config, tensors, base, unpacked)
+
+
+def equal(pairs):
+    """The number of equal elements of each pair, and of all."""
+    same = []
+    for found, wanted in pairs:
+        assert found.shape == wanted.shape, (found.shape, wanted.shape)
+        if found.dtype == torch.float8_e4m3fn:
+            found, wanted = found.view(torch.uint8), wanted.view(torch.uint8)
+        same.append(((found == wanted).sum().item(), wanted.numel()))
+    return same
 
 
 def of_fp8(tensors, base):
@@ -202,19 +312,27 @@ def check_folder(source, name, out):
     said = json.loads(said)
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     before, after = tensors_of(source), tensors_of(out)
-    weights = {}
+    weights, same = {}, []
     for matrix in said["matrices"]:
         base = matrix["name"].removesuffix(".weight")
         weights[base] = unpacked(config, after, base)
         error = relative_rms(weights[base], before[base + ".weight"].float())
         assert abs(error - matrix["relative_rms"]) < 2e-6, (base, error, matrix)
+        float_weight = before[base + ".weight"].float()
+        same.append(equal(packed(config, after, base, float_weight, weights[base])))
     kept = [n for n in before if n in after and after[n].dtype == before[n].dtype]
     assert all(torch.equal(before[n], after[n]) for n in kept)
     experts = fused(weights)
     loaded = None
     if name not in NOT_LOADED:
         loaded = loaded_by_transformers(out, config, experts)
-    return said, experts, loaded
+    return said, experts, loaded, shares(same)
+
+
+def shares(same):
+    """Shares of equal codes and scales over all matrices, as text."""
+    columns = [tuple(map(sum, zip(*pairs))) for pairs in zip(*same)]
+    return ", ".join("all" if a == b else f"{a} of {b}" for a, b in columns)
 
 
 def check_gpt_oss(source, out):
@@ -225,37 +343,54 @@ def check_gpt_oss(source, out):
     for name in ["gate_up_proj", "down_proj"]:
         blocks, scales = (after[f"{root}{name}_{part}"] for part in ["blocks", "scales"])
         experts[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    return json.loads(said), experts, loaded_by_transformers(out, config, experts)
+    return json.loads(said), experts, loaded_by_transformers(out, config, experts), "-"
 
 
 def check_gguf(source, name, out):
     said = moesaic("quantize", "--hf", source, "--format", name, "--json", "-o", out)
     tensors = {t.name: t for t in gguf.GGUFReader(out).tensors}
-    weights = {}
+    before, weights, same = tensors_of(source), {}, []
     for part in ["gate", "up", "down"]:
         tensor = tensors[f"blk.{LAYER}.ffn_{part}_exps.weight"]
         assert tensor.tensor_type.name == name.upper(), tensor.tensor_type
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         for e, matrix in enumerate(values):
             key = f"model.layers.{LAYER}.mlp.experts.{e}.{part}_proj"
+            same += blocks_of_gguf(tensor, e, before[key + ".weight"].float().numpy(), matrix)
             weights[key] = torch.from_numpy(numpy.array(matrix, numpy.float32))
-    return json.loads(said), fused(weights), None
+    return json.loads(said), fused(weights), None, shares([[pair] for pair in same]) or "-"
 
 
-def line(folder, name, source, said, experts, loaded, x, model):
+def blocks_of_gguf(tensor, expert, weight, unpacked):
+    """Compares blocks with those of gguf's quantizer, where it has one. Errors of ours are at most
+    as large, because our codes are nearest at the scales as stored."""
+    try:
+        theirs = gguf.quants.quantize(weight, tensor.tensor_type)
+    except NotImplementedError:
+        return []
+    error = lambda values: ((values - weight).astype(numpy.float64) ** 2).sum()
+    own = gguf.quants.dequantize(theirs, tensor.tensor_type)
+    assert error(unpacked) <= error(own) * (1 + 1e-6), (tensor.name, error(unpacked), error(own))
+    size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+    ours = numpy.array(tensor.data[expert]).reshape(-1, size)
+    return [(int((ours == theirs.reshape(-1, size)).all(1).sum()), len(ours))]
+
+
+def line(folder, name, source, said, experts, loaded, same, x, model):
     y = block_y(source, experts, x)
     off = agree(name, moesaic_y(model, x, folder), y, 2e-5)
     full = block_y(source, {}, x)
     mean, error = said["mean_relative_rms"], relative_rms(y, full)
     loaded = "-" if loaded is None else f"{loaded:.1e}"
-    print(f"| {name} | {mean:.4f} | {error:.4f} | {off:.1e} | {loaded} |", flush=True)
+    print(f"| {name} | {mean:.4f} | {error:.4f} | {off:.1e} | {loaded} | {same} |", flush=True)
 
 
 def main():
     wanted = sys.argv[2:]
     x = torch.randn(TOKENS, 256, generator=torch.Generator().manual_seed(8))
-    print("| format | error of weights | error of y | y against the library's | weights loaded |")
-    print("|---|---|---|---|---|")
+    titles = ["format", "error of weights", "error of y", "y against the library's"]
+    titles += ["weights loaded", "packed alike"]
+    print("| " + " | ".join(titles) + " |\n|" + "---|" * len(titles))
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         qwen, gpt_oss = folder / "qwen", folder / "gpt_oss"

@@ -95,6 +95,13 @@ const fn small(mantissa: i32, bias: i32, largest: f64) -> SmallFloat {
     }
 }
 
+/// Rounds a number below 2^51 to the nearest whole one, ties to even. An f64 has no fractions from
+/// 2^52 on. `round_ties_even` is a call on CPUs that are not known to have SSE4.1.
+pub(super) fn whole(number: f64) -> f64 {
+    const LARGE: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52, for both signs
+    (number + LARGE) - LARGE
+}
+
 impl SmallFloat {
     /// Returns the bits of the nearest number to one that is not negative, ties to even; the
     /// largest for those above it.
@@ -102,7 +109,7 @@ impl SmallFloat {
         let size = size.min(self.largest);
         // Below the smallest normal number steps no longer shrink.
         let exponent = exponent(size).max(1 - self.bias);
-        let steps = (size / power(exponent - self.mantissa)).round_ties_even();
+        let steps = whole(size * power(self.mantissa - exponent));
         // A normal number's steps include its hidden bit, which counts one exponent.
         (((exponent + self.bias - 1) << self.mantissa) + steps as i32) as u32
     }

@@ -1,7 +1,9 @@
 //! The encoder of formats that keep codes and scales in separate tensors: round to nearest.
 //!
 //! Each block of a matrix gets the scale of its largest element, rounded to the type of scales, and
-//! then every element the code whose value at that rounded scale is nearest (ties to even):
+//! then every element the code nearest to its quotient by that rounded scale (ties to even).
+//! Scales and quotients are f32 before they are rounded, as in other libraries, so that codes equal
+//! theirs:
 //!
 //! - float codes: the largest magnitude over the largest code's value (448, 57344, 6);
 //! - float codes with E8M0 scales: 2 to the exponent of the largest magnitude, less the exponent of
@@ -341,7 +343,7 @@ impl Encoder<'_> {
             }
             ScaleType::E8m0 => 127,
             _ => {
-                let stored = self.beside_second(wanted);
+                let stored = self.beside_second(wanted as f32);
                 scale.nearest(stored).ok_or_else(too_large)?
             }
         };
@@ -351,9 +353,6 @@ impl Encoder<'_> {
             Some((Second::Times, second)) => stored * second,
             Some((Second::Divided, second)) => stored / second,
         };
-        if !(scale * element.largest() as f32).is_finite() {
-            return Err(too_large());
-        }
         let zero = match self.format.zero {
             Zero::None => 0,
             _ if self.zero_points => {
@@ -362,29 +361,41 @@ impl Encoder<'_> {
             }
             _ => 1 << (element.bits() - 1),
         };
-        Ok(Block { bits, scale, zero })
+        // Zero points move the ends of the range, to at most all of it on one side.
+        let most = if self.zero_points {
+            f64::from(zero).max(steps - f64::from(zero))
+        } else {
+            element.largest()
+        };
+        if (scale * most as f32).is_finite() {
+            Ok(Block { bits, scale, zero })
+        } else {
+            Err(too_large())
+        }
     }
 
-    /// Returns the scale that remains to be stored beside the second one.
-    fn beside_second(&self, wanted: f64) -> f64 {
+    /// Returns the scale that remains to be stored beside the second one, in the f32 of other
+    /// libraries.
+    fn beside_second(&self, wanted: f32) -> f64 {
         let stored = match self.format.second.zip(self.second) {
-            None => return wanted,
-            Some((Second::Times, second)) => wanted / f64::from(second),
-            Some((Second::Divided, second)) => wanted * f64::from(second),
+            None => return f64::from(wanted),
+            Some((Second::Times, second)) => wanted / second,
+            Some((Second::Divided, second)) => wanted * second,
         };
         // The second scale is rounded, so the largest block may ask for a little too much.
         let most = self.format.scale.float().map_or(f64::MAX, |f| f.largest);
-        stored.min(most)
+        f64::from(stored).min(most)
     }
 
     /// Encodes elements that share a scale.
     fn codes_of(&mut self, span: Range<usize>, block: &Block) {
-        let (scale, zero) = (f64::from(block.scale), f64::from(block.zero));
+        // The quotient is that of f32, as other libraries compute it: ties are then theirs.
+        let (scale, zero) = (block.scale, f64::from(block.zero));
         let element = self.format.element;
         let pairs = self.values[span.clone()].iter().zip(&mut self.codes[span]);
         match element.float() {
             Some(float) => pairs.for_each(|(value, code)| {
-                *code = float.signed(f64::from(*value) / scale, element.bits());
+                *code = float.signed(f64::from(*value / scale), element.bits());
             }),
             None => {
                 let (least, most) = match element {
@@ -392,7 +403,7 @@ impl Encoder<'_> {
                     _ => (0.0, ((1u32 << element.bits()) - 1) as f64),
                 };
                 pairs.for_each(|(value, code)| {
-                    let number = (f64::from(*value) / scale).round_ties_even() + zero;
+                    let number = code::whole(f64::from(*value / scale)) + zero;
                     *code = number.clamp(least, most) as i32 as u8;
                 });
             }

@@ -1,17 +1,20 @@
 //! Encoders of GGUF's blocks: round to nearest, without a search for better scales.
 //!
-//! The rules for a group of elements are those by which ggml's quantizers begin:
+//! Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4 give the bytes of ggml's reference quantizers and of
+//! gguf-py. Their rules for a group of elements are:
 //!
-//! - symmetric codes (Q4_0, Q5_0, Q6_K, IQ4_NL): the element of the largest magnitude becomes the
-//!   most negative code (-8, -16, -32, -127), so the scale carries its sign;
+//! - symmetric codes (Q4_0, Q5_0): the element of the largest magnitude becomes the most negative
+//!   code (-8, -16), so the scale carries its sign;
 //! - Q8_0: the largest magnitude becomes 127;
-//! - codes with an offset (Q4_1, Q5_1, Q4_K, Q5_K): the least element becomes code 0, the largest
-//!   the last one; in Q4_K and Q5_K the least is zero at most;
-//! - MXFP4: 2 to the exponent of the largest magnitude, less 2.
+//! - codes with an offset (Q4_1, Q5_1): the least element becomes code 0, the largest the last one;
+//! - codes of these are nearest at the f32 scale, which is rounded to f16 only to be stored; halves
+//!   are rounded up, those of Q8_0 away from zero;
+//! - MXFP4: 2 to the exponent of the largest magnitude, less 2; ties take the smaller magnitude.
 //!
+//! ggml searches for scales of the other types. Here they begin as its search does: Q6_K and IQ4_NL
+//! are symmetric (-32, -127), Q4_K and Q5_K have offsets, and their least element is zero at most.
 //! K-quants then round the scales of groups to integers, at the scale that makes the largest one
-//! 63, or -128 in Q6_K. Codes are those nearest to the elements at the scales as stored, where ggml
-//! uses scales before they are rounded.
+//! 63, or -128 in Q6_K. Codes are those nearest to the elements at the scales as stored.
 
 use super::blocks::NONLINEAR;
 use super::code::{self, SmallFloat};
@@ -32,15 +35,25 @@ fn extreme(values: &[f32]) -> f32 {
     values.iter().fold(0.0, larger)
 }
 
+/// Writes the nearest f16 at a byte offset.
+fn put_nearest(block: &mut [u8], at: usize, value: f32) -> Option<()> {
+    put_bits(block, at, value.into(), 0).map(|_| ())
+}
+
 /// Writes the nearest f16 at a byte offset, and returns it. A number that would become zero is the
 /// least one of its sign.
 fn put_half(block: &mut [u8], at: usize, value: f64) -> Option<f32> {
+    put_bits(block, at, value, u32::from(value != 0.0))
+}
+
+/// Writes the nearest f16 whose bits are at least these.
+fn put_bits(block: &mut [u8], at: usize, value: f64, least: u32) -> Option<f32> {
     let float: SmallFloat = code::F16;
     if value.abs() > float.largest {
         return None;
     }
     let sign = u32::from(value.is_sign_negative()) << 15;
-    let bits = float.nearest(value.abs()).max(u32::from(value != 0.0)) | sign;
+    let bits = float.nearest(value.abs()).max(least) | sign;
     block[at..at + 2].copy_from_slice(&(bits as u16).to_le_bytes());
     Some(code::f16(bits as u16))
 }
@@ -68,39 +81,48 @@ fn put_fifth(bytes: &mut [u8], code: impl Fn(usize) -> u8) {
     }
 }
 
-/// Returns the codes of a symmetric group whose most negative code is `-half`, `half` added.
-fn symmetric(values: &[f32], scale: f32, half: i32) -> [u8; 32] {
-    std::array::from_fn(|at| {
-        let code = steps(values[at], scale, 0.0, -half, half - 1);
-        (code + half) as u8
-    })
+/// Returns the factor that takes elements to codes, as ggml computes it.
+fn inverse(scale: f32) -> f32 {
+    if scale == 0.0 { 0.0 } else { 1.0 / scale }
+}
+
+/// Writes the scale of a symmetric group whose most negative code is `-half`, and returns its
+/// codes, `half` added.
+fn symmetric(values: &[f32], block: &mut [u8], half: u8) -> Option<[u8; 32]> {
+    let half = f32::from(half);
+    let scale = extreme(values) / -half;
+    put_nearest(block, 0, scale)?;
+    let inverse = inverse(scale);
+    let code = |at: usize| (values[at] * inverse + (half + 0.5)).trunc();
+    Some(std::array::from_fn(|at| {
+        code(at).clamp(0.0, 2.0 * half - 1.0) as u8
+    }))
 }
 
 pub(super) fn q4_0(values: &[f32], block: &mut [u8]) -> Option<()> {
-    let scale = put_half(block, 0, f64::from(extreme(values)) / -8.0)?;
-    let codes = symmetric(values, scale, 8);
+    let codes = symmetric(values, block, 8)?;
     put_halves(&mut block[2..], |at| codes[at]);
     Some(())
 }
 
 pub(super) fn q5_0(values: &[f32], block: &mut [u8]) -> Option<()> {
-    let scale = put_half(block, 0, f64::from(extreme(values)) / -16.0)?;
-    let codes = symmetric(values, scale, 16);
+    let codes = symmetric(values, block, 16)?;
     put_fifth(&mut block[2..], |at| codes[at]);
     put_halves(&mut block[6..], |at| codes[at]);
     Some(())
 }
 
 /// Writes the scale and offset of a block whose codes go up to `most`, and returns its codes.
-fn offset(values: &[f32], block: &mut [u8], most: i32) -> Option<[u8; 32]> {
+fn offset(values: &[f32], block: &mut [u8], most: u8) -> Option<[u8; 32]> {
     let least = values.iter().copied().fold(f32::INFINITY, f32::min);
     let largest = values.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let range = f64::from(largest) - f64::from(least);
-    let scale = put_half(block, 0, range / f64::from(most))?;
-    let offset = put_half(block, 2, f64::from(least))?;
-    Some(std::array::from_fn(|at| {
-        steps(values[at], scale, offset, 0, most) as u8
-    }))
+    let most = f32::from(most);
+    let scale = (largest - least) / most;
+    put_nearest(block, 0, scale)?;
+    put_nearest(block, 2, least)?;
+    let inverse = inverse(scale);
+    let code = |at: usize| ((values[at] - least) * inverse + 0.5).trunc();
+    Some(std::array::from_fn(|at| code(at).clamp(0.0, most) as u8))
 }
 
 pub(super) fn q4_1(values: &[f32], block: &mut [u8]) -> Option<()> {
@@ -117,9 +139,11 @@ pub(super) fn q5_1(values: &[f32], block: &mut [u8]) -> Option<()> {
 }
 
 pub(super) fn q8_0(values: &[f32], block: &mut [u8]) -> Option<()> {
-    let scale = put_half(block, 0, f64::from(extreme(values).abs()) / 127.0)?;
+    let scale = extreme(values).abs() / 127.0;
+    put_nearest(block, 0, scale)?;
+    let inverse = inverse(scale);
     for (value, byte) in values.iter().zip(&mut block[2..]) {
-        *byte = steps(*value, scale, 0.0, -127, 127) as i8 as u8;
+        *byte = (value * inverse).round() as i8 as u8;
     }
     Some(())
 }
@@ -216,14 +240,23 @@ pub(super) fn iq4_nl(values: &[f32], block: &mut [u8]) -> Option<()> {
     Some(())
 }
 
+/// E2M1 in halves, by code.
+const FOURS: [f32; 16] = [
+    0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0,
+];
+
 pub(super) fn mxfp4(values: &[f32], block: &mut [u8]) -> Option<()> {
     let magnitude = f64::from(extreme(values).abs());
     block[0] = match magnitude {
-        0.0 => 127,
+        0.0 => 0,
         _ => (code::exponent(magnitude) - 2 + 127).clamp(0, 254) as u8,
     };
-    let scale = f64::from(code::e8m0(block[0]));
-    let of = |at: usize| code::FLOAT_E2M1.signed(f64::from(values[at]) / scale, 4);
-    put_halves(&mut block[1..], of);
+    let half = code::e8m0(block[0]) / 2.0;
+    let nearest = |value: f32| {
+        let off = |code: &u8| (half * FOURS[usize::from(*code)] - value).abs();
+        let codes = (0..16u8).min_by(|a, b| off(a).total_cmp(&off(b)));
+        codes.unwrap_or_default()
+    };
+    put_halves(&mut block[1..], |at| nearest(values[at]));
     Some(())
 }

@@ -183,13 +183,19 @@ fn what_no_code_stands_for_is_refused() {
             let said = error.to_string();
             assert!(said.starts_with("row 1, column 2 is "), "{said}");
         }
-        let values = vec![f32::MAX; 2048];
-        match format.encode(&values, size, EncodeOptions::default()) {
-            Ok(encoded) => {
-                let found = decoded(&format.decoder(&encoded, size), 2048);
-                assert!(found.iter().all(|v| v.is_finite()), "{}", format.name);
+        // With zero points, all of the range is on one side of zero.
+        for (value, zero_points) in [(f32::MAX, false), (f32::MAX, true), (f32::MIN, true)] {
+            let options = EncodeOptions {
+                zero_points,
+                second: None,
+            };
+            match format.encode(&[value; 2048], size, options) {
+                Ok(encoded) => {
+                    let found = decoded(&format.decoder(&encoded, size), 2048);
+                    assert!(found.iter().all(|v| v.is_finite()), "{}", format.name);
+                }
+                Err(error) => assert!(matches!(error, EncodeError::TooLarge { .. })),
             }
-            Err(error) => assert!(matches!(error, EncodeError::TooLarge { .. })),
         }
     }
     for blocks in BLOCKS.iter().filter(|blocks| blocks.can_encode()) {

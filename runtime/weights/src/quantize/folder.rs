@@ -2,24 +2,22 @@
 
 use super::journal::{Finished, Journal};
 use super::model::Model;
-use super::output::{Layout, Output, each, is_whole, write_whole};
+use super::output::{Layout, Output, each, is_whole};
 use super::targets::{self, Target, Targets};
+use super::way::{self, Beside};
 use super::{MatrixError, QuantizeError, QuantizeEvent, QuantizeReport};
-use crate::checkpoint::{INDEX, SINGLE};
+use crate::checkpoint::INDEX;
 use crate::write::theirs;
 use crate::{LayerReader, TensorRef, WeightsError};
 use moesaic_spec::hf::{Scheme, SchemePart, SchemeTensor};
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::UNIX_EPOCH;
 
 type Watch<'a> = &'a (dyn Fn(QuantizeEvent<'_>) + Sync);
-
-/// Files with weights in other forms, which the output does not take over.
-const WEIGHTS: [&str; 6] = ["safetensors", "bin", "pt", "pth", "gguf", "tmp"];
 
 /// A tensor of an output file.
 struct Entry<'a> {
@@ -74,7 +72,8 @@ pub(super) fn write(
     fs::create_dir_all(to).map_err(QuantizeError::write(to))?;
     let _lock = Lock::take(&to.join(".moesaic-quantize.lock"))?;
     let mut journal = Journal::open(to, &settings(&targets.scheme));
-    check_way(to, &journal)?;
+    let beside = job.beside(&files)?;
+    way::check(to, &journal, &beside, |name| job.is_source(name, &journal))?;
     let bytes_before = model.bytes()?;
     watch(QuantizeEvent::Begins {
         bytes: bytes_before,
@@ -83,18 +82,13 @@ pub(super) fn write(
         bytes_before,
         ..QuantizeReport::default()
     };
-    let (mut map, mut total) = (Map::new(), 0u64);
     for (file, mut entries) in files {
         let layout = place(&mut entries);
         let finished = job.file(to, &file, &entries, &layout, &mut journal)?;
         report.matrices.extend(finished.matrices);
         report.bytes_after += layout.bytes;
-        for entry in &entries {
-            map.insert(entry.name.clone(), json!(file));
-            total += entry.bytes;
-        }
     }
-    job.finish(to, map, total)?;
+    beside.iter().try_for_each(|file| file.write(to))?;
     report.matrices.sort_by(|a, b| a.name.cmp(&b.name));
     let format = targets.scheme.stored.format.name;
     report
@@ -107,16 +101,6 @@ pub(super) fn write(
 /// Returns the settings of a run, as the record keeps them.
 fn settings(scheme: &Scheme) -> String {
     format!("{} {:?}", scheme.name, scheme.stored.format.block)
-}
-
-/// Refuses a folder with a model that no run in this format wrote.
-fn check_way(to: &Path, journal: &Journal) -> Result<(), QuantizeError> {
-    let others = ["config.json", SINGLE, INDEX].map(|name| to.join(name));
-    let other = others.into_iter().find(|path| path.exists());
-    match other {
-        Some(path) if journal.files.is_empty() => Err(QuantizeError::InTheWay { path }),
-        _ => Ok(()),
-    }
 }
 
 impl<'a> Job<'a> {
@@ -152,7 +136,14 @@ impl<'a> Job<'a> {
                 place: 0,
             }));
         }
+        check_names(&files)?;
         Ok(files)
+    }
+
+    /// Returns true if a file of the output was made from the source's file as it is now.
+    fn is_source(&self, name: &str, journal: &Journal) -> bool {
+        let known = journal.files.get(name);
+        known.is_some_and(|known| known.source == identity(&self.model.folder.join(name)))
     }
 
     fn replaces(&self, name: &str) -> bool {
@@ -188,13 +179,10 @@ impl<'a> Job<'a> {
         journal: &mut Journal,
     ) -> Result<Finished, QuantizeError> {
         let path = to.join(name);
-        let source = identity(&self.model.folder.join(name));
         if path.exists() {
             let places: Vec<(u64, u64)> = entries.iter().map(|e| (e.place, e.bytes)).collect();
-            let known = journal
-                .files
-                .get(name)
-                .filter(|known| known.source == source);
+            let known = journal.files.get(name);
+            let known = known.filter(|_| self.is_source(name, journal));
             let whole = known.map_or(Ok(false), |known| {
                 is_whole(&path, layout, &places, known.checksum)
             });
@@ -216,7 +204,7 @@ impl<'a> Job<'a> {
         // The record comes first: a file without one would be in the way of the next run.
         let finished = Finished {
             checksum: output.checksum(),
-            source,
+            source: identity(&self.model.folder.join(name)),
             matrices,
         };
         journal.add(name, finished.clone())?;
@@ -291,16 +279,29 @@ impl<'a> Job<'a> {
         bytes.sum()
     }
 
-    /// Copies the other files, and writes the index and the configuration, which comes last.
-    fn finish(&self, to: &Path, map: Map<String, Value>, total: u64) -> Result<(), QuantizeError> {
-        copy_others(&self.model.folder, to)?;
+    /// Returns the files beside those with tensors, config.json last: a folder without it is no
+    /// model.
+    fn beside(
+        &self,
+        files: &BTreeMap<String, Vec<Entry<'a>>>,
+    ) -> Result<Vec<Beside>, QuantizeError> {
+        let mut beside = way::others(&self.model.folder)?;
+        let entries = || {
+            files
+                .iter()
+                .flat_map(|(file, all)| all.iter().map(move |entry| (file, entry)))
+        };
         if self.model.folder.join(INDEX).exists() {
+            let map = entries().map(|(file, entry)| (entry.name.clone(), json!(file)));
+            let map: Map<String, Value> = map.collect();
+            let total: u64 = entries().map(|(_, entry)| entry.bytes).sum();
             let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
-            write_whole(&to.join(INDEX), format!("{index:#}\n").as_bytes())?;
+            beside.push(Beside::text(INDEX, format!("{index:#}\n")));
         }
         let quantization = self.targets.scheme.config(&self.kept());
         let config = with_config(&self.model.config, &quantization);
-        write_whole(&to.join("config.json"), config.as_bytes())
+        beside.push(Beside::text("config.json", config));
+        Ok(beside)
     }
 
     /// Returns the modules whose matrices stay floats.
@@ -386,34 +387,47 @@ fn identity(file: &Path) -> String {
     format!("{} {}", about.len(), time.map_or(0, |time| time.as_nanos()))
 }
 
-/// Copies files that are no weights: tokenizer, templates, licence.
-fn copy_others(from: &Path, to: &Path) -> Result<(), QuantizeError> {
-    let entries = fs::read_dir(from).map_err(WeightsError::io(from))?;
-    for entry in entries.flatten() {
-        let (path, name) = (entry.path(), entry.file_name());
-        let weights = path
-            .extension()
-            .is_some_and(|end| WEIGHTS.iter().any(|w| end == *w));
-        let hidden = name.to_string_lossy().starts_with('.');
-        let own = ["config.json", INDEX, super::journal::NAME]
-            .iter()
-            .any(|own| name == *own);
-        if weights || hidden || own || !path.is_file() {
-            continue;
-        }
-        let bytes = fs::read(&path).map_err(WeightsError::io(&path))?;
-        write_whole(&to.join(&name), &bytes)?;
-    }
-    Ok(())
+/// Refuses a source that already has a tensor of a name that codes or scales would get.
+fn check_names(files: &BTreeMap<String, Vec<Entry<'_>>>) -> Result<(), QuantizeError> {
+    let mut names = BTreeSet::new();
+    let mut all = files.values().flatten();
+    let twice = all.find(|entry| !names.insert(entry.name.as_str()));
+    twice.map_or(Ok(()), |entry| {
+        Err(QuantizeError::Unsupported {
+            tensor: entry.name.clone(),
+            layer: "the model".to_string(),
+            reason: "the checkpoint has another tensor of that name".to_string(),
+        })
+    })
 }
 
-/// Adds a `quantization_config` at the end of a configuration, whose text stays as it is.
+/// Adds a `quantization_config` at the end of a configuration. The rest of its text stays as it is,
+/// but for a `quantization_config` of null, which would give the key two values.
 pub(super) fn with_config(config: &str, quantization: &Value) -> String {
-    let text = config.trim_end();
+    let text = without_null(config);
+    let text = text.trim_end();
     let before = text.strip_suffix('}').unwrap_or(text).trim_end();
     let said = format!("{quantization:#}").replace('\n', "\n  ");
     let comma = if before.ends_with('{') { "" } else { "," };
     format!("{before}{comma}\n  \"quantization_config\": {said}\n}}\n")
+}
+
+/// Removes a `quantization_config` of null, and the comma that it leaves behind.
+fn without_null(config: &str) -> String {
+    const KEY: &str = "\"quantization_config\"";
+    let null = |(at, _): (usize, &str)| {
+        let after = config[at + KEY.len()..].trim_start().strip_prefix(':')?;
+        Some((at, after.trim_start().strip_prefix("null")?.trim_start()))
+    };
+    let Some((at, after)) = config.match_indices(KEY).find_map(null) else {
+        return config.to_string();
+    };
+    let before = &config[..at];
+    let joined = match after.strip_prefix(',') {
+        Some(after) => format!("{before}{}", after.trim_start()),
+        None => format!("{}\n{after}", before.trim_end().trim_end_matches(',')),
+    };
+    without_null(&joined)
 }
 
 /// A lock that keeps a second process away from an output.

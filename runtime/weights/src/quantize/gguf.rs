@@ -2,8 +2,9 @@
 
 use super::folder::Lock;
 use super::model::{Model, expert};
-use super::output::{Layout, Output, each};
+use super::output::{Layout, Output, each, has_header};
 use super::{MatrixError, QuantizeError, QuantizeEvent, QuantizeReport, Squares};
+use crate::gguf_header::MOST_DIMENSIONS;
 use crate::{LayerReader, TensorRef};
 use moesaic_kernel::DType;
 use moesaic_spec::canonical_tensors;
@@ -64,6 +65,7 @@ pub(super) fn write(
     watch(QuantizeEvent::Begins {
         bytes: bytes_before,
     });
+    check_way(to, &layout)?;
     let (output, matrices) = (Output::create(to, &layout)?, Mutex::new(Vec::new()));
     each(entries.iter().collect(), watch, |entry| {
         let error = entry.write(&output, &readers)?;
@@ -85,6 +87,16 @@ pub(super) fn write(
         matrices,
         bytes_before,
         bytes_after: layout.bytes,
+    })
+}
+
+/// Refuses to replace a file, unless it is of this model in this format.
+fn check_way(to: &Path, layout: &Layout) -> Result<(), QuantizeError> {
+    if !to.exists() || has_header(to, layout).unwrap_or(false) {
+        return Ok(());
+    }
+    Err(QuantizeError::InTheWay {
+        path: to.to_path_buf(),
     })
 }
 
@@ -138,11 +150,18 @@ fn entries<'a>(model: &'a Model, blocks: &'static Blocks) -> Result<Vec<Entry<'a
         let Some(tensor) = model.checkpoint.find(name)?.filter(|_| !known) else {
             continue;
         };
-        let dtype = tensor.dtype.map_err(|other| QuantizeError::Unsupported {
+        let unsupported = |reason: String| QuantizeError::Unsupported {
             tensor: name.to_string(),
             layer: "the model".to_string(),
-            reason: format!("GGUF has no elements of type {other:?}"),
-        })?;
+            reason,
+        };
+        let other = |other| unsupported(format!("GGUF has no elements of type {other:?}"));
+        let dtype = tensor.dtype.map_err(other)?;
+        let dimensions = tensor.shape.len();
+        if dimensions > MOST_DIMENSIONS as usize {
+            let reason = format!("{dimensions} dimensions are more than GGUF's {MOST_DIMENSIONS}");
+            return Err(unsupported(reason));
+        }
         entries.push(Entry {
             name: name.to_string(),
             shape: tensor.shape.to_vec(),

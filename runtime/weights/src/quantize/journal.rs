@@ -14,6 +14,8 @@ pub(super) const NAME: &str = "moesaic_quantize.json";
 pub(super) struct Journal {
     path: PathBuf,
     format: String,
+    /// Whether an earlier run in this format left a record.
+    pub known: bool,
     pub files: BTreeMap<String, Finished>,
 }
 
@@ -38,6 +40,7 @@ impl Journal {
         Journal {
             path,
             format: format.to_string(),
+            known: same,
             files: files
                 .filter_map(|(name, value)| Some((name.clone(), finished(value)?)))
                 .collect(),

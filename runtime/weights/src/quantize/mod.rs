@@ -14,6 +14,7 @@ mod journal;
 mod model;
 mod output;
 mod targets;
+mod way;
 
 pub use error::QuantizeError;
 

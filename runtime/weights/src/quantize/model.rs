@@ -83,13 +83,12 @@ impl Model {
 /// Refuses a model that says it is quantized.
 fn check_float(folder: &Path, file: &Path, config: &str) -> Result<(), QuantizeError> {
     let read = parse_json(config).unwrap_or_default();
-    let said = read
-        .get("quantization_config")
-        .filter(|said| !said.is_null());
     let beside = folder.join("hf_quant_config.json");
-    let method = said.map(|said| said.get("quant_method").and_then(Value::as_str));
-    let (path, method) = match method {
-        Some(method) => (file.to_path_buf(), method.unwrap_or("unknown")),
+    let (path, method) = match said(&read) {
+        Some(said) => {
+            let method = said.get("quant_method").and_then(Value::as_str);
+            (file.to_path_buf(), method.unwrap_or("unknown"))
+        }
         None if beside.exists() => (beside, "modelopt"),
         None => return Ok(()),
     };
@@ -97,6 +96,19 @@ fn check_float(folder: &Path, file: &Path, config: &str) -> Result<(), QuantizeE
         path,
         method: method.to_string(),
     })
+}
+
+/// Returns what a configuration, or one inside it such as `text_config`, says of quantization.
+fn said(config: &Value) -> Option<&Value> {
+    let own = ["quantization_config", "compression_config"];
+    let mut own = own.iter().filter_map(|key| config.get(key));
+    let found = own.find(|said| !said.is_null());
+    let inner = || {
+        let keys = config.as_object()?.iter();
+        let mut inner = keys.filter(|(key, _)| key.ends_with("_config"));
+        inner.find_map(|(_, value)| said(value))
+    };
+    found.or_else(inner)
 }
 
 impl Layer {

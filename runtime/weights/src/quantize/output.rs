@@ -119,15 +119,46 @@ pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), QuantizeError
     Output::create(path, &layout)?.finish()
 }
 
-/// Returns a number that depends on bytes and their place (FNV-1a over words of 64 bits).
+/// A number that depends on bytes and their place (FNV-1a over words of 64 bits).
+struct Checksum(u64);
+
+impl Checksum {
+    fn new(place: u64) -> Checksum {
+        let mut sum = Checksum(0xcbf2_9ce4_8422_2325);
+        sum.word(place);
+        sum
+    }
+
+    fn word(&mut self, word: u64) {
+        self.0 = (self.0 ^ word)
+            .wrapping_mul(0x0100_0000_01b3)
+            .rotate_left(29);
+    }
+
+    fn add(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..part.len()].copy_from_slice(part);
+            self.word(u64::from_le_bytes(word));
+        }
+    }
+}
+
 fn checksum(place: u64, bytes: &[u8]) -> u64 {
-    let step = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
-    let words = bytes.chunks(8).map(|part| {
-        let mut word = [0; 8];
-        word[..part.len()].copy_from_slice(part);
-        u64::from_le_bytes(word)
-    });
-    words.fold(step(0xcbf2_9ce4_8422_2325, place), step)
+    let mut sum = Checksum::new(place);
+    sum.add(bytes);
+    sum.0
+}
+
+/// Returns true if a file begins with the header of a layout, and has its length.
+pub(super) fn has_header(path: &Path, layout: &Layout) -> std::io::Result<bool> {
+    let mut file = File::open(path)?;
+    if file.metadata()?.len() != layout.bytes {
+        return Ok(false);
+    }
+    let mut header = vec![0; layout.header.len()];
+    file.read_exact(&mut header)?;
+    Ok(header == layout.header)
 }
 
 /// Returns true if a file has this layout and, read at these places, this checksum.
@@ -137,23 +168,22 @@ pub(super) fn is_whole(
     places: &[(u64, u64)],
     wanted: u64,
 ) -> std::io::Result<bool> {
+    if !has_header(path, layout)? {
+        return Ok(false);
+    }
     let mut file = File::open(path)?;
-    if file.metadata()?.len() != layout.bytes {
-        return Ok(false);
-    }
-    let mut read = |place: u64, bytes: u64| -> std::io::Result<Vec<u8>> {
-        file.seek(SeekFrom::Start(place))?;
-        let mut found = Vec::new();
-        (&mut file).take(bytes).read_to_end(&mut found)?;
-        Ok(found)
-    };
-    let header = read(0, layout.header.len() as u64)?;
-    if header != layout.header {
-        return Ok(false);
-    }
-    let mut sum = checksum(0, &header);
+    let mut sum = checksum(0, &layout.header);
     for (place, bytes) in places {
-        sum = sum.wrapping_add(checksum(*place, &read(*place, *bytes)?));
+        file.seek(SeekFrom::Start(*place))?;
+        let (mut own, mut left) = (Checksum::new(*place), (&mut file).take(*bytes));
+        // A whole number of words, so that the parts have the sum of the whole.
+        let mut part = vec![0; (1 << 20).min(*bytes as usize)];
+        while left.limit() > 0 {
+            let count = part.len().min(left.limit() as usize);
+            left.read_exact(&mut part[..count])?;
+            own.add(&part[..count]);
+        }
+        sum = sum.wrapping_add(own.0);
     }
     Ok(sum == wanted)
 }

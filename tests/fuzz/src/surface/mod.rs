@@ -4,6 +4,8 @@
 mod archive;
 mod cache;
 mod call;
+mod codes;
+mod encode;
 mod gguf;
 mod pack;
 mod quantized;
@@ -54,7 +56,9 @@ pub fn surfaces() -> Vec<Box<dyn Surface>> {
         Box::new(weights::File::new()),
         Box::new(weights::Index::new()),
         Box::new(quantized::Quantized::new()),
+        Box::new(codes::Codes::new()),
         Box::new(gguf::Gguf::new()),
+        Box::new(encode::Encode),
         Box::new(cache::EntryFile::new()),
         Box::new(cache::Tuning::new()),
         Box::new(cache::Fact::new()),

@@ -2,16 +2,17 @@
 
 use super::weights::file;
 use super::{Surface, folder, promise};
+use moesaic::WeightSource;
 use moesaic_spec::canonical_tensors;
 use moesaic_spec::hf::{Import, import};
 use moesaic_spec::testing::SampleRng;
-use moesaic_weights::{Checkpoint, LoadOptions, load_import};
+use moesaic_weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
 use std::fs;
 use tempfile::TempDir;
 
 /// Layers that the files are for, the same tensors for all: FP8 in blocks that do not divide
 /// the widths, in rows, and MXFP4; integers of compressed-tensors, GPTQ and AWQ, and NVFP4.
-const CONFIGS: [&str; 7] = [
+pub(super) const CONFIGS: [&str; 7] = [
     r#"{"model_type": "qwen3_moe", "hidden_size": 5, "moe_intermediate_size": 3, "num_experts": 2,
         "num_experts_per_tok": 1, "num_hidden_layers": 1,
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 4]}}"#,
@@ -38,7 +39,7 @@ const CONFIGS: [&str; 7] = [
 ];
 
 /// Names and shapes of the tensors of all, and scales for both kinds of FP8.
-const TENSORS: [(&str, &str, &[u64]); 46] = [
+pub(super) const TENSORS: [(&str, &str, &[u64]); 46] = [
     ("layers.0.mlp.gate.weight", "BF16", &[2, 5]),
     (
         "layers.0.mlp.experts.0.gate_proj.weight",
@@ -207,25 +208,59 @@ impl Surface for Quantized {
             ..LoadOptions::default()
         };
         for import in &self.imports {
-            let loaded = match load_import(import, &checkpoint, options) {
-                Ok(loaded) => loaded,
-                Err(error) => {
-                    promise(!error.to_string().is_empty(), || {
-                        "it says nothing".to_string()
-                    })?;
-                    continue;
-                }
-            };
-            accepted = true;
-            for tensor in canonical_tensors(&import.spec) {
-                let found = loaded.get(&tensor.name).ok_or("a tensor is missing")?;
-                let bytes = tensor.shape.iter().product::<usize>() * tensor.dtype.size();
-                let fits = found.shape == tensor.shape && found.data.len() == bytes;
-                promise(fits, || {
-                    format!("`{}` is loaded as {:?}", tensor.name, found.shape)
-                })?;
-            }
+            accepted |= loads(import, &checkpoint, options)?;
         }
         Ok(accepted)
     }
+}
+
+/// Loads a layer as numbers, and as the codes that the checkpoint has. Returns true if it has
+/// numbers.
+pub(super) fn loads(
+    import: &Import,
+    checkpoint: &Checkpoint,
+    options: LoadOptions,
+) -> Result<bool, String> {
+    let numbers = whole(import, checkpoint, options)?;
+    let mut stored = import.clone();
+    let formats = set_expert_formats(&mut stored, checkpoint, options);
+    let says = |reason: &String| !reason.is_empty();
+    promise(formats.dequantized.iter().all(says), || {
+        "it does not say why the experts are numbers".to_string()
+    })?;
+    if formats.up.is_some() {
+        whole(&stored, checkpoint, options)?;
+    }
+    Ok(numbers)
+}
+
+/// Loads a layer. Returns true if all of its tensors are there, of the spec's types and shapes, and
+/// the same one expert at a time.
+fn whole(import: &Import, checkpoint: &Checkpoint, options: LoadOptions) -> Result<bool, String> {
+    let reader = LayerReader::of_import(import, checkpoint, options);
+    let loaded = reader.and_then(|reader| Ok((reader.load()?, reader)));
+    let (loaded, reader) = match loaded {
+        Ok(loaded) => loaded,
+        Err(error) => {
+            let said = !error.to_string().is_empty();
+            return promise(said, || "it says nothing".to_string()).map(|()| false);
+        }
+    };
+    for tensor in canonical_tensors(&import.spec) {
+        let found = loaded.get(&tensor.name).ok_or("a tensor is missing")?;
+        let bytes = tensor.shape.iter().product::<usize>() * tensor.dtype.size();
+        let fits = found.shape == tensor.shape && found.data.len() == bytes;
+        promise(fits, || {
+            format!("`{}` is loaded as {:?}", tensor.name, found.shape)
+        })?;
+        if tensor.name.starts_with("experts.") {
+            let last = tensor.shape[0] - 1..tensor.shape[0];
+            let row = reader.rows(&tensor.name, last.clone());
+            let row = row.map_err(|error| error.to_string())?;
+            promise(found.rows(last).ok().as_ref() == Some(&row), || {
+                format!("the last expert of `{}` is another one", tensor.name)
+            })?;
+        }
+    }
+    Ok(true)
 }

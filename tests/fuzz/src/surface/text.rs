@@ -55,7 +55,7 @@ impl Surface for Spec {
     }
 
     fn share(&self) -> u64 {
-        280
+        220
     }
 
     fn input(&mut self, rng: &mut SampleRng) -> Vec<u8> {

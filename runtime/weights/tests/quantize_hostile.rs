@@ -1,0 +1,216 @@
+//! Runs of quantizing that meet files of others, or sources that promise too much.
+
+use super::quantize::{Form, Model, WIDE, contents, quiet};
+use moesaic_kernel::DType;
+use moesaic_spec::hf::{self, Scheme};
+use moesaic_tensor::{Tensor, Tensors};
+use moesaic_weights::{Checkpoint, QuantizeError, QuantizeTo, quantize, write_safetensors};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::Path;
+
+fn q8_0() -> QuantizeTo {
+    QuantizeTo::gguf("q8_0").unwrap()
+}
+
+/// Runs into `to`, which must be in the way and stay as it is.
+fn is_in_the_way(model: &Model, to: &Path, file: &str) {
+    let before = contents(to);
+    let error = model.to(to, "int4").unwrap_err();
+    match &error {
+        QuantizeError::InTheWay { path } => assert_eq!(path, &to.join(file)),
+        _ => panic!("{error}"),
+    }
+    assert!(contents(to) == before, "{file}");
+}
+
+/// Adds a tensor to the file of a model.
+fn add(model: &Model, name: &str, tensor: Tensor<'static>) {
+    let file = model.path().join("model.safetensors");
+    let checkpoint = Checkpoint::open(&file).unwrap();
+    let read = |name: &str| (name.to_string(), checkpoint.read(name).unwrap());
+    let mut tensors: Tensors<'_> = checkpoint.names().map(read).collect();
+    tensors.insert(name, tensor);
+    write_safetensors(&file, &tensors).unwrap();
+}
+
+fn floats(shape: &[usize]) -> Tensor<'static> {
+    let values = vec![0.5; shape.iter().product()];
+    Tensor::rounded(DType::F32, shape, &values).into_static()
+}
+
+/// Changes the configuration of a model.
+fn configure(model: &Model, key: &str, value: Value) {
+    let file = model.path().join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    config[key] = value;
+    fs::write(file, format!("{config:#}")).unwrap();
+}
+
+/// A folder with anything in it is refused before it is touched; hidden files are let be.
+#[test]
+fn files_of_others_are_in_the_way() {
+    let (model, out) = (Model::qwen3(), tempfile::tempdir().unwrap());
+    fs::write(out.path().join(".gitignore"), "*.tmp").unwrap();
+    fs::write(out.path().join("tokenizer.json"), "mine").unwrap();
+    is_in_the_way(&model, out.path(), "tokenizer.json");
+    fs::rename(
+        out.path().join("tokenizer.json"),
+        out.path().join("notes.txt"),
+    )
+    .unwrap();
+    is_in_the_way(&model, out.path(), "notes.txt");
+    fs::remove_file(out.path().join("notes.txt")).unwrap();
+    model.to(out.path(), "int4").unwrap();
+    assert!(out.path().join(".gitignore").exists());
+}
+
+/// A finished folder whose configuration or tokenizer was edited since is not written over.
+#[test]
+fn edits_of_an_output_stay() {
+    let (model, out) = (Model::qwen3(), tempfile::tempdir().unwrap());
+    model.to(out.path(), "int4").unwrap();
+    for file in ["config.json", "tokenizer.json"] {
+        let before = fs::read(out.path().join(file)).unwrap();
+        fs::write(out.path().join(file), "{}\n").unwrap();
+        is_in_the_way(&model, out.path(), file);
+        fs::write(out.path().join(file), before).unwrap();
+    }
+    model.to(out.path(), "int4").unwrap();
+}
+
+/// Two models never end up in one folder, even if no file of one has the name of one of the other.
+#[test]
+fn another_model_is_in_the_way() {
+    let shards = Model::new("qwen3_moe", Form::Apart, WIDE, 3);
+    let (model, out) = (Model::qwen3(), tempfile::tempdir().unwrap());
+    shards.to(out.path(), "int4").unwrap();
+    is_in_the_way(&model, out.path(), "model-0.safetensors");
+}
+
+/// The process may end between the record and the name of the first file.
+#[test]
+fn a_record_without_its_file_is_no_obstacle() {
+    let (model, out) = (Model::qwen3(), tempfile::tempdir().unwrap());
+    let report = model.to(out.path(), "int4").unwrap();
+    let all = contents(out.path());
+    for gone in ["config.json", "tokenizer.json", "model.safetensors"] {
+        fs::remove_file(out.path().join(gone)).unwrap();
+    }
+    fs::write(out.path().join(".moesaic-model.safetensors.tmp"), "half").unwrap();
+    fs::write(out.path().join(".moesaic-quantize.lock"), "").unwrap();
+    assert_eq!(model.to(out.path(), "int4").unwrap(), report);
+    assert!(contents(out.path()) == all);
+}
+
+/// A GGUF file is replaced by the same command alone.
+#[test]
+fn a_gguf_file_of_others_is_in_the_way() {
+    let (model, out) = (Model::qwen3(), tempfile::tempdir().unwrap());
+    let file = out.path().join("a.gguf");
+    fs::write(&file, "mine").unwrap();
+    let error = quantize(model.path(), &file, q8_0(), &quiet).unwrap_err();
+    assert!(matches!(error, QuantizeError::InTheWay { .. }), "{error}");
+    assert_eq!(fs::read(&file).unwrap(), b"mine");
+    fs::remove_file(&file).unwrap();
+    quantize(model.path(), &file, q8_0(), &quiet).unwrap();
+    let whole = fs::read(&file).unwrap();
+    quantize(model.path(), &file, q8_0(), &quiet).unwrap();
+    assert!(fs::read(&file).unwrap() == whole);
+    let other = QuantizeTo::gguf("q4_0").unwrap();
+    let error = quantize(model.path(), &file, other, &quiet).unwrap_err();
+    assert!(matches!(error, QuantizeError::InTheWay { .. }), "{error}");
+    assert!(fs::read(&file).unwrap() == whole);
+}
+
+/// Names of the output are unique, and what GGUF cannot hold is refused before anything is written.
+#[test]
+fn tensors_that_the_output_cannot_hold_are_refused() {
+    let out = tempfile::tempdir().unwrap();
+    let model = Model::qwen3();
+    let name = "model.layers.0.mlp.experts.0.up_proj.weight_scale";
+    add(&model, name, floats(&[3]));
+    let error = model.to(&out.path().join("a"), "nvfp4").unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains(name) && error.contains("another tensor of that name"),
+        "{error}"
+    );
+    add(&model, "vision.patch.weight", floats(&[2, 3, 1, 2, 2]));
+    let file = out.path().join("a.gguf");
+    let error = quantize(model.path(), &file, q8_0(), &quiet).unwrap_err();
+    assert!(
+        error.to_string().contains("5 dimensions are more than"),
+        "{error}"
+    );
+    assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
+}
+
+/// A configuration that says of itself that it is not quantized gets one `quantization_config`.
+#[test]
+fn a_quantization_config_of_null_is_replaced() {
+    // First, last, in an inner object, and twice.
+    for (before, after) in [
+        ("\"quantization_config\" : null,", ""),
+        ("", ",\n\"quantization_config\":null "),
+        ("\"a\": {\"quantization_config\": null},", ""),
+        (
+            "\"a\": {\"quantization_config\": null, \"b\": 1},",
+            ", \"quantization_config\": null",
+        ),
+    ] {
+        let model = Model::qwen3();
+        let file = model.path().join("config.json");
+        let whole = fs::read_to_string(&file).unwrap();
+        let inner = whole.trim().strip_prefix('{').unwrap();
+        let inner = inner.strip_suffix('}').unwrap();
+        fs::write(&file, format!("{{{before}{inner}{after}}}")).unwrap();
+        let out = tempfile::tempdir().unwrap();
+        model.to(out.path(), "fp8").unwrap();
+        let config = fs::read_to_string(out.path().join("config.json")).unwrap();
+        assert_eq!(config.matches("quantization_config").count(), 1, "{config}");
+        assert!(hf::import(&config, 0).is_ok(), "{config}");
+    }
+}
+
+/// Quantization is seen under the older name and inside of `text_config`, too.
+#[test]
+fn every_quantized_source_is_refused() {
+    let method = json!({ "quant_method": "compressed-tensors" });
+    for (key, value) in [
+        ("compression_config", method.clone()),
+        ("text_config", json!({ "quantization_config": method })),
+    ] {
+        let (model, out) = (Model::qwen3(), tempfile::tempdir().unwrap());
+        configure(&model, key, value);
+        let error = model.to(out.path(), "fp8").unwrap_err();
+        assert!(
+            matches!(error, QuantizeError::AlreadyQuantized { .. }),
+            "{error}"
+        );
+    }
+}
+
+/// Any widths go into the formats without groups, and zeros into all of them.
+#[test]
+fn odd_widths_and_zeros() {
+    let odd = Model::new("qwen3_moe", Form::Apart, [33, 7], 1);
+    for name in ["fp8", "fp8-channel", "int8"] {
+        let out = tempfile::tempdir().unwrap();
+        let report = odd.to(out.path(), name).unwrap();
+        assert!(report.worst().unwrap().relative_rms < 0.05, "{name}");
+    }
+    let model = Model::qwen3();
+    let name = "model.layers.1.mlp.experts.2.up_proj.weight";
+    let zeros = vec![0.0; 128 * 256];
+    let zeros = Tensor::rounded(DType::Bf16, &[128, 256], &zeros);
+    add(&model, name, zeros.into_static());
+    for scheme in hf::SCHEMES {
+        let out = tempfile::tempdir().unwrap();
+        let report = model.to(out.path(), scheme.name).unwrap();
+        let mut matrices = report.matrices.iter();
+        let matrix = matrices.find(|matrix| matrix.name == name).unwrap();
+        assert_eq!(matrix.relative_rms, 0.0, "{}", scheme.name);
+    }
+    assert!(Scheme::named("fp7").is_none());
+}
