@@ -2,7 +2,9 @@
 
 use crate::common::*;
 use moesaic::reference::{self, Input};
-use moesaic::{DType, LayerSpec, Tensors};
+use moesaic::spec::canonical_tensors;
+use moesaic::weights::Checkpoint;
+use moesaic::{DType, LayerSpec, Tensor, Tensors};
 
 /// The small layer with a loss.
 const LOSSES: &str = "\
@@ -55,6 +57,49 @@ fn gradients_are_written() {
     assert_eq!(shape, [1]);
     close("loss.z", &loss, &[losses["loss.z"]], 1e-5);
     assert_eq!(load(&small.output, "y").1, [7, 20]);
+}
+
+/// Experts of codes keep them: everything else has gradients, and a note says so.
+#[test]
+fn matrices_of_codes_have_no_gradients() {
+    let text = LOSSES.replace("router", "precision = { experts = \"mxfp4\" }\nrouter");
+    let small = Small::of(&text);
+    let spec = LayerSpec::from_toml(&text).unwrap();
+    let random = reference::Weights::random(&spec, 3).rounded(&spec);
+    let stored = canonical_tensors(&spec).into_iter().map(|t| {
+        let values = random.get(&t.name).data.iter();
+        let floats: Vec<f32> = values.clone().map(|v| *v as f32).collect();
+        let tensor = match t.dtype {
+            DType::I32 => Tensor::owned(&t.shape, values.map(|v| *v as i32).collect()),
+            dtype => Tensor::rounded(dtype, &t.shape, &floats).into_static(),
+        };
+        (t.name, tensor)
+    });
+    let stored: Tensors<'static> = stored.collect();
+    save(small.dir.path(), "w.safetensors", &stored);
+    save(small.dir.path(), "x.safetensors", &input());
+    let ran = small.run(&["--grad"]);
+    let note = "have no gradients; --dequantize f32";
+    assert!(ran.stderr.contains(note), "{}", ran.stderr);
+    ran.ok();
+    let (spec, weights) = reference::numbers(&spec, &random);
+    let tensors = input();
+    let call = Input {
+        tokens: 7,
+        x: tensors["x"].to_f64(),
+        ..Input::default()
+    };
+    let wanted = reference::backward(&spec, &weights, &call, &tensors["dy"].to_f64());
+    close("dx", &load(&small.output, "dx").2, &wanted.x, 1e-5);
+    let router = load(&small.output, "grad.router.weight").2;
+    close(
+        "router",
+        &router,
+        &wanted.weights["router.weight"].data,
+        1e-5,
+    );
+    let written = Checkpoint::open(&small.output).unwrap();
+    assert!(!written.names().any(|name| name.starts_with("grad.experts")));
 }
 
 #[test]

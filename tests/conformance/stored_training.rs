@@ -88,7 +88,10 @@ fn random_layers_are_trained_through() {
     for (n, engine) in engines().into_iter().enumerate() {
         let mut compared = 0;
         for (i, spec) in testing::quantized().enumerate().skip(n).step_by(5) {
-            let stored = Stored::sampled(quiet(spec), [1, 9, 40][i % 3], i as u64);
+            let mut spec = quiet(spec);
+            // Rounding has no gradient.
+            spec.precision.expert_activations = None;
+            let stored = Stored::sampled(spec, [1, 9, 40][i % 3], i as u64);
             compared += usize::from(stored.agrees(&engine, RECOMPUTE[i % 3]));
         }
         assert!(compared >= 5, "{compared} layers were compared");

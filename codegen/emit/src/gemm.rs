@@ -127,9 +127,10 @@ fn unit(config: &GroupedGemmConfig, isa: CpuIsa, left: DType, right: DType) -> U
 /// Returns the unit of a forward GEMM, which may have codes on both sides.
 fn forward_unit(d: &GroupedGemmDesc, config: &GroupedGemmConfig, isa: CpuIsa) -> Unit {
     let [left, right] = d.factors(isa);
-    match d.multiplies_bytes(isa) {
-        true => Unit::Bytes,
-        false => unit(config, isa, left, right),
+    if d.multiplies_bytes(isa) {
+        Unit::Bytes
+    } else {
+        unit(config, isa, left, right)
     }
 }
 

@@ -68,7 +68,7 @@ fn compilers(isa: CpuIsa) -> Vec<(String, &'static str)> {
     gcc.map(|gcc| (gcc, "")).into_iter().chain(clang).collect()
 }
 
-const SPECS: [&str; 3] = [
+const SPECS: [&str; 5] = [
     r#"{"shape":{"model_dim":37,"hidden_dim":19,"experts":6,"top_k":2},
         "router":{"score":"sigmoid","select_bias":true,"renormalize":"sum","scale":2.5,
                   "groups":{"count":3,"keep":2,"stat":"top2-sum"}},
@@ -83,6 +83,12 @@ const SPECS: [&str; 3] = [
         "router":{"kind":"cosine","projection_dim":24,"weight_on":"input"},
         "capacity":{"mode":"bounded","factor":1.0,"order":"batch-prioritized"},
         "experts":{"form":"plain","activation":"gelu","bias":true}}"#,
+    r#"{"shape":{"model_dim":100,"hidden_dim":70,"experts":4,"top_k":2},
+        "precision":{"weights":"bf16","activations":"bf16","experts":"fp8",
+                     "experts_down":"q4_k"},
+        "experts":{"bias":true}}"#,
+    r#"{"shape":{"model_dim":100,"hidden_dim":70,"experts":4,"top_k":2},
+        "precision":{"experts":"mxfp4","experts_down":"q5_k"}}"#,
 ];
 
 /// Every text of every spec, forward and in training, once, by file name.
