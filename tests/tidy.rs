@@ -147,6 +147,7 @@ const ENGINE: &[&str] = &[
     "call",
     "memory",
     "launch",
+    "numbers",
     "place",
     "shared",
     "pass",

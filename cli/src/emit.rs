@@ -71,7 +71,7 @@ pub fn execute(args: &EmitArgs, console: &Console) -> Result {
     } else {
         args.caches.check(&targets)?
     }
-    let numbers = needs_numbers(args.training.get().is_some(), args.mesh);
+    let numbers = needs_numbers(args.mesh);
     let spec = args.layer.load_for(numbers, console)?.spec;
     let options = PlanOptions {
         training: args.training.get(),

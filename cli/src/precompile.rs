@@ -4,9 +4,7 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
-use crate::spec_source::{
-    LayerArgs, Model, Precision, STAY_WHOLE, moves_experts, needs_numbers, read_model, read_spec,
-};
+use crate::spec_source::{LayerArgs, Model, Precision, needs_numbers, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
 use crate::training::TrainingArgs;
@@ -304,9 +302,7 @@ impl PrecompileArgs {
             .map(|path| read_spec(path, console))
             .collect::<Result<_>>()?;
         let model = Model::read(&self.hf, &self.gguf)?;
-        let cut = self.adaptive_r || self.strategy.iter().any(moves_experts);
-        let numbers = needs_numbers(self.training.get().is_some(), self.mesh);
-        let numbers = numbers.or(cut.then_some(STAY_WHOLE));
+        let numbers = needs_numbers(self.mesh);
         if let (Some(model), None) = (&model, self.layer) {
             specs.extend(read_model(model, self.dequantize, numbers, console)?);
         } else if model.is_some() {

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use moesaic::spec::gguf::{self, GgufError, Metadata};
 use moesaic::spec::hf::{self, HfError, Import, QUANTIZED_NOTE};
 use moesaic::weights::{Checkpoint, LoadOptions, dequantized, set_expert_formats};
-use moesaic::{DType, LayerSpec, Parallel, Strategy};
+use moesaic::{DType, LayerSpec, Parallel};
 use std::borrow::Cow;
 use std::fs;
 use std::io::Read;
@@ -53,23 +53,22 @@ pub struct ExpertsAs<'a> {
     pub numbers: Option<&'static str>,
 }
 
-/// Returns the reason that a layer must have numbers for experts, if it has to: it is trained, or
-/// shared by a mesh that cuts experts.
-pub fn needs_numbers(training: bool, mesh: Option<Parallel>) -> Option<&'static str> {
-    match mesh {
-        _ if training => Some("codes cannot be trained"),
-        Some(mesh) if mesh.expert_tp > 1 => Some(STAY_WHOLE),
-        _ => None,
-    }
+/// Returns the reason that a layer must have numbers for experts, if it has to: a mesh cuts them.
+pub fn needs_numbers(mesh: Option<Parallel>) -> Option<&'static str> {
+    let cut = mesh.is_some_and(|mesh| mesh.expert_tp > 1);
+    cut.then_some(STAY_WHOLE)
 }
 
-/// Returns whether ranks with this strategy gather or lend experts.
-pub fn moves_experts(strategy: &Strategy) -> bool {
-    strategy.shadows > 0 || strategy.adaptive_r.is_some_and(|r| r != 1)
+/// Returns the sentence that says which weights have no gradient, if experts are codes.
+pub fn frozen_note(spec: &LayerSpec) -> Option<&'static str> {
+    spec.precision.experts.map(|_| {
+        "the experts' matrices are codes and have no gradients; --dequantize f32 trains the numbers \
+         they stand for"
+    })
 }
 
-/// The reason that ranks which cut or lend experts have numbers.
-pub const STAY_WHOLE: &str = "codes of an expert stay on one rank";
+/// The reason that ranks which cut experts have numbers.
+const STAY_WHOLE: &str = "codes of an expert stay on one rank";
 
 /// Element types of weights and activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -56,6 +56,7 @@ pub const CPU: &[Template] = index![
     "cpu/gemm/parts/about_forward.c",
     "cpu/gemm/parts/about_wgrad.c",
     "cpu/gemm/parts/block.c",
+    "cpu/gemm/parts/decode_codes.c",
     "cpu/gemm/parts/dgrad_scratch.c",
     "cpu/gemm/parts/dgrad_results.c",
     "cpu/gemm/parts/dgrad_tiles.c",

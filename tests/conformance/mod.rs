@@ -50,6 +50,7 @@ pub mod simulated;
 mod simulated_training;
 mod spoilt;
 mod stored;
+mod stored_training;
 mod tiles;
 mod trained;
 mod training;

@@ -6,7 +6,6 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
 use crate::progress::Progress;
-use crate::spec_source::needs_numbers;
 use crate::table::Table;
 use crate::timing::Call;
 use crate::{emit, plan, random, targets, units};
@@ -121,11 +120,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         .written("--calibration", [path])
         .check()?;
     let machine = plan::machine(name)?;
-    // Steps of training are measured too.
-    let spec = args
-        .layer
-        .load_for(needs_numbers(true, None), console)?
-        .spec;
+    let spec = args.layer.load(console)?.spec;
     let ranks = args.who()?;
     let mut options = args.options(console);
     if let Ranks::Processes(world) = &ranks {

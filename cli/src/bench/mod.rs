@@ -12,7 +12,7 @@ use crate::failure::{Failure, Result};
 use crate::machine::{self, Machine};
 use crate::progress::Progress;
 use crate::random;
-use crate::spec_source::{LayerArgs, needs_numbers};
+use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use crate::targets::{self, Asked};
 use crate::threads::ThreadArgs;
@@ -93,10 +93,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
     refuse_simulators(&args.target)?;
-    let spec = args
-        .layer
-        .load_for(needs_numbers(args.training, None), console)?
-        .spec;
+    let spec = args.layer.load(console)?.spec;
     let options = args.options(console);
     let engine = targets::open(&args.target, options, |asked| args.fits(asked))?;
     for &tokens in &args.tokens {

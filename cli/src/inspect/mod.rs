@@ -103,7 +103,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
             .written("--html", [page])
             .check()?;
     }
-    let numbers = needs_numbers(args.training.get().is_some(), args.mesh);
+    let numbers = needs_numbers(args.mesh);
     let spec = args.layer.load_for(numbers, console)?.spec;
     let target = targets::resolve_one(&args.target)?;
     args.caches.check(&[target])?;

@@ -17,7 +17,7 @@ use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output, unwritable};
 use crate::keys::KeysArgs;
 use crate::progress::Progress;
-use crate::spec_source::{ExpertsAs, LayerArgs, STAY_WHOLE, Source, needs_numbers};
+use crate::spec_source::{ExpertsAs, LayerArgs, Source, frozen_note};
 use crate::store::StoreArgs;
 use crate::targets;
 use crate::threads::ThreadArgs;
@@ -143,10 +143,14 @@ impl RunArgs {
         }
         self.pass.check_factor(&source.spec.capacity)?;
         let shared = self.ranks.get(&source.spec)?;
-        let cut = shared.as_ref().is_some_and(Shared::moves_experts);
-        if cut && source.import.is_some() && source.spec.precision.experts.is_some() {
+        let imported = source.import.is_some() && source.spec.precision.experts.is_some();
+        let reason = shared.as_ref().and_then(Shared::needs_numbers);
+        if let Some(reason) = reason.filter(|_| imported) {
             source.spec = source.spec.dequantized();
-            console.note(&dequantized(&source.spec, STAY_WHOLE));
+            console.note(&dequantized(&source.spec, reason));
+        }
+        if let (true, Some(note)) = (self.pass.grad, frozen_note(&source.spec)) {
+            console.note(note);
         }
         let mut options = self.options(console);
         if let Some(shared) = &shared {
@@ -287,7 +291,7 @@ impl RunArgs {
     fn experts_as(&self) -> ExpertsAs<'_> {
         ExpertsAs {
             weights: self.weights.as_deref(),
-            numbers: needs_numbers(self.pass.training().is_some(), None),
+            ..ExpertsAs::default()
         }
     }
 

@@ -7,7 +7,7 @@ use super::meeting::{self, Meeting};
 use super::outcome::Outcome;
 use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
-use crate::spec_source::moves_experts;
+use crate::spec_source::needs_numbers;
 use crate::{experts, mesh};
 use clap::{Args, ValueEnum};
 use moesaic::collectives::nccl::{self, Nccl};
@@ -213,9 +213,9 @@ impl RankArgs {
 }
 
 impl Shared {
-    /// Returns whether the mesh cuts experts, or the strategy gathers or lends them.
-    pub fn moves_experts(&self) -> bool {
-        self.mesh.expert_tp > 1 || moves_experts(&self.strategy)
+    /// Returns the reason that experts must be numbers on this mesh, if they must.
+    pub fn needs_numbers(&self) -> Option<&'static str> {
+        needs_numbers(Some(self.mesh))
     }
 
     /// Sets the GPU of this process, if the host has several.

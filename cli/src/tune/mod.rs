@@ -8,7 +8,7 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::random;
-use crate::spec_source::{LayerArgs, needs_numbers};
+use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use crate::threads::ThreadArgs;
 use crate::training::TrainingArgs;
@@ -74,10 +74,7 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     if args.tokens.contains(&0) {
         return Err(Failure::input("--tokens: no tokens take no time"));
     }
-    let spec = args
-        .layer
-        .load_for(needs_numbers(args.training.get().is_some(), None), console)?
-        .spec;
+    let spec = args.layer.load(console)?.spec;
     let store = args.store.open(console);
     store.can_keep_tunings()?;
     let engine = Engine::open(&args.target, args.options())?;

@@ -24,7 +24,9 @@ pub(crate) struct CodesText {
     table_bf16: Vec<u16>,
     /// The same numbers as bytes that have no sign.
     table_bytes: Vec<u8>,
-    /// The number by which bytes are larger than what they stand for, or twice that.
+    /// Bytes are twice the numbers.
+    halves: bool,
+    /// The number by which bytes are larger than what they stand for.
     byte_bias: u8,
     /// The byte that fills up a row: codes of zero.
     fill: u8,
@@ -41,6 +43,10 @@ pub(crate) struct CodesText {
     records: usize,
     /// Bytes of a record.
     record_bytes: usize,
+    /// Columns of a panel.
+    columns: usize,
+    /// Codes decode to pairs of bf16.
+    pairs: bool,
     /// Rows of a matrix that share a scale.
     block_rows: usize,
     /// Columns of a matrix that share a scale.
@@ -184,6 +190,7 @@ impl CodesText {
             table,
             table_bf16,
             table_bytes: byte_table.bytes,
+            halves: byte_table.factor < 1.0,
             byte_bias: byte_table.bias,
             fill: if code.bits() == 4 {
                 zero << 4 | zero
@@ -196,6 +203,8 @@ impl CodesText {
             blocks: panel.blocks,
             records: panel.records,
             record_bytes: panel.record_bytes(),
+            columns: panel.columns,
+            pairs: unit == Unit::Pairs,
             block_rows: format.block[0],
             block_columns: format.block_columns(d.inner),
             scale_rows,

@@ -248,14 +248,20 @@ fn activation(activation: &Activation) -> &'static str {
     }
 }
 
+/// Returns the codes of a dgrad, in the panels of the forward pass.
+fn dgrad_codes(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> Option<CodesText> {
+    let forward = d.forward();
+    let unit = match forward.factors(isa) {
+        [DType::Bf16, DType::Bf16] => Unit::Pairs,
+        _ => Unit::F32,
+    };
+    let panel = d.code_panel(isa)?;
+    Some(CodesText::new(&forward, panel, unit))
+}
+
 fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
-    let factors = [d.activations, d.weights];
-    let base = base(
-        Pass::Dgrad,
-        c,
-        unit(c, isa, d.activations, d.weights),
-        factors,
-    );
+    let [left, right] = d.factors(isa);
+    let base = base(Pass::Dgrad, c, unit(c, isa, left, right), [left, right]);
     let slices = !base.tiles || tile_depth(&base, c) < d.inner;
     let down = d.half == Half::Down;
     let first = !d.gated as usize; // of lists whose first is of a gate
@@ -290,7 +296,8 @@ fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
         outputs,
         activates: down,
         kept,
-        packs: vec![d.weights],
+        packs: vec![right],
+        codes: dgrad_codes(d, isa),
         ..base
     }
 }

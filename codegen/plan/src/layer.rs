@@ -30,13 +30,12 @@ pub use user::{UserPlan, plan_user_experts};
 ///
 /// # Errors
 ///
-/// [`PlanError::QuantizedTraining`], [`PlanError::QuantizedActivations`].
+/// [`PlanError::QuantizedActivations`].
 pub fn plan(
     spec: &LayerSpec,
     target: Target,
     options: &PlanOptions,
 ) -> Result<LayerPlan, PlanError> {
-    check_trainable(spec, options)?;
     check_row_format(spec, target, options)?;
     let mut builder = Builder::new(spec, target, options);
     builder.forward();
@@ -46,14 +45,6 @@ pub fn plan(
         builder.evaluation();
     }
     Ok(builder.finish())
-}
-
-/// Refuses options that train a layer of codes.
-pub(crate) fn check_trainable(spec: &LayerSpec, options: &PlanOptions) -> Result<(), PlanError> {
-    match (options.training, spec.precision.experts) {
-        (Some(_), Some(format)) => Err(PlanError::QuantizedTraining { format }),
-        _ => Ok(()),
-    }
 }
 
 /// Refuses quantized activations where they are not multiplied as such, or rounded in a pass that

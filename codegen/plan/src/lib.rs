@@ -82,15 +82,6 @@ pub enum PlanError {
         /// Advice on what is possible instead.
         advice: &'static str,
     },
-    /// Training of a layer whose experts are quantized.
-    #[error(
-        "`precision.experts` = {format} has no gradients: codes cannot be trained\n\
-         leave the key out to train on the numbers that codes stand for, or evaluate"
-    )]
-    QuantizedTraining {
-        /// The format.
-        format: moesaic_spec::WeightFormat,
-    },
     /// Quantized activations of experts where the layer cannot have them.
     #[error(
         "`precision.expert_activations` = {format} {reason}\n\

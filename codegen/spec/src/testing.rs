@@ -59,7 +59,7 @@ fn mix(mut z: u64) -> u64 {
 }
 
 /// Returns a layer of each weight format. [`sample`] has none, because only CPUs multiply codes,
-/// and nothing trains them.
+/// and no matrix of codes has a gradient.
 pub fn quantized() -> impl Iterator<Item = LayerSpec> {
     let custom = WeightFormat {
         block: [1, 64],

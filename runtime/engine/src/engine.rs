@@ -242,7 +242,8 @@ impl Engine {
         weights: &dyn WeightSource,
         training: Training,
     ) -> Result<Layer, EngineError> {
-        self.layer_of(&self.texts(spec, Some(training))?, weights)
+        let weights = Numbers::new(spec, self.target, weights);
+        self.layer_of(&self.texts(spec, Some(training))?, &weights)
     }
 
     /// Compiles or finds every kernel of a layer and loads it, without weights.

@@ -103,6 +103,16 @@ pub enum EngineError {
         "the layer was made for inference\nmake it with `Engine::training_layer` to run backward"
     )]
     NotTraining,
+    /// The gradient of quantized experts was asked for.
+    #[error(
+        "`{name}` has no gradient: experts of `precision.experts` are codes, which cannot be \
+         trained\nleave the key out (`--dequantize f32` for a checkpoint of codes) to train the \
+         numbers that codes stand for"
+    )]
+    Frozen {
+        /// The weight's name.
+        name: String,
+    },
     /// Something was asked of a layer over ranks that only a layer of one process can do.
     #[error(
         "the layer is one of a mesh, {asked} is for a layer of one process\n\

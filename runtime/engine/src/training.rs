@@ -237,8 +237,8 @@ impl Layer {
     /// the last backward passes left it: f32, of the weight's shape.
     ///
     /// # Errors
-    /// [`EngineError::NoOutput`] for a name without gradient;
-    /// [`EngineError::NotTraining`].
+    /// [`EngineError::NoOutput`] for a name without gradient, [`EngineError::Frozen`] for codes of
+    /// experts; [`EngineError::NotTraining`].
     pub fn gradient(&self, name: &str) -> Result<Tensor<'static>, EngineError> {
         self.check_training()?;
         let full = format!("grad.{name}");
@@ -249,14 +249,29 @@ impl Layer {
             let names = buffers.iter().map(|(id, _)| &*self.plan()[id].name);
             names.collect::<Vec<_>>().join(", ")
         };
-        let (tensor, buffer) = found.ok_or_else(|| EngineError::NoOutput {
-            name: full.clone(),
-            known: names(),
+        let (tensor, buffer) = found.ok_or_else(|| {
+            if self.is_frozen(name) {
+                let name = name.to_string();
+                return EngineError::Frozen { name };
+            }
+            let known = names();
+            EngineError::NoOutput { name: full, known }
         })?;
         let mut host = Tensor::zeros(tensor.dtype, &shape_for(tensor, 0));
         let _turn = self.lock_workspaces();
         self.device.download(buffer, 0, host.data.to_mut())?;
         Ok(host)
+    }
+
+    /// Returns whether a name is that of a part of quantized experts: in other layers their matrices
+    /// have gradients.
+    fn is_frozen(&self, name: &str) -> bool {
+        let Some((matrix, end)) = name.rsplit_once('.') else {
+            return false;
+        };
+        let weight = format!("{matrix}.weight");
+        let trained = self.id(&format!("grad.{weight}")).is_some();
+        matrix.starts_with("experts.") && end != "bias" && self.id(&weight).is_some() && !trained
     }
 
     /// The gradients of all weights, by the weights' names.

@@ -36,12 +36,23 @@ pub trait Optimizer {
 }
 
 /// Returns the floating-point tensors of a checkpoint as f32 master copies. Integer tensors, such
-/// as a routing table, are not trained and left out.
+/// as a routing table, are not trained and left out, and so are the scales of codes.
 pub fn masters(weights: &Tensors<'_>) -> Tensors<'static> {
     let floats = weights.iter().filter(|(_, tensor)| tensor.dtype.is_float());
     floats
+        .filter(|(name, _)| !is_of_codes(name, weights))
         .map(|(name, tensor)| (name.clone(), Tensor::owned(&tensor.shape, tensor.to_f32())))
         .collect()
+}
+
+/// Returns whether a tensor holds scales or offsets of a matrix of codes.
+fn is_of_codes(name: &str, weights: &Tensors<'_>) -> bool {
+    let parts = ["scale", "scale_2", "offset", "offset_2"];
+    let Some((matrix, end)) = name.rsplit_once('.') else {
+        return false;
+    };
+    let codes = weights.get(&*format!("{matrix}.weight"));
+    parts.contains(&end) && codes.is_some_and(|codes| !codes.dtype.is_float())
 }
 
 /// Takes an optimizer's step with the gradients that a layer holds, and gives

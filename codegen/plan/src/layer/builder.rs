@@ -26,6 +26,9 @@ pub(crate) struct Builder {
     pub(crate) decode: bool,
     /// Whether a CPU may pack weights.
     pub(crate) packs: bool,
+    /// Whether the matrices of routed experts are codes, which have no gradients. GPUs multiply
+    /// numbers in their place, and make no gradients of those either.
+    pub(crate) frozen: bool,
     /// Of shared experts that are on the side of their slices: the parts that those leave of
     /// the gradient of each one's weight.
     pub(crate) sharded: Option<Vec<usize>>,
@@ -71,6 +74,7 @@ impl Builder {
     pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
         let training = options.training;
         let machine = Machine::of(target, options.caches);
+        let frozen = spec.precision.experts.is_some();
         let spec = &multiplied(spec, machine);
         let (tuning, caches) = match machine {
             Machine::Cpu(core) => (options.tuning.clone(), core.caches),
@@ -101,6 +105,7 @@ impl Builder {
             part: Part::Whole,
             decode: training.is_none() && !options.one_for_all,
             packs: training.is_none(),
+            frozen,
             sharded: None,
         }
     }
@@ -245,13 +250,14 @@ impl Builder {
 
     /// Returns a kernel with its tiling: measured sizes where there are any. Weights that change at
     /// every step are not packed, because a block packs them in its cache and a pass over memory
-    /// would cost more.
+    /// would cost more. Codes never change.
     pub(crate) fn tiled(&self, desc: impl Operator) -> Op {
         let config = self.tiling(&desc);
         let mut op = desc.with(config);
         self.plan.tuning.apply(&mut op);
+        let codes = matches!(&op, Op::GroupedGemm { desc, .. } if desc.format.is_some());
         if let Some(cpu) = op.gemm_mut().and_then(|gemm| gemm.family.cpu_mut()) {
-            cpu.packed &= self.packs;
+            cpu.packed &= self.packs || codes;
         }
         op
     }

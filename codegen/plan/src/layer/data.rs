@@ -206,6 +206,16 @@ impl LayerPlan {
                 .any(|step| step.tensors().contains(&weight))
     }
 
+    /// Returns whether a tensor has weights as kernels multiply them: packed ones in place of those
+    /// that are packed away.
+    pub fn is_multiplied(&self, tensor: TensorId) -> bool {
+        match self[tensor].role {
+            Role::Packed => true,
+            Role::Weight => !self.packs_away(tensor),
+            _ => false,
+        }
+    }
+
     /// Returns the dimension of the grid of a step of `prepare` that counts experts, so that a
     /// launch can pack some of them.
     pub fn expert_axis(&self, step: &LaunchStep) -> usize {

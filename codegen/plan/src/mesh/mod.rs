@@ -145,9 +145,8 @@ pub fn plan_rank<'p>(
         scope,
     } = sharing.into();
     mesh.check(spec)?;
-    crate::layer::check_trainable(spec, options)?;
     crate::layer::check_row_format(spec, target, options)?;
-    check_codes_stay(spec, mesh, adaptive_r, shadows)?;
+    check_codes_stay(spec, mesh)?;
     let place = mesh.place(rank)?;
     let by = AdaptiveMesh::new(mesh, adaptive_r)?.shadowing(shadows)?;
     let placement = out_of_order(placement, mesh, spec.shape.experts)?;
@@ -196,24 +195,12 @@ pub fn plan_rank<'p>(
     Ok(steps::in_order(plan, &places))
 }
 
-/// Refuses a mesh or strategy that would shard, gather or send codes, because there are no kernels
-/// for parts of blocks.
-fn check_codes_stay(
-    spec: &LayerSpec,
-    mesh: Parallel,
-    adaptive_r: usize,
-    shadows: usize,
-) -> Result<(), MeshError> {
-    let Some(format) = spec.precision.experts else {
-        return Ok(());
-    };
-    let what = match mesh.expert_tp {
-        1 if adaptive_r != 1 => format!("r = {adaptive_r}"),
-        1 if shadows > 0 => format!("shadows = {shadows}"),
-        1 => return Ok(()),
-        shards => format!("expert_tp = {shards}"),
-    };
-    Err(MeshError::Codes { format, what })
+/// Refuses a mesh that would cut codes, because there are no kernels for parts of blocks.
+fn check_codes_stay(spec: &LayerSpec, mesh: Parallel) -> Result<(), MeshError> {
+    match (spec.precision.experts, mesh.expert_tp) {
+        (Some(format), expert_tp @ 2..) => Err(MeshError::Codes { format, expert_tp }),
+        _ => Ok(()),
+    }
 }
 
 /// Returns the placement if it is not the contiguous one, once it is known to fit the mesh.

@@ -115,16 +115,16 @@ pub enum MeshError {
         /// Its hidden width.
         hidden: usize,
     },
-    /// Experts of codes that would be cut, gathered or sent.
+    /// Experts of codes that would be cut.
     #[error(
-        "`precision.experts` = {format} and {what} do not go together: codes of an expert stay \
-         on one rank\nshare experts by `ep` alone, or leave the key out"
+        "`precision.experts` = {format} and expert_tp = {expert_tp} do not go together: codes of \
+         an expert stay on one rank\nshare experts by `ep` alone, or leave the key out"
     )]
     Codes {
         /// The format.
         format: WeightFormat,
-        /// As asked for.
-        what: String,
+        /// The number of shards that was asked for.
+        expert_tp: usize,
     },
     /// The mesh has no such rank.
     #[error("rank {rank} is not in a mesh of {ranks} ranks")]

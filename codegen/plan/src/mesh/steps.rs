@@ -201,24 +201,25 @@ fn gathered_weights(plan: &RankPlan, steps: &[Step]) -> Vec<RankStep> {
         let wanted = dim.is_none() || used(weight);
         wanted.then_some(CollectiveOp::AllGatherWeight { weight, dim })
     };
-    of_blocks(plan, Role::Weight, op)
+    of_blocks(plan, |id| plan.experts.is_multiplied(id), op)
 }
 
 fn scattered_gradients(plan: &RankPlan) -> Vec<RankStep> {
     let op = |gradient, dim| Some(CollectiveOp::ReduceScatterGradient { gradient, dim });
-    of_blocks(plan, Role::WeightGradient, op)
+    let is_gradient = |id: TensorId| plan.experts[id].role == Role::WeightGradient;
+    of_blocks(plan, is_gradient, op)
 }
 
 fn of_blocks(
     plan: &RankPlan,
-    role: Role,
+    wanted: impl Fn(TensorId) -> bool,
     op: impl Fn(TensorId, Option<usize>) -> Option<CollectiveOp>,
 ) -> Vec<RankStep> {
     if plan.by().is_owner_only() {
         return Vec::new();
     }
     let tensors = plan.experts.tensors.iter().enumerate();
-    let tensors = tensors.filter(|(_, tensor)| tensor.role == role);
+    let tensors = tensors.filter(|(at, _)| wanted(TensorId(*at)));
     let step = |(at, tensor): (usize, &TensorPlan)| {
         let op = op(TensorId(at), shard_dim(&tensor.name))?;
         Some(exchange(&tensor.name, op))
@@ -235,9 +236,10 @@ fn begin_shadows(
 ) -> Vec<RankStep> {
     let used = |weight| steps.iter().any(|step| step.tensors().contains(&weight));
     let weights = shadows.tensors.iter().enumerate();
-    let weights = weights.filter(|(at, tensor)| tensor.role == Role::Weight && used(TensorId(*at)));
-    let weight = |(at, tensor): (usize, &TensorPlan)| {
-        let (from, to) = (plan.experts.id(&tensor.name)?, TensorId(at));
+    let weights = weights.map(|(at, tensor)| (TensorId(at), tensor));
+    let weights = weights.filter(|(id, _)| shadows.is_multiplied(*id) && used(*id));
+    let weight = |(to, tensor): (TensorId, &TensorPlan)| {
+        let from = plan.experts.id(&tensor.name)?;
         Some(exchange(
             &shadow_name(&tensor.name),
             CollectiveOp::BroadcastShadowWeight { from, to },

@@ -386,8 +386,11 @@ impl MeshLayer {
             .iter()
             .filter(|tensor| tensor.role == Role::Weight);
         // Only the packed form is in memory, in the layout of one rank's kernels, and other ranks
-        // could not use it.
-        if weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id))) {
+        // could not use it. Codes are packed alike in every plan of a layer.
+        let codes = held.spec.precision.experts.is_some();
+        if !codes
+            && weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id)))
+        {
             return Err(PlanError::from(StrategyError::Packed { strategy }).into());
         }
         let form = self.form(strategy);

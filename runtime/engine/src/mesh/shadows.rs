@@ -72,9 +72,9 @@ impl Drop for ShadowWeights {
 
 fn memory_of_weights(of: &LayerPlan, device: &dyn Device) -> Result<Buffers, EngineError> {
     let mut buffers = Buffers::default();
-    let tensors = of.tensors.iter().enumerate();
-    for (at, tensor) in tensors.filter(|(_, tensor)| tensor.role == Role::Weight) {
-        buffers.push(TensorId(at), device.alloc(tensor.bytes(0) as usize)?);
+    let tensors = (0..of.tensors.len()).map(TensorId);
+    for id in tensors.filter(|id| of.is_multiplied(*id)) {
+        buffers.push(id, device.alloc(of[id].bytes(0) as usize)?);
     }
     Ok(buffers)
 }
@@ -114,7 +114,7 @@ impl MeshCall<'_> {
         // Weights that stay for backward must outlive the call, so they cannot come from the
         // workspace pool, which the next call uses.
         let Some(idle) = self.idle_weights.filter(|_| plan.keeps_shadow_weights()) else {
-            let borrowed = self.take_workspace(of, &[Role::Weight])?;
+            let borrowed = self.take_workspace(of, |id| of.is_multiplied(id))?;
             self.shadows.as_mut().expect(SHADOWED).borrowed = borrowed;
             return Ok(());
         };
@@ -134,9 +134,10 @@ impl MeshCall<'_> {
         let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) else {
             return Ok(());
         };
-        let both = [Role::WeightGradient, Role::Weight];
-        let roles = &both[..both.len() - usize::from(stayed.is_some())];
-        let borrowed = self.take_workspace(of, roles)?;
+        let borrowed = self.take_workspace(of, |id| {
+            let is_weight = stayed.is_none() && of.is_multiplied(id);
+            is_weight || of[id].role == Role::WeightGradient
+        })?;
         let part = self.shadows.as_mut().expect(SHADOWED);
         part.borrowed = borrowed;
         part.kept_weights = stayed.map_or_else(Buffers::default, |weights| weights.buffers.clone());

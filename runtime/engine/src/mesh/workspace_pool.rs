@@ -70,22 +70,26 @@ impl MeshCall<'_> {
     /// gradients for a backward pass.
     pub fn take_gathered_workspace(&mut self, gradients: bool) -> Result<(), EngineError> {
         if !self.plan.by().is_owner_only() {
-            let roles = &[Role::Weight, Role::WeightGradient][..1 + usize::from(gradients)];
-            self.experts.borrowed = self.take_workspace(&self.plan.experts, roles)?;
+            let plan = self.plan;
+            let of = &plan.experts;
+            self.experts.borrowed = self.take_workspace(of, |id| {
+                let is_gradient = gradients && of[id].role == Role::WeightGradient;
+                is_gradient || of.is_multiplied(id)
+            })?;
         }
         Ok(())
     }
 
-    /// Takes workspace for a part's weights, its gradients, or both.
+    /// Takes workspace for the wanted tensors of a part: weights, gradients, or both.
     pub fn take_workspace(
         &mut self,
         of: &LayerPlan,
-        roles: &[Role],
+        wanted: impl Fn(TensorId) -> bool,
     ) -> Result<Buffers, EngineError> {
         let mut borrowed = Buffers::default();
-        for (at, tensor) in of.tensors.iter().enumerate() {
-            if roles.contains(&tensor.role) {
-                borrowed.push(TensorId(at), self.take_buffer(tensor.bytes(0) as usize)?);
+        for id in (0..of.tensors.len()).map(TensorId) {
+            if wanted(id) {
+                borrowed.push(id, self.take_buffer(of[id].bytes(0) as usize)?);
             }
         }
         Ok(borrowed)

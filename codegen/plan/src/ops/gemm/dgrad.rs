@@ -1,12 +1,13 @@
 //! `grouped_gemm_dgrad`: gradients of the inputs of the experts' GEMMs.
 
 use super::entries::{Follow, PANEL, operand, tiles_of};
-use super::{GroupedGemmConfig, GroupedGemmDesc, Half, Nonlinearity, desc, tiles};
+use super::{CodePanel, GroupedGemmConfig, GroupedGemmDesc, Half, Nonlinearity, desc, tiles};
+use crate::CacheClass;
 use crate::ops::params::{edges, entry, per_slot, some, when};
-use crate::ops::{Machine, Op, Operator};
+use crate::ops::{Core, Machine, Op, Operator};
 use moesaic_kernel::DType::{self, F32, I32, I64};
-use moesaic_kernel::{Entry, Param, Size};
-use moesaic_spec::{LayerSpec, SharedGate, WeightSite};
+use moesaic_kernel::{CpuIsa, Entry, Param, Size};
+use moesaic_spec::{LayerSpec, SharedGate, WeightFormat, WeightSite};
 use serde::{Deserialize, Serialize};
 
 /// `grouped_gemm_dgrad`: gradients of the inputs of a half.
@@ -38,6 +39,10 @@ pub struct GroupedGemmDgradDesc {
     pub weighted: bool,
     /// Element type of the matrices.
     pub weights: DType,
+    /// The format of the matrices, where they are quantized: they are decoded a slice at a time,
+    /// from the panels of the forward pass.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<WeightFormat>,
     /// Element type of rows and results.
     pub activations: DType,
     /// f32 operands may be rounded to TF32.
@@ -61,13 +66,32 @@ impl GroupedGemmDgradDesc {
             weighted: false,
             plain_rows: false,
             weights: self.weights,
-            format: None,
+            format: self.format,
             row_format: None,
             activations: self.activations,
             tf32: self.tf32,
             keep: false,
             fused_shared: None,
         }
+    }
+
+    /// The types of the factors that a CPU multiplies. Codes are decoded to f32, and rounded to
+    /// bf16 where gradients are bf16 and the CPU multiplies pairs of them.
+    pub fn factors(&self, isa: CpuIsa) -> [DType; 2] {
+        match self.format {
+            None => [self.activations, self.weights],
+            Some(_) if isa.bf16_pairs() && self.activations == DType::Bf16 => [DType::Bf16; 2],
+            Some(_) => [self.activations, F32],
+        }
+    }
+
+    /// The packed panels of codes of the forward pass; `None` where the matrices are not quantized.
+    pub fn code_panel(&self, isa: CpuIsa) -> Option<CodePanel> {
+        let forward = self.forward();
+        // The columns of a panel follow from types and instructions alone, whatever the caches.
+        let caches = CacheClass::default();
+        let config = forward.tiling(Machine::Cpu(Core { isa, caches }));
+        forward.code_panel(&config)
     }
 }
 
@@ -96,6 +120,7 @@ fn of(forward: &GroupedGemmDesc, spec: &LayerSpec, weighted: bool) -> GroupedGem
         nonlinearity: forward.nonlinearity.clone(),
         weighted,
         weights: forward.weights,
+        format: forward.format,
         activations: forward.activations,
         tf32: forward.tf32,
     }
@@ -114,6 +139,7 @@ pub(crate) fn router(spec: &LayerSpec, width: usize) -> GroupedGemmDgradDesc {
         nonlinearity: Nonlinearity::unused(),
         weighted: false,
         weights: DType::F32,
+        format: None,
         activations: DType::F32,
         tf32: false,
     }
@@ -167,7 +193,9 @@ fn entries(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let (e, count) = (d.experts, if d.dense { "tokens" } else { "rows" });
     let shape = format!("[{e}, {}, {}]", d.inner, d.outer);
     let tile = [PANEL, c.tile_depth, 1];
-    let weight = |name: &str| operand(c, name, d.weights, &shape, &tile);
+    let codes = d.format.is_some();
+    let weight = |name: &str| when(!codes, operand(c, name, d.weights, &shape, &tile));
+    let packed = format!("[{e}, panels, depth, columns]");
     let (inner, outer) = (
         format!("[{count}, {}]", d.inner),
         format!("[{count}, {}]", d.outer),
@@ -184,8 +212,9 @@ fn entries(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         when(down, incoming("dout")),
         when(up && d.gated, incoming("dgate")),
         when(up, incoming("dup")),
-        when(up && d.gated, weight("gate")),
-        Some(weight(if down { "down" } else { "up" })),
+        weight("gate").filter(|_| up && d.gated),
+        weight(if down { "down" } else { "up" }),
+        when(codes, Param::read("packed", I32, packed)),
         when(down && d.gated, kept("gate_pre")),
         when(down, kept("up_pre")),
         when(!d.dense, Param::read("offsets", I64, edges(e))),

@@ -3,7 +3,7 @@
 use super::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
 use super::{desc, dgrad, wgrad};
 use crate::Knob;
-use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
+use crate::layer::{Bind, Builder, Part, Role, borrowed, constant, owned, tensor};
 use crate::ops::{Calls, Op};
 use moesaic_kernel::DType;
 
@@ -62,7 +62,7 @@ impl Builder {
         };
         let desc = GroupedGemmDesc { keep, ..desc };
         let owner = shared.map_or("experts".to_string(), |i| format!("shared.{i}"));
-        let packed = format!("{owner}.{}.packed", half.name());
+        let packed = packed_name(&owner, half);
         let names = self.expert_names(shared);
         let fused_shared = match shared {
             None => self.fused_shared(half),
@@ -101,11 +101,15 @@ impl Builder {
         let op = self.tiled(desc);
         let kernel = self.kernel_for(name, op, calls);
         let product = self.plan.kernels[kernel].entries.len() - 1;
-        for index in 0..product {
-            let pack = self.step_of(kernel, index, &bind);
-            self.plan.prepare.push(pack);
+        // Evaluation, and a backward pass that computes again, read the panels that training packs.
+        let is_packed = self.plan.tensors.iter().any(|t| t.name == packed);
+        if !is_packed {
+            for index in 0..product {
+                let pack = self.step_of(kernel, index, &bind);
+                self.plan.prepare.push(pack);
+            }
+            self.declare_packed(kernel, &packed);
         }
-        self.declare_packed(kernel, &packed);
         self.step(kernel, product, &bind);
     }
 
@@ -155,15 +159,37 @@ impl Builder {
             Some(i) => wgrad::shared(&spec, half, i),
         };
         let name = |stem: &str| format!("grouped_gemm_{stem}{suffix}");
-        self.launch(&name("dgrad_down"), dgrad(Half::Down), &bind);
-        self.launch(&name("wgrad_down"), wgrad(Half::Down), &bind);
-        self.launch(&name("dgrad_up"), dgrad(Half::Up), &bind);
+        let frozen = shared.is_none() && self.frozen;
+        self.dgrad(&name("dgrad_down"), dgrad(Half::Down), &names);
+        self.wgrad(&name("wgrad_down"), wgrad(Half::Down), frozen, &bind);
+        self.dgrad(&name("dgrad_up"), dgrad(Half::Up), &names);
         let up = wgrad(Half::Up);
-        if shared.is_none() && !self.tiling(&up).gather() && !*has_rows {
+        if shared.is_none() && !frozen && !self.tiling(&up).gather() && !*has_rows {
             self.dispatch_again();
             *has_rows = true;
         }
-        self.launch(&name("wgrad_up"), up, &bind);
+        self.wgrad(&name("wgrad_up"), up, frozen, &bind);
+    }
+
+    /// Adds the gradients of a half's inputs, of routed experts also from the forward pass's panels
+    /// of codes.
+    fn dgrad(&mut self, name: &str, desc: GroupedGemmDgradDesc, names: &[(String, String)]) {
+        let packed = packed_name("experts", desc.half);
+        let mut bind = borrowed(names);
+        bind.push(("packed", &packed));
+        self.launch(name, desc, &bind);
+    }
+
+    /// Adds the gradients of a half's matrices and biases; those of biases alone where the matrices
+    /// are `frozen`.
+    fn wgrad(&mut self, name: &str, desc: GroupedGemmWgradDesc, frozen: bool, bind: Bind) {
+        if !frozen {
+            self.launch(name, desc, bind);
+        } else if desc.bias {
+            let kernel = self.kernel(name, desc);
+            let bias = self.plan.kernels[kernel].entries.len() - 1;
+            self.step(kernel, bias, bind);
+        }
     }
 
     /// Returns the column tiles of a GEMM that leaves parts of the weight's gradient.
@@ -193,6 +219,11 @@ impl Builder {
         }
         names
     }
+}
+
+/// Returns the name of the packed matrices of a half of experts.
+fn packed_name(owner: &str, half: Half) -> String {
+    format!("{owner}.{}.packed", half.name())
 }
 
 /// Returns the tensors behind the parameters of the kernels of the routed experts, or of a shared

@@ -283,18 +283,19 @@ fn micro_kernel(isa: CpuIsa, left: DType, right: DType) -> (usize, usize) {
 }
 
 pub fn dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
-    if has_tiles(core.isa, d.weights, d.activations) {
+    let [left, right] = d.factors(core.isa);
+    if has_tiles(core.isa, right, left) {
         return dgrad_tiles(d, core);
     }
-    let (thread_rows, thread_columns) = micro_kernel(core.isa, d.weights, d.activations);
-    let depth = core.depth(d.weights, d.activations);
+    let (thread_rows, thread_columns) = micro_kernel(core.isa, right, left);
+    let depth = core.depth(right, left);
     // Columns of the other half cut the sums of the weights' gradient.
     let block_columns = match d.half {
         Half::Up => core.block_columns(depth),
         Half::Down => BLOCK_COLUMNS,
     };
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
-    let words = words(core.isa, d.inner, d.weights, d.activations);
+    let words = words(core.isa, d.inner, right, left);
     let (_, tile_depth) = even_slices(words, depth);
     let sums_and_panels = tile_columns * (TILE_ROWS + 2 * tile_depth);
     let words = sums_and_panels + thread_rows * tile_depth;
@@ -320,7 +321,11 @@ const AMX_NR: usize = 32;
 /// Returns the AMX tiling of a dgrad. If the rows of a block fit, they stay in scratch whole for
 /// all columns; otherwise a slice of them does, and all sums.
 fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
-    let tile_rows = core.scratch_rows(AMX_TILE_ROWS);
+    let tile_rows = match d.format {
+        None => core.scratch_rows(AMX_TILE_ROWS),
+        // Codes are multiplied by vectors in the forward pass, whose list of row tiles this is.
+        Some(_) => forward(&d.forward(), core).tile_rows,
+    };
     let products = if d.half == Half::Up && d.gated { 2 } else { 1 };
     let words = d.inner.div_ceil(2).next_multiple_of(16);
     let whole = products * words <= AMX_DEPTH;
