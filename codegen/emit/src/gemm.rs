@@ -127,10 +127,10 @@ fn unit(config: &GroupedGemmConfig, isa: CpuIsa, left: DType, right: DType) -> U
 /// Returns the unit of a forward GEMM, which may have codes on both sides.
 fn forward_unit(d: &GroupedGemmDesc, config: &GroupedGemmConfig, isa: CpuIsa) -> Unit {
     let [left, right] = d.factors(isa);
-    match d.multiplies_bytes(isa) {
-        true => Unit::Bytes,
-        false => unit(config, isa, left, right),
+    if d.multiplies_bytes(isa) {
+        return Unit::Bytes;
     }
+    unit(config, isa, left, right)
 }
 
 /// Returns what all GEMMs share, for left and right operands of these types.
