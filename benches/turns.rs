@@ -211,7 +211,7 @@ impl Call {
     /// Sees that y is finite, and not all zero.
     fn check(&self, device: &dyn Device) -> Result {
         let buffer = &self.tensors["y"];
-        let mut bytes = vec![0u8; buffer.len()];
+        let mut bytes = vec![0u8; buffer.bytes()];
         device.download(buffer, 0, &mut bytes)?;
         let y: &[bf16] = bytemuck::cast_slice(&bytes);
         if y.iter().any(|y| !y.is_finite()) || y.iter().all(|y| *y == bf16::ZERO) {

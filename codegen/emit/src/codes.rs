@@ -24,7 +24,9 @@ pub(crate) struct CodesText {
     table_bf16: Vec<u16>,
     /// The same numbers as bytes that have no sign.
     table_bytes: Vec<u8>,
-    /// The number by which bytes are larger than what they stand for, or twice that.
+    /// Bytes are twice the numbers.
+    halves: bool,
+    /// The number by which bytes are larger than what they stand for.
     byte_bias: u8,
     /// The byte that fills up a row: codes of zero.
     fill: u8,
@@ -188,6 +190,7 @@ impl CodesText {
             table,
             table_bf16,
             table_bytes: byte_table.bytes,
+            halves: byte_table.factor < 1.0,
             byte_bias: byte_table.bias,
             fill: if code.bits() == 4 {
                 zero << 4 | zero

@@ -128,10 +128,9 @@ fn unit(config: &GroupedGemmConfig, isa: CpuIsa, left: DType, right: DType) -> U
 fn forward_unit(d: &GroupedGemmDesc, config: &GroupedGemmConfig, isa: CpuIsa) -> Unit {
     let [left, right] = d.factors(isa);
     if d.multiplies_bytes(isa) {
-        Unit::Bytes
-    } else {
-        unit(config, isa, left, right)
+        return Unit::Bytes;
     }
+    unit(config, isa, left, right)
 }
 
 /// Returns what all GEMMs share, for left and right operands of these types.

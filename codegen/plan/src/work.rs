@@ -42,7 +42,7 @@ impl Work {
     }
 }
 
-/// The least time of a [`Work`] on a machine.
+/// The roofline of a [`Work`] on a machine: no kernel is faster.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Floor {
     /// The time.

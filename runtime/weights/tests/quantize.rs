@@ -345,6 +345,23 @@ fn every_block_type_reads_back() {
     );
 }
 
+/// gpt-oss has biases and a fused tensor in which gate and up alternate, OLMoE neither.
+#[test]
+fn other_families_become_gguf() {
+    for model in [
+        Model::new("gpt_oss", Form::Fused, [64, 96], 2),
+        Model::new("olmoe", Form::Apart, [64, 32], 1),
+    ] {
+        for (name, most) in [("q8_0", 0.01), ("mxfp4", 0.14)] {
+            let out = tempfile::tempdir().unwrap();
+            let file = out.path().join("a.gguf");
+            let target = QuantizeTo::gguf(name).unwrap();
+            let report = quantize(model.path(), &file, target, &quiet).unwrap();
+            compare(model.path(), &file, &report, most);
+        }
+    }
+}
+
 #[test]
 fn gguf_refuses_what_it_cannot_say() {
     let model = Model::new("flex_olmo", Form::Apart, WIDE, 1);

@@ -338,7 +338,8 @@ static void multiply_block(scratch_t *scratch, const input_t *const *row, const 
     const i64 height = (rows + groups - 1) / groups;
     const i64 panel_count = (block->column_count + RESULT_COLUMNS - 1) / RESULT_COLUMNS;
     for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
-        const i64 width = min_i64(TILE_DEPTH, INNER - depth), words = (width + WORD - 1) / WORD;
+        const i64 width = min_i64(TILE_DEPTH, INNER - depth);
+        const i64 words = (width + WORD - 1) / WORD;
         const int last = depth + TILE_DEPTH >= INNER;
         for (i64 group = 0; group < groups; group++) {
             const i64 first = group * height;

@@ -1,5 +1,5 @@
-//! The Hopper GEMM on the PTX interpreter, against the reference. The copy
-//! engine and `wgmma` run late there, by delays that depend on a seed.
+//! The Hopper GEMM on the PTX interpreter, against the reference. TMA
+//! and `wgmma` run late there, by delays that depend on a seed.
 
 use moesaic_harness::Harness;
 use moesaic_harness::gemm::Gemms;

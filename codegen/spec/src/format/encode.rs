@@ -343,7 +343,7 @@ impl Encoder<'_> {
             }
             ScaleType::E8m0 => 127,
             _ => {
-                let stored = self.beside_second(wanted as f32);
+                let stored = self.stored_scale(wanted as f32);
                 scale.nearest(stored).ok_or_else(too_large)?
             }
         };
@@ -376,7 +376,7 @@ impl Encoder<'_> {
 
     /// Returns the scale that remains to be stored beside the second one, in the f32 of other
     /// libraries.
-    fn beside_second(&self, wanted: f32) -> f64 {
+    fn stored_scale(&self, wanted: f32) -> f64 {
         let stored = match self.format.second.zip(self.second) {
             None => return f64::from(wanted),
             Some((Second::Times, second)) => wanted / second,

@@ -235,6 +235,8 @@ impl Core {
         let before = operation.sending.len() + operation.receiving.len();
         self.receive(operation)?;
         let mut failed = None;
+        // A failed send stays in the list: its buffer is the transport's until the operation ends,
+        // and the operation is ended by the error below.
         operation.sending.retain(|(_, request)| {
             let sent = self.transport.finished(*request);
             sent.map(|sent| !sent).unwrap_or_else(|reason| {

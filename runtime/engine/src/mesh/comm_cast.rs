@@ -2,9 +2,9 @@
 
 use super::all_to_all::Payload;
 use super::in_flight::Request;
-use super::mesh_call::{MeshCall, RowTransfer};
+use super::mesh_call::MeshCall;
 use super::rows::{RowMesh, RowRange};
-use super::transfers::transfers;
+use super::transfers::{RowTransfer, transfers};
 use crate::call::RngKey;
 use crate::engine::Engine;
 use crate::error::EngineError;

@@ -11,7 +11,7 @@ use super::routing::Routing;
 use super::rows::{OwnRows, RowMesh, RowRange, Rows};
 use super::shadows::{IdleWeights, ShadowWeights};
 use super::tp_peers::TpPeers;
-use super::transfers::{element, transfers};
+use super::transfers::{RowTransfer, TensorRows, element, transfers};
 use crate::error::EngineError;
 use crate::launch::Bound;
 use crate::layer::Layer;
@@ -23,27 +23,8 @@ use moesaic_plan::{self as plan, Exchange, RankPlan, ShadowModel};
 use moesaic_plan::{CollectiveOp, TensorId};
 use moesaic_spec::WeightSite;
 use std::collections::BTreeSet;
-use std::ops::Range;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
-
-/// The rows of a part's tensor that an exchange sends or receives.
-pub(super) struct TensorRows {
-    pub part: plan::PlanPart,
-    pub tensor: TensorId,
-    pub ranges: Vec<RowRange>,
-}
-
-/// The rows of an exchange.
-pub(super) struct RowTransfer {
-    pub payload: Payload,
-    /// The indices of chunks of [`Rows`].
-    pub chunks: Range<usize>,
-    /// The rows that this rank sends.
-    pub sent: TensorRows,
-    /// The rows that it receives.
-    pub received: TensorRows,
-}
 
 /// A call of one rank. It holds the locks of the mesh's groups and of all parts until it is
 /// dropped.

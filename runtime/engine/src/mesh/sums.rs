@@ -10,9 +10,9 @@
 
 use super::comm_cast::{IncomingRows, MAY_CAST};
 use super::in_flight::Request;
-use super::mesh_call::{MeshCall, TensorRows};
+use super::mesh_call::MeshCall;
 use super::rows::RowRange;
-use super::transfers::transfers;
+use super::transfers::{TensorRows, transfers};
 use crate::error::EngineError;
 use moesaic_collectives::plan::IntraNodeCombine;
 use moesaic_collectives::{Call, NodeRank, NodeShape};

@@ -1,11 +1,32 @@
 //! Transfers of rows, and element types, as collectives take them.
 
+use super::all_to_all::Payload;
 use super::rows::RowRange;
 use crate::error::EngineError;
 use moesaic_collectives::{Element, Slice, Transfer};
 use moesaic_kernel::DType;
+use moesaic_plan::{self as plan, TensorId};
 use moesaic_target::Buffer;
+use std::ops::Range;
 use std::sync::Arc;
+
+/// The rows of a part's tensor that an exchange sends or receives.
+pub(super) struct TensorRows {
+    pub part: plan::PlanPart,
+    pub tensor: TensorId,
+    pub ranges: Vec<RowRange>,
+}
+
+/// The rows of an exchange.
+pub(super) struct RowTransfer {
+    pub payload: Payload,
+    /// The indices of chunks of [`super::rows::Rows`].
+    pub chunks: Range<usize>,
+    /// The rows that this rank sends.
+    pub sent: TensorRows,
+    /// The rows that it receives.
+    pub received: TensorRows,
+}
 
 /// Returns transfers of ranges of a buffer's rows, of `bytes` bytes each.
 pub(super) fn transfers(

@@ -254,8 +254,8 @@ impl Machine<'_> {
     }
 
     pub fn mbarrier_acquire(&mut self, warp: &mut Warp, block: usize, offset: usize, lane: usize) {
-        // Only completed phases are acquired: what arrivals of the phase under
-        // way brought must stay invisible until it ends.
+        // Only completed phases are acquired: what arrivals of the phase in
+        // flight brought must stay invisible until it ends.
         let own = self.sync.mbarriers.get(&(block, offset));
         if let Some(known) = own.and_then(|own| own.complete.as_ref()) {
             warp.known[lane].join(known);
