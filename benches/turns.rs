@@ -35,6 +35,8 @@ struct Options {
     threads: usize,
     target: String,
     tokens: Vec<usize>,
+    /// Inputs with a routing each, which take turns so that few tokens find no weights in caches.
+    draws: usize,
 }
 
 impl Options {
@@ -46,6 +48,7 @@ impl Options {
             threads: 2,
             target: "cpu".to_string(),
             tokens: vec![1, 8, 64, 512],
+            draws: 1,
         };
         let mut words = std::env::args().skip(1).filter(|word| word != "--bench");
         while let Some(word) = words.next() {
@@ -59,6 +62,7 @@ impl Options {
                 "--rows" => options.rows = Some(value()?),
                 "--threads" => options.threads = value()?.parse()?,
                 "--target" => options.target = value()?,
+                "--draws" => options.draws = value()?.parse()?,
                 "--tokens" => options.tokens = numbers(&value()?)?,
                 _ => return Err(format!("{word} is no option").into()),
             }
@@ -165,13 +169,14 @@ struct Call {
 }
 
 impl Call {
-    fn new(spec: &LayerSpec, tokens: usize, device: &dyn Device) -> Result<Call> {
+    /// Prepares the call of these experts, `[tokens, top_k]`.
+    fn new(spec: &LayerSpec, ids: &[i32], device: &dyn Device) -> Result<Call> {
         let shape = &spec.shape;
+        let tokens = ids.len() / shape.top_k;
         let mut bits = Bits(SEED + 1);
         let x: Vec<bf16> = (0..tokens * shape.model_dim)
             .map(|_| bf16::from_f32(bits.signed()))
             .collect();
-        let ids = Skew::Uniform.draw(shape.experts, shape.top_k, tokens, SEED);
         let weights = vec![1.0 / shape.top_k as f32; ids.len()];
         let y = vec![bf16::ZERO; x.len()];
         let mut call = Call {
@@ -181,7 +186,7 @@ impl Call {
         let all: [(_, &[u8]); 4] = [
             ("x", bytemuck::cast_slice(&x)),
             ("y", bytemuck::cast_slice(&y)),
-            ("topk_ids", bytemuck::cast_slice(&ids)),
+            ("topk_ids", bytemuck::cast_slice(ids)),
             ("topk_weights", bytemuck::cast_slice(&weights)),
         ];
         for (name, bytes) in all {
@@ -223,13 +228,13 @@ impl Call {
 
 /// Calls until so many seconds have passed, in milliseconds. The first one warms up, and counts only
 /// where it alone has taken as long.
-fn turn(call: &Call, layer: &Layer, seconds: f64) -> Result<Vec<f64>> {
-    let timed = || -> Result<f64> {
+fn turn(calls: &[Call], layer: &Layer, seconds: f64) -> Result<Vec<f64>> {
+    let timed = |call: &Call| -> Result<f64> {
         let start = Instant::now();
         call.run(layer)?;
         Ok(start.elapsed().as_secs_f64() * 1e3)
     };
-    let first = timed()?;
+    let first = timed(&calls[0])?;
     if seconds > 0.0 && seconds * 1e3 <= first {
         return Ok(vec![first]);
     }
@@ -237,12 +242,13 @@ fn turn(call: &Call, layer: &Layer, seconds: f64) -> Result<Vec<f64>> {
         Vec::new(),
         Instant::now() + Duration::from_secs_f64(seconds),
     );
-    loop {
-        times.push(timed()?);
+    for call in calls.iter().cycle() {
+        times.push(timed(call)?);
         if Instant::now() >= end {
-            return Ok(times);
+            break;
         }
     }
+    Ok(times)
 }
 
 fn main() -> Result {
@@ -256,12 +262,17 @@ fn main() -> Result {
         },
     )?;
     let layer = engine.layer(&spec, &weights(&spec))?;
-    let mut calls: BTreeMap<usize, Call> = BTreeMap::new();
+    let shape = &spec.shape;
+    let device = &**engine.device();
+    let mut calls: BTreeMap<usize, Vec<Call>> = BTreeMap::new();
     for tokens in &options.tokens {
-        let call = Call::new(&spec, *tokens, &**engine.device())?;
-        call.run(&layer)?;
-        call.check(&**engine.device())?;
-        calls.insert(*tokens, call);
+        let all = Skew::Uniform.draw(shape.experts, shape.top_k, tokens * options.draws, SEED);
+        for ids in all.chunks(tokens * shape.top_k) {
+            let call = Call::new(&spec, ids, device)?;
+            call.run(&layer)?;
+            call.check(device)?;
+            calls.entry(*tokens).or_default().push(call);
+        }
     }
     let version = format!(
         "moesaic {} ({})",
@@ -275,10 +286,10 @@ fn main() -> Result {
     for line in std::io::stdin().lock().lines() {
         let line = line?;
         let (tokens, seconds) = line.split_once(' ').ok_or("TOKENS SECONDS")?;
-        let call = calls
+        let calls = calls
             .get(&tokens.parse()?)
             .ok_or("other tokens were prepared")?;
-        let times = turn(call, &layer, seconds.trim().parse()?)?;
+        let times = turn(calls, &layer, seconds.trim().parse()?)?;
         println!("{}", serde_json::json!({ "times": times }));
     }
     Ok(())
