@@ -131,7 +131,7 @@ pub use moesaic_plan::Balancing;
 /// use moesaic::mesh::{Both, CommDtype};
 ///
 /// let strategy = Strategy {
-///     degree: Both { forward: 4, backward: 2 },
+///     overlap_degree: Both { forward: 4, backward: 2 },
 ///     comm_dtype: Both::same(CommDtype::Bf16),
 ///     ..Strategy::default()
 /// };
@@ -159,7 +159,7 @@ pub use moesaic_plan::AllToAll;
 ///
 /// // A rank's own rows first, then those for its neighbours.
 /// let strategy: Strategy = "overlap_degree=4,overlap_by=peers".parse().unwrap();
-/// assert_eq!(strategy.cut, OverlapBy::Peers);
+/// assert_eq!(strategy.overlap_by, OverlapBy::Peers);
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::OverlapBy;

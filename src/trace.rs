@@ -52,7 +52,7 @@ pub use moesaic_engine::Recorder;
 /// let rows = Activity {
 ///     lane: Lane::Exchange,
 ///     name: "rows".to_string(),
-///     chunk: Some(Chunk { number: 0, of: 4, cut: OverlapBy::Rows }),
+///     chunk: Some(Chunk { number: 0, of: 4, by: OverlapBy::Rows }),
 ///     bytes: 4096,
 /// };
 /// assert_eq!(rows.chunk.unwrap().to_string(), "1 of 4");
@@ -99,7 +99,7 @@ pub use moesaic_engine::chrome_trace;
 /// use moesaic::trace::Chunk;
 ///
 /// // Of eight groups of ranks the second of four chunks has those next to a rank.
-/// let chunk = Chunk { number: 1, of: 4, cut: OverlapBy::Peers };
+/// let chunk = Chunk { number: 1, of: 4, by: OverlapBy::Peers };
 /// assert_eq!(chunk.distances(8), 1..3);
 /// ```
 #[doc(inline)]

@@ -21,8 +21,8 @@ pub use moesaic_plan::Parallel;
 /// use moesaic::mesh::{Both, AllToAll};
 ///
 /// let strategy: Strategy = "r=2,overlap_degree=4/2,all_to_all=2dh-inter-first".parse().unwrap();
-/// assert_eq!(strategy.degree, Both { forward: 4, backward: 2 });
-/// assert_eq!(strategy.route, AllToAll::TwoDhInterFirst);
+/// assert_eq!(strategy.overlap_degree, Both { forward: 4, backward: 2 });
+/// assert_eq!(strategy.all_to_all, AllToAll::TwoDhInterFirst);
 /// assert_eq!(Strategy::default().to_string(), "default");
 /// // Rows cannot go to two of three slices.
 /// strategy.check(&Parallel { expert_tp: 3, ..Parallel::default() }).unwrap_err();
