@@ -123,8 +123,9 @@ fn weights(spec: &LayerSpec) -> Tensors<'static> {
         let scale = spec.precision.experts.map(|format| format.scale);
         let mut words = |least: u64, mask: u64| -> Vec<u8> {
             let all = |byte: u64| byte * 0x0101_0101_0101_0101;
-            let words = (0..count.div_ceil(2)).map(|_| (bits.next() & all(mask)) + all(least));
-            words.flat_map(u64::to_le_bytes).take(count * 4).collect()
+            let word = |_| (bits.next() & all(mask)) + all(least);
+            let words: Vec<u64> = (0..count.div_ceil(2)).map(word).collect();
+            bytemuck::cast_slice(&words)[..count * 4].to_vec()
         };
         let bytes = match (tensor.dtype, end, scale) {
             (DType::I32, "weight", _) => words(0, 0xbf),
