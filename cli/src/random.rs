@@ -146,12 +146,7 @@ struct Byte {
 impl Byte {
     /// Returns the bytes of a tensor of codes, or of that with the first scales.
     fn of(name: &str, spec: &LayerSpec) -> Byte {
-        let precision = &spec.precision;
-        let format = if name.starts_with("experts.down") {
-            precision.down_format()
-        } else {
-            precision.experts
-        };
+        let format = spec.precision.format_of(name);
         let byte = |least, mask, typical| Byte {
             least,
             mask,

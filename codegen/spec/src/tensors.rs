@@ -204,8 +204,6 @@ fn expert_tensors(
     sizes: &ExpertSizes,
     biases: Biases,
 ) -> Vec<TensorSpec> {
-    // Routed experts alone may be quantized.
-    let format = spec.precision.experts.filter(|_| sizes.experts.is_some());
     let matrix = |part: &str, rows: usize, columns: usize, meaning| {
         let of = |end: &str, dtype, size: [usize; 2], meaning| TensorSpec {
             name: format!("{prefix}.{part}.{end}"),
@@ -213,17 +211,13 @@ fn expert_tensors(
             shape: sizes.experts.into_iter().chain(size).collect(),
             meaning,
         };
-        let Some(format) = format else {
+        let Some(format) = spec.precision.format_of(&format!("{prefix}.{part}.weight")) else {
             return vec![of(
                 "weight",
                 spec.precision.weights,
                 [rows, columns],
                 meaning,
             )];
-        };
-        let format = match part {
-            "down" => spec.precision.down_format().unwrap_or(format),
-            _ => format,
         };
         let parts = format.tensors([rows, columns]).into_iter();
         let parts = parts.map(|part| {

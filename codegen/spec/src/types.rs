@@ -125,6 +125,17 @@ impl Precision {
         self.experts
             .map(|experts| self.experts_down.unwrap_or(experts))
     }
+
+    /// Returns the format of a matrix of routed experts, by the name of one of its tensors:
+    /// `experts.up.scale`. `None` for biases, for other tensors, and where experts are numbers.
+    pub fn format_of(&self, tensor: &str) -> Option<WeightFormat> {
+        match tensor.rsplit_once('.')? {
+            (_, "bias") => None,
+            ("experts.gate" | "experts.up", _) => self.experts,
+            ("experts.down", _) => self.down_format(),
+            _ => None,
+        }
+    }
 }
 
 impl Default for Precision {

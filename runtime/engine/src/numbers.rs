@@ -43,11 +43,7 @@ impl<'a> Numbers<'a> {
             _ => canonical_tensors(&spec.dequantized()),
         };
         let matrix = |tensor: TensorSpec| {
-            let format = match tensor.name.as_str() {
-                "experts.down.weight" => spec.precision.down_format(),
-                "experts.gate.weight" | "experts.up.weight" => spec.precision.experts,
-                _ => None,
-            };
+            let format = spec.precision.format_of(&tensor.name);
             format.map(|format| Matrix { tensor, format })
         };
         Numbers {

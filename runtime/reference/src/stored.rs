@@ -35,13 +35,8 @@ pub fn numbers(spec: &LayerSpec, weights: &Weights) -> (LayerSpec, Weights) {
 
 /// Returns the matrix of quantized experts to which a tensor belongs, and its format.
 fn matrix<'n>(tensor: &'n str, spec: &LayerSpec) -> Option<(&'n str, WeightFormat)> {
-    let (prefix, end) = tensor.rsplit_once('.')?;
-    let part = prefix.strip_prefix("experts.")?;
-    let format = match part {
-        "down" => spec.precision.down_format()?,
-        _ => spec.precision.experts?,
-    };
-    (end != "bias").then_some((prefix, format))
+    let (prefix, _) = tensor.rsplit_once('.')?;
+    Some((prefix, spec.precision.format_of(tensor)?))
 }
 
 /// Byte `at` of words that have four each, the first in the lowest bits.

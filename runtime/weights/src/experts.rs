@@ -162,14 +162,6 @@ pub(crate) fn matrix_of(name: &str) -> Option<&str> {
     (known && end != "bias").then_some(matrix)
 }
 
-/// Returns the format in which a spec wants a matrix of routed experts.
-pub(crate) fn format_of(spec: &LayerSpec, name: &str) -> Option<WeightFormat> {
-    match matrix_of(name)? {
-        "experts.down" => spec.precision.down_format(),
-        _ => spec.precision.experts,
-    }
-}
-
 /// Returns the tensors with matrices of numbers in place of the tensors of codes.
 pub(crate) fn numbers_of(spec: &LayerSpec, tensors: &[TensorSpec]) -> Vec<TensorSpec> {
     let plain = canonical_tensors(&spec.dequantized());

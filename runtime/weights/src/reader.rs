@@ -1,7 +1,7 @@
 //! A layer of a checkpoint that reads its weights on demand.
 
 use crate::codes::CodeWeight;
-use crate::experts::{format_of, matrix_of, numbers_of};
+use crate::experts::{matrix_of, numbers_of};
 use crate::recipe::{Finder, Fits};
 use crate::stray::stray;
 use crate::weight::{Rounded, Weight};
@@ -132,7 +132,7 @@ impl<'a> LayerReader<'a> {
         let transposed = orientation(found.iter().map(|(_, fits)| fits));
         let (mut weights, mut codes) = (BTreeMap::new(), BTreeMap::new());
         for (name, fits) in found {
-            let format = format_of(spec, &name).filter(|_| made);
+            let format = spec.precision.format_of(&name).filter(|_| made);
             let read = fits.decide(transposed);
             let read = match (format, matrix_of(&name)) {
                 (Some(format), Some(matrix)) => read
