@@ -5,19 +5,19 @@ use crate::emit;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
 use crate::progress::Progress;
+use crate::spec_source::Model;
 use crate::store::StoreArgs;
 use crate::table::Table;
 use crate::{random, targets, units};
 use clap::Args;
 use moesaic::spec::format::{BLOCKS, EncodeError};
-use moesaic::spec::gguf;
-use moesaic::spec::hf::{self, Import, SCHEMES, Scheme};
+use moesaic::spec::hf::{Import, SCHEMES, Scheme};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
 use moesaic::weights::{QuantizeError, QuantizeEvent, QuantizeReport, QuantizeTo, quantize};
 use moesaic::{DType, EngineOptions, LayerSpec};
 use serde_json::json;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Quantize the experts of a full-precision model
 #[derive(Args, Debug)]
@@ -187,7 +187,7 @@ impl QuantizeArgs {
             let message = format!("--layer {layer} does nothing with --tokens 0");
             return Err(Failure::input(message).hint("leave it out"));
         }
-        let layers = Opened::open(&self.hf)?.layers()?;
+        let layers = Model::folder(&self.hf)?.moe_layers()?;
         if layers.contains(&layer) {
             return Ok(());
         }
@@ -197,8 +197,13 @@ impl QuantizeArgs {
     /// Runs a layer of both models on random tokens. A layer that is too large, or a machine that
     /// cannot run one, costs the comparison and not the result.
     fn compare(&self, console: &Console) -> Result<Option<Compared>> {
-        let (source, made) = (Opened::open(&self.hf)?, Opened::open(&self.output)?);
-        let layers = made.layers()?;
+        let made = if self.is_gguf() {
+            Model::gguf(&self.output)?
+        } else {
+            Model::folder(&self.output)?
+        };
+        let (source, made) = (Opened::open(Model::folder(&self.hf)?)?, Opened::open(made)?);
+        let layers = made.model.moe_layers()?;
         for layer in &layers {
             // The layer must read, even if nothing runs.
             made.reader(&made.import(*layer)?)?;
@@ -334,36 +339,21 @@ impl QuantizeArgs {
 
 /// A model that is compared: a folder or a GGUF file.
 struct Opened {
+    model: Model,
     checkpoint: Checkpoint,
-    config: String,
 }
 
 impl Opened {
-    fn open(path: &Path) -> Result<Opened> {
-        let checkpoint = Checkpoint::open(path)?;
-        let file = path.join("config.json");
-        let config = match checkpoint.gguf() {
-            Some(_) => String::new(),
-            None => fs::read_to_string(&file)
-                .map_err(|error| Failure::unreadable("the model configuration", &file, &error))?,
-        };
-        Ok(Opened { checkpoint, config })
-    }
-
-    fn layers(&self) -> Result<Vec<usize>> {
-        match self.checkpoint.gguf() {
-            Some(metadata) => gguf::moe_layers(metadata).map_err(Failure::input),
-            None => hf::moe_layers(&self.config).map_err(Failure::input),
-        }
+    fn open(model: Model) -> Result<Opened> {
+        Ok(Opened {
+            checkpoint: Checkpoint::open(model.path())?,
+            model,
+        })
     }
 
     /// Returns a layer with weights and activations in f32.
     fn import(&self, layer: usize) -> Result<Import> {
-        let import = match self.checkpoint.gguf() {
-            Some(metadata) => gguf::import(metadata, layer).map_err(Failure::input),
-            None => hf::import(&self.config, layer).map_err(Failure::input),
-        };
-        let mut import = import?;
+        let mut import = self.model.import(layer)?;
         import.spec.precision.weights = DType::F32;
         import.spec.precision.activations = DType::F32;
         Ok(import)

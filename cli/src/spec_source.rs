@@ -230,36 +230,45 @@ impl Model {
     /// Reads the model that `--hf` or `--gguf` names.
     pub fn read(hf: &Option<PathBuf>, gguf: &Option<PathBuf>) -> Result<Option<Model>> {
         match (hf, gguf) {
-            (Some(path), _) => Config::read(path).map(Model::Hf).map(Some),
-            (None, Some(path)) => {
-                let checkpoint = Checkpoint::open(path)?;
-                match checkpoint.gguf() {
-                    Some(_) => Ok(Some(Model::Gguf(Box::new(checkpoint)))),
-                    None => {
-                        let message = format!("{} is no GGUF file", path.display());
-                        Err(Failure::input(message).hint("--hf takes a Hugging Face directory"))
-                    }
-                }
-            }
+            (Some(path), _) => Model::folder(path).map(Some),
+            (None, Some(path)) => Model::gguf(path).map(Some),
             (None, None) => Ok(None),
         }
     }
 
-    fn path(&self) -> &Path {
+    /// Reads a Hugging Face directory.
+    pub fn folder(path: &Path) -> Result<Model> {
+        Config::read(path).map(Model::Hf)
+    }
+
+    /// Reads a GGUF file.
+    pub fn gguf(path: &Path) -> Result<Model> {
+        let checkpoint = Checkpoint::open(path)?;
+        if checkpoint.gguf().is_some() {
+            return Ok(Model::Gguf(Box::new(checkpoint)));
+        }
+        let message = format!("{} is no GGUF file", path.display());
+        Err(Failure::input(message).hint("--hf takes a Hugging Face directory"))
+    }
+
+    /// Returns the directory or the file.
+    pub fn path(&self) -> &Path {
         match self {
             Model::Hf(config) => &config.directory,
             Model::Gguf(checkpoint) => checkpoint.path(),
         }
     }
 
-    fn moe_layers(&self) -> Result<Vec<usize>> {
+    /// Returns the indices of its layers with experts.
+    pub fn moe_layers(&self) -> Result<Vec<usize>> {
         match self {
             Model::Hf(config) => config.moe_layers(),
             Model::Gguf(file) => gguf::moe_layers(&metadata(file)).map_err(|e| self.failure(&e)),
         }
     }
 
-    fn import(&self, layer: usize) -> Result<Import> {
+    /// Returns the spec and the recipes of a layer.
+    pub fn import(&self, layer: usize) -> Result<Import> {
         match self {
             Model::Hf(config) => config.import(layer),
             Model::Gguf(file) => gguf::import(&metadata(file), layer).map_err(|e| self.failure(&e)),
@@ -279,6 +288,9 @@ impl Model {
             ..LoadOptions::default()
         };
         let quantized = import.notes.iter().any(|note| note == QUANTIZED_NOTE);
+        if let (Some(reason), None) = (how.numbers, options.dequantize) {
+            return Ok(quantized.then(|| dequantized(&import.spec, reason)));
+        }
         let opened = match (self, how.weights) {
             (_, Some(path)) => Some(Checkpoint::open(path)?),
             (Model::Gguf(_), None) => None,
@@ -289,12 +301,9 @@ impl Model {
             Model::Gguf(file) => Some(opened.as_ref().unwrap_or(file)),
             Model::Hf(_) => opened.as_ref(),
         };
-        Ok(match (how.numbers, read) {
-            (Some(reason), _) if options.dequantize.is_none() => {
-                quantized.then(|| dequantized(&import.spec, reason))
-            }
-            (_, Some(file)) => set_expert_formats(import, file, options).dequantized,
-            (_, None) => quantized.then(|| {
+        Ok(match read {
+            Some(file) => set_expert_formats(import, file, options).dequantized,
+            None => quantized.then(|| {
                 let folder = self.path().display();
                 let reason = format!("{folder} has no weights to take their format from");
                 dequantized(&import.spec, &reason)
