@@ -11,7 +11,7 @@
 //! `--rows int8` or `fp8` quantizes activations. x and y are bf16.
 
 use moesaic::half::bf16;
-use moesaic::reference::Skew;
+use moesaic::reference::{Random, Skew};
 use moesaic::spec::canonical_tensors;
 use moesaic::spec::format::ScaleType;
 use moesaic::target::{Buffer, Device, Ptr};
@@ -95,35 +95,17 @@ fn numbers(text: &str) -> Result<Vec<usize>> {
         .collect::<std::result::Result<_, _>>()?)
 }
 
-/// A generator of bits (splitmix64), fast enough for gigabytes.
-struct Bits(u64);
-
-impl Bits {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// From -1 to 1.
-    fn signed(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
-    }
-}
-
 /// Weights whose outputs are of the order of one: codes of all kinds but NaN, and scales about as
 /// large as they should be.
 fn weights(spec: &LayerSpec) -> Tensors<'static> {
-    let mut bits = Bits(SEED);
+    let mut random = Random::new(SEED);
     let made = canonical_tensors(spec).into_iter().map(|tensor| {
         let count: usize = tensor.shape.iter().product();
         let end = tensor.name.rsplit('.').next().unwrap_or_default();
         let scale = spec.precision.experts.map(|format| format.scale);
         let mut words = |least: u64, mask: u64| -> Vec<u8> {
             let all = |byte: u64| byte * 0x0101_0101_0101_0101;
-            let word = |_| (bits.next() & all(mask)) + all(least);
+            let word = |_| (random.bits() & all(mask)) + all(least);
             let words: Vec<u64> = (0..count.div_ceil(2)).map(word).collect();
             bytemuck::cast_slice(&words)[..count * 4].to_vec()
         };
@@ -136,18 +118,14 @@ fn weights(spec: &LayerSpec) -> Tensors<'static> {
                 let size = if end == "weight" { 0.03 } else { 1e-3 };
                 let mut bytes = Vec::with_capacity(count * dtype.size());
                 for _ in 0..count {
-                    let number = bits.signed() * size;
+                    let number = random.signed() * size;
                     let number = if end == "weight" {
                         number
                     } else {
                         number.abs()
                     };
                     let mut one = [0; 4];
-                    moesaic::tensor::write_float(
-                        dtype,
-                        f64::from(number),
-                        &mut one[..dtype.size()],
-                    );
+                    moesaic::tensor::write_float(dtype, number, &mut one[..dtype.size()]);
                     bytes.extend(&one[..dtype.size()]);
                 }
                 bytes
@@ -174,9 +152,9 @@ impl Call {
     fn new(spec: &LayerSpec, ids: &[i32], device: &dyn Device) -> Result<Call> {
         let shape = &spec.shape;
         let tokens = ids.len() / shape.top_k;
-        let mut bits = Bits(SEED + 1);
+        let mut random = Random::new(SEED + 1);
         let x: Vec<bf16> = (0..tokens * shape.model_dim)
-            .map(|_| bf16::from_f32(bits.signed()))
+            .map(|_| bf16::from_f64(random.signed()))
             .collect();
         let weights = vec![1.0 / shape.top_k as f32; ids.len()];
         let y = vec![bf16::ZERO; x.len()];

@@ -2,7 +2,7 @@
 
 use super::journal::{Finished, Journal};
 use super::model::Model;
-use super::output::{Layout, Output, each, is_whole};
+use super::output::{Layout, Output, each, is_whole, lock};
 use super::targets::{self, Target, Targets};
 use super::way::{self, Beside};
 use super::{MatrixError, QuantizeError, QuantizeEvent, QuantizeReport};
@@ -245,8 +245,7 @@ impl<'a> Job<'a> {
                     let own = bytes.get(&part).map_or(&[][..], Vec::as_slice);
                     output.put(entry.place, own)?;
                 }
-                let mut matrices = matrices.lock().unwrap_or_else(|broken| broken.into_inner());
-                matrices.push(MatrixError {
+                lock(&matrices).push(MatrixError {
                     name: target.name.clone(),
                     format: String::new(),
                     relative_rms: squares.relative_rms(),
@@ -254,8 +253,7 @@ impl<'a> Job<'a> {
                 Ok(self.bytes_of(target))
             }
         })?;
-        let matrices = matrices.into_inner();
-        Ok(matrices.unwrap_or_else(|broken| broken.into_inner()))
+        Ok(std::mem::take(&mut *lock(&matrices)))
     }
 
     /// Returns the source's bytes that a target is made from.

@@ -2,7 +2,7 @@
 
 use super::folder::Lock;
 use super::model::{Model, expert};
-use super::output::{Layout, Output, each, has_header};
+use super::output::{Layout, Output, each, has_header, lock};
 use super::{MatrixError, QuantizeError, QuantizeEvent, QuantizeReport, Squares};
 use crate::gguf_header::MOST_DIMENSIONS;
 use crate::{LayerReader, TensorRef};
@@ -70,8 +70,7 @@ pub(super) fn write(
     each(entries.iter().collect(), watch, |entry| {
         let error = entry.write(&output, &readers)?;
         if let Some(error) = error {
-            let mut matrices = matrices.lock().unwrap_or_else(|broken| broken.into_inner());
-            matrices.push(error);
+            lock(&matrices).push(error);
         }
         Ok(entry.source_bytes(model))
     })?;
@@ -80,8 +79,7 @@ pub(super) fn write(
         file: &name,
         bytes: layout.bytes,
     });
-    let matrices = matrices.into_inner();
-    let mut matrices = matrices.unwrap_or_else(|broken| broken.into_inner());
+    let mut matrices = std::mem::take(&mut *lock(&matrices));
     matrices.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(QuantizeReport {
         matrices,

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 /// The layout of a file: a header, then tensors at known places.
@@ -51,10 +51,7 @@ impl Output {
     pub fn put(&self, place: u64, bytes: &[u8]) -> Result<(), QuantizeError> {
         // The sum does not depend on the order in which threads write.
         let own = checksum(place, bytes);
-        let mut state = self
-            .state
-            .lock()
-            .unwrap_or_else(|broken| broken.into_inner());
+        let mut state = lock(&self.state);
         state.checksum = state.checksum.wrapping_add(own);
         let Some(file) = &mut state.file else {
             return Ok(());
@@ -66,19 +63,12 @@ impl Output {
 
     /// Returns the checksum of everything that was written.
     pub fn checksum(&self) -> u64 {
-        let state = self
-            .state
-            .lock()
-            .unwrap_or_else(|broken| broken.into_inner());
-        state.checksum
+        lock(&self.state).checksum
     }
 
     /// Gives the file its name.
     pub fn finish(self) -> Result<(), QuantizeError> {
-        let mut state = self
-            .state
-            .lock()
-            .unwrap_or_else(|broken| broken.into_inner());
+        let mut state = lock(&self.state);
         if let Some(file) = state.file.take() {
             // Data must be on disk before the name makes it visible.
             let named = file
@@ -110,7 +100,13 @@ fn temporary(path: &Path) -> PathBuf {
     path.with_file_name(format!(".moesaic-{name}.tmp"))
 }
 
-/// Writes a small file in the same way.
+/// Locks what threads share, even if one of them panicked: its panic ends the run anyway.
+pub(super) fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Writes a small file in the same way. `crate::write` gives temporary files random names, and those
+/// of killed runs would stay in the folder.
 pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), QuantizeError> {
     let layout = Layout {
         header: bytes.to_vec(),
@@ -199,17 +195,19 @@ pub(super) fn each<W: Send>(
         .min(16);
     let (queue, failed) = (Mutex::new(VecDeque::from(work)), Mutex::new(None));
     let next = || {
-        let stopped = failed.lock().is_ok_and(|failed| failed.is_some());
-        let mut queue = queue.lock().unwrap_or_else(|broken| broken.into_inner());
-        if stopped { None } else { queue.pop_front() }
+        let stopped = lock(&failed).is_some();
+        if stopped {
+            None
+        } else {
+            lock(&queue).pop_front()
+        }
     };
     let run = || {
         while let Some(work) = next() {
             match done(&work) {
                 Ok(bytes) => watch(QuantizeEvent::Done { bytes }),
                 Err(error) => {
-                    let mut failed = failed.lock().unwrap_or_else(|broken| broken.into_inner());
-                    failed.get_or_insert(error);
+                    lock(&failed).get_or_insert(error);
                 }
             }
         }
@@ -220,8 +218,5 @@ pub(super) fn each<W: Send>(
         }
         run();
     });
-    let failed = failed
-        .into_inner()
-        .unwrap_or_else(|broken| broken.into_inner());
-    failed.map_or(Ok(()), Err)
+    lock(&failed).take().map_or(Ok(()), Err)
 }

@@ -1,6 +1,6 @@
 //! Quantized checkpoints: codes and scales of wrong types and shapes.
 
-use super::weights::file;
+use super::weights::{file, held};
 use super::{Surface, folder, promise};
 use moesaic::WeightSource;
 use moesaic_spec::canonical_tensors;
@@ -247,12 +247,7 @@ fn whole(import: &Import, checkpoint: &Checkpoint, options: LoadOptions) -> Resu
         }
     };
     for tensor in canonical_tensors(&import.spec) {
-        let found = loaded.get(&tensor.name).ok_or("a tensor is missing")?;
-        let bytes = tensor.shape.iter().product::<usize>() * tensor.dtype.size();
-        let fits = found.shape == tensor.shape && found.data.len() == bytes;
-        promise(fits, || {
-            format!("`{}` is loaded as {:?}", tensor.name, found.shape)
-        })?;
+        let found = held(&loaded, &tensor)?;
         if tensor.name.starts_with("experts.") {
             let last = tensor.shape[0] - 1..tensor.shape[0];
             let row = reader.rows(&tensor.name, last.clone());

@@ -2,8 +2,9 @@
 
 use super::{Surface, folder, promise};
 use crate::mutate;
-use moesaic_spec::LayerSpec;
+use moesaic::{Tensor, Tensors};
 use moesaic_spec::testing::SampleRng;
+use moesaic_spec::{LayerSpec, TensorSpec};
 use moesaic_weights::{Checkpoint, LoadOptions, load_canonical};
 use std::fs;
 use tempfile::TempDir;
@@ -211,12 +212,7 @@ impl Surface for File {
                     continue;
                 };
                 for tensor in moesaic_spec::canonical_tensors(spec) {
-                    let found = loaded.get(&tensor.name).ok_or("a tensor is missing")?;
-                    let bytes = tensor.shape.iter().product::<usize>() * tensor.dtype.size();
-                    let fits = found.shape == tensor.shape && found.data.len() == bytes;
-                    promise(fits, || {
-                        format!("`{}` is loaded as {:?}", tensor.name, found.shape)
-                    })?;
+                    held(&loaded, &tensor)?;
                 }
             }
         }
@@ -303,4 +299,18 @@ impl Surface for Index {
         }
         Ok(true)
     }
+}
+
+/// Returns a tensor of a loaded layer, which must be there, of the spec's shape and size.
+pub(super) fn held<'l, 'a>(
+    loaded: &'l Tensors<'a>,
+    tensor: &TensorSpec,
+) -> Result<&'l Tensor<'a>, String> {
+    let found = loaded.get(&tensor.name).ok_or("a tensor is missing")?;
+    let bytes = tensor.shape.iter().product::<usize>() * tensor.dtype.size();
+    let fits = found.shape == tensor.shape && found.data.len() == bytes;
+    promise(fits, || {
+        format!("`{}` is loaded as {:?}", tensor.name, found.shape)
+    })?;
+    Ok(found)
 }

@@ -246,11 +246,6 @@ impl CodePanel {
         }
     }
 
-    /// Elements of a column in a record.
-    pub fn record_depth(&self) -> usize {
-        self.depth * self.blocks
-    }
-
     /// Bytes of a record.
     pub fn record_bytes(&self) -> usize {
         self.columns * column_bytes(&self.format, self.blocks)
