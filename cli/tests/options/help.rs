@@ -1,9 +1,9 @@
-//! What the help pages of the program list.
+//! Commands and options, as the help pages of the program list them.
 
 use crate::common::*;
 use std::collections::BTreeSet;
 
-/// What `--help` of a command lists between this heading and the next empty line.
+/// Returns the lines of a command's `--help` from this heading to the next one.
 fn listed(command: &str, heading: &str) -> Vec<String> {
     let help = moesaic(
         command

@@ -67,7 +67,7 @@ pub(crate) struct CodesText {
     /// Bytes of a row of scales before they are packed, and of offsets.
     scale_row_bytes: usize,
     offset_row_bytes: usize,
-    /// What scales are multiplied by, because numbers are decoded smaller or larger by that.
+    /// Factor of scales: numbers are decoded smaller by it.
     factor: f32,
     /// Whether columns share second scales, and the columns of the matrix of those.
     second: bool,
@@ -124,7 +124,7 @@ struct ByteTable {
     bytes: Vec<u8>,
     /// The byte of zero.
     bias: u8,
-    /// What the numbers of bytes are multiplied by to get those of codes.
+    /// The number of a code over that of its byte.
     factor: f32,
 }
 

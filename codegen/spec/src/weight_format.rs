@@ -323,7 +323,7 @@ pub struct FormatTensor {
     pub dtype: DType,
     /// Its shape, without experts.
     pub shape: [usize; 2],
-    /// What it holds; empty for the codes.
+    /// A description of its contents; empty for the codes.
     pub meaning: &'static str,
 }
 

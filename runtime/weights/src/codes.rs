@@ -20,7 +20,7 @@ pub(crate) struct CodeWeight<'a> {
     format: WeightFormat,
 }
 
-/// What the canonical format of a matrix depends on.
+/// The form of a matrix in the file, from which its canonical format follows.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Published {
     /// Codes and scales in separate tensors.
@@ -239,8 +239,7 @@ impl<'a> CodeWeight<'a> {
 
     /// Returns the tensor whose name ends so: `weight`, `scale`.
     pub fn tensor(&self, end: &str) -> Option<FormatTensor> {
-        let tensors = self.tensors().into_iter();
-        tensors.into_iter().find(|tensor| tensor.end == end)
+        self.tensors().into_iter().find(|tensor| tensor.end == end)
     }
 
     /// Returns the shape of a tensor of so many experts.

@@ -56,9 +56,9 @@ pub struct MeshLayer {
 /// The sources of a rank's weights.
 #[derive(Clone, Copy)]
 struct RankWeights<'w> {
-    /// Those of the dispatch part.
+    /// Weights of the dispatch part.
     tokens: &'w dyn WeightSource,
-    /// Those of its experts and its shards of shared ones.
+    /// Weights of its experts and of its shards of shared ones.
     experts: &'w dyn WeightSource,
 }
 

@@ -1,5 +1,5 @@
-//! What lies in an output folder before a run, and the files there that hold no tensors. Nothing
-//! that this model in this format would not be is overwritten.
+//! Checks an output folder before a run, and writes the files there that hold no tensors. No file is
+//! overwritten that this model in this format would not have.
 
 use super::QuantizeError;
 use super::journal::{self, Journal};
