@@ -171,6 +171,36 @@ fn a_raw_call_allocates_nothing_after_the_first() {
     check(&layer, "tuned");
 }
 
+/// The safe call between slices of the caller, by each of two handles.
+#[test]
+fn a_call_between_slices_allocates_nothing_after_the_first() {
+    let _turn = turn();
+    const TOKENS: usize = 300;
+    let options = EngineOptions {
+        threads: Some(2),
+        ..EngineOptions::default()
+    };
+    let engine = Engine::open("cpu", options).expect("a C compiler");
+    let layer = layer(&engine);
+    let (x, mut y) = (vec![0.5; TOKENS * MODEL_DIM], vec![0.0; TOKENS * MODEL_DIM]);
+    for layer in [&layer, &layer.handle()] {
+        let mut count = |tokens: usize| {
+            let rows = ..tokens * MODEL_DIM;
+            let before = COUNT.load(Ordering::Relaxed);
+            for _ in 0..20 {
+                layer
+                    .forward_into(&x[rows], &mut y[rows])
+                    .expect("the layer runs");
+            }
+            COUNT.load(Ordering::Relaxed) - before
+        };
+        assert!(count(TOKENS) > 0, "the counter counts");
+        for tokens in [TOKENS, 8, 1, 0] {
+            assert_eq!(count(tokens), 0, "{tokens} tokens");
+        }
+    }
+}
+
 /// Nor does one on a GPU: all of it but what the driver does.
 #[test]
 fn a_raw_call_through_a_driver_allocates_nothing_after_the_first() {

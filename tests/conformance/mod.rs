@@ -21,6 +21,7 @@ mod emulated;
 mod evaluation;
 mod gates;
 mod global_loss;
+mod handles;
 mod killed;
 pub mod layers;
 pub mod mesh;

@@ -1,6 +1,7 @@
 //! Inputs and outputs of calls.
 
 use crate::error::EngineError;
+use moesaic_kernel::DType;
 use moesaic_plan::TensorPlan;
 use moesaic_target::Ptr;
 use moesaic_tensor::{Element, Tensor, Tensors};
@@ -54,6 +55,45 @@ impl<'a> Input<'a> {
     /// Adds or replaces a tensor.
     pub fn insert(&mut self, name: &str, tensor: Tensor<'a>) {
         self.tensors.insert(name.to_string(), tensor);
+    }
+}
+
+/// The input of a call that allocates nothing: the rows of `x` alone, for a layer that reads no
+/// other input, or a whole [`Input`].
+///
+/// `&[f32]`, `&Vec<f32>`, slices of the other [`Element`]s and `&Input` convert into it.
+#[derive(Clone, Copy, Debug)]
+pub struct CallInput<'a>(pub(crate) Given<'a>);
+
+/// The forms of a [`CallInput`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Given<'a> {
+    /// The rows of `x`, as many as fill the slice.
+    Rows {
+        dtype: DType,
+        bytes: &'a [u8],
+    },
+    Input(&'a Input<'a>),
+}
+
+impl<'a, E: Element> From<&'a [E]> for CallInput<'a> {
+    fn from(rows: &'a [E]) -> CallInput<'a> {
+        CallInput(Given::Rows {
+            dtype: E::DTYPE,
+            bytes: bytemuck::cast_slice(rows),
+        })
+    }
+}
+
+impl<'a, E: Element> From<&'a Vec<E>> for CallInput<'a> {
+    fn from(rows: &'a Vec<E>) -> CallInput<'a> {
+        rows.as_slice().into()
+    }
+}
+
+impl<'a> From<&'a Input<'_>> for CallInput<'a> {
+    fn from(input: &'a Input<'_>) -> CallInput<'a> {
+        CallInput(Given::Input(input))
     }
 }
 
@@ -136,6 +176,14 @@ pub(crate) fn shape_for(tensor: &TensorPlan, tokens: usize) -> Vec<usize> {
         .iter()
         .map(|size| size.eval(tokens as u64) as usize)
         .collect()
+}
+
+/// Returns the error of memory for an output.
+pub(crate) fn output_error(name: &str, problem: String) -> EngineError {
+    EngineError::Output {
+        name: name.to_string(),
+        problem,
+    }
 }
 
 pub(crate) fn input_error(name: &str, problem: String) -> EngineError {

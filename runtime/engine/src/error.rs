@@ -5,10 +5,11 @@ use moesaic_emit::EmitError;
 use moesaic_plan::PlanError;
 use moesaic_target::{CompileError, DeviceError};
 use moesaic_tensor::SourceError;
+use std::fmt;
 use std::sync::Arc;
 
 /// An engine operation that failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
     /// The spec is not valid.
@@ -70,6 +71,14 @@ pub enum EngineError {
         /// The tensor's name.
         name: String,
         /// The value found and the value expected.
+        problem: String,
+    },
+    /// The memory for an output is not as the spec says.
+    #[error("output `{name}`: {problem}")]
+    Output {
+        /// The tensor's name.
+        name: String,
+        /// The memory given and the memory expected.
         problem: String,
     },
     /// An address of a raw call at which kernels cannot access their tensor.
@@ -163,6 +172,14 @@ pub enum EngineError {
         /// The names that exist.
         known: String,
     },
+}
+
+/// The text of `Display`: Rust prints the `Debug` of an error that `main` returns, and of one that
+/// is unwrapped.
+impl fmt::Debug for EngineError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// Errors that are shown one by one.

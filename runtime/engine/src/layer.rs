@@ -9,37 +9,43 @@ use crate::memory::{
 use crate::pass::{Pass, Ports, passing, tensors};
 use crate::place::{Packing, TABLE, checked_table, placed};
 use crate::trace::Recorder;
+use crate::turns::{CallTurn, Turns, lock};
 use moesaic_plan::{Chunk, LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource};
 use std::collections::HashMap;
+use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-/// A layer that can run. Calls from several threads take turns.
+/// A layer that can run. Calls from several threads take turns; threads whose calls should run at
+/// the same time use a [`Layer::handle`] each.
 pub struct Layer {
-    pub(crate) tilings: Tilings,
+    // Handles share these.
+    pub(crate) tilings: Arc<Tilings>,
     /// The loaded kernels of each plan.
-    modules: Vec<Modules>,
+    modules: Arc<[Modules]>,
     pub(crate) weights: Buffers,
     pub(crate) device: Arc<dyn Device>,
     /// Every tensor, in the order of names.
-    by_name: Vec<TensorId>,
-    /// Layers that share memory take turns with each other, too.
-    turn: Arc<Mutex<()>>,
-    workspaces: Mutex<Workspaces>,
+    by_name: Arc<[TensorId]>,
     /// The inputs and outputs of each pass.
-    pub(crate) ports: [Ports; 4],
+    pub(crate) ports: Arc<[Ports; 4]>,
     /// The steps of each pass.
-    passes: Vec<Bound>,
-    pub(crate) backward: Bound,
+    passes: Arc<[Bound]>,
+    pub(crate) backward: Arc<Bound>,
     /// The tensors that no call leaves for another.
-    every: Vec<TensorId>,
+    every: Arc<[TensorId]>,
     /// The tensors that a training call leaves for backward.
-    pub(crate) saved: Vec<TensorId>,
+    pub(crate) saved: Arc<[TensorId]>,
     /// The tensors among these that other calls need for themselves.
-    passing: Vec<TensorId>,
+    passing: Arc<[TensorId]>,
+
+    // Each handle has its own of these.
+    /// Layers that share memory take turns with each other, too.
+    turns: Arc<Turns>,
+    workspaces: Mutex<Workspaces>,
     /// The gradients that backward sums, `grad.<weight>`; allocated when first needed.
     pub(crate) gradients: OnceLock<Buffers>,
     /// Sets of kept tensors that no [`crate::Saved`] holds now.
@@ -88,6 +94,7 @@ impl Layer {
         device: Arc<dyn Device>,
         held: Buffers,
     ) -> Result<Layer, EngineError> {
+        let (tilings, modules) = (Arc::new(tilings), Arc::from(modules));
         let plan = tilings.first();
         let bind = |steps| Bound::new(&tilings, &modules, steps);
         let passes = Pass::ALL.iter().map(|pass| bind(pass.steps(plan)));
@@ -95,18 +102,18 @@ impl Layer {
         // Raw calls look up every tensor by name, so a search must not walk the whole plan.
         by_name.sort_by_key(|&id| &*plan[id].name);
         Ok(Layer {
-            ports: Pass::ALL.map(|pass| pass.ports(plan)),
+            ports: Pass::ALL.map(|pass| pass.ports(plan)).into(),
             passes: passes.collect::<Result<_, _>>()?,
-            backward: bind(&plan.backward)?,
-            every: passing_tensors(plan),
-            saved: plan.saved(),
-            passing: passing(plan),
-            by_name,
+            backward: bind(&plan.backward)?.into(),
+            every: passing_tensors(plan).into(),
+            saved: plan.saved().into(),
+            passing: passing(plan).into(),
+            by_name: by_name.into(),
             tilings,
             modules,
             weights: held,
             device,
-            turn: Arc::default(),
+            turns: Arc::default(),
             workspaces: Mutex::default(),
             gradients: OnceLock::new(),
             idle: Arc::default(),
@@ -114,15 +121,42 @@ impl Layer {
         })
     }
 
-    /// Returns the lock by which calls take turns.
-    pub(crate) fn turn(&self) -> &Arc<Mutex<()>> {
-        &self.turn
+    /// Returns another handle to the layer: its weights and kernels are the same memory, its
+    /// workspace is its own. Calls of two handles run at the same time, on a GPU in the order of the
+    /// stream; calls of one take turns. [`Layer::set_weight`] changes a weight for all handles.
+    ///
+    /// A handle to a training layer has gradients of its own, and its backward takes what its own
+    /// `forward_train` saved.
+    pub fn handle(&self) -> Layer {
+        Layer {
+            tilings: Arc::clone(&self.tilings),
+            modules: Arc::clone(&self.modules),
+            weights: self.weights.clone(),
+            device: Arc::clone(&self.device),
+            by_name: Arc::clone(&self.by_name),
+            ports: Arc::clone(&self.ports),
+            passes: Arc::clone(&self.passes),
+            backward: Arc::clone(&self.backward),
+            every: Arc::clone(&self.every),
+            saved: Arc::clone(&self.saved),
+            passing: Arc::clone(&self.passing),
+            turns: Arc::new(self.turns.handle()),
+            workspaces: Mutex::default(),
+            gradients: OnceLock::new(),
+            idle: Arc::default(),
+            recorder: self.recorder.clone(),
+        }
     }
 
-    /// Returns the layer with the lock of another: calls of the two never run at the same time.
-    pub(crate) fn taking_turns(self, turn: &Arc<Mutex<()>>) -> Layer {
-        let turn = Arc::clone(turn);
-        Layer { turn, ..self }
+    /// Returns the locks by which calls take turns.
+    pub(crate) fn turn(&self) -> &Arc<Turns> {
+        &self.turns
+    }
+
+    /// Returns the layer with the locks of another: calls of the two never run at the same time.
+    pub(crate) fn taking_turns(self, turns: &Arc<Turns>) -> Layer {
+        let turns = Arc::clone(turns);
+        Layer { turns, ..self }
     }
 
     /// Returns the id of the tensor of this name.
@@ -202,7 +236,8 @@ impl Layer {
         self.recorder = recorder;
     }
 
-    /// Replaces a weight, when no call is in flight. Earlier launches see the old values.
+    /// Replaces a weight, when no call of any [`Layer::handle`] is in flight. Earlier launches see
+    /// the old values.
     ///
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
@@ -234,7 +269,7 @@ impl Layer {
         let id = self.id(name).expect("found above");
         // Calls of other threads read weights without a copy, so they must not run until the upload
         // is done.
-        let _turn = self.lock_workspaces();
+        let _changing = self.turns.change_weights();
         if let Some(buffer) = self.weights.get(id) {
             self.device.upload(&tensor.data, buffer, 0)?;
             return Ok(());
@@ -280,7 +315,7 @@ impl Layer {
     /// A panic while the lock was held can only have left a workspace that
     /// `reserve` replaces, so poisoning carries no information.
     pub(crate) fn lock_workspaces(&self) -> Turn<'_> {
-        let turn = lock(&self.turn);
+        let turn = self.turns.call();
         Turn {
             workspaces: lock(&self.workspaces),
             _turn: turn,
@@ -339,10 +374,21 @@ impl Layer {
     }
 }
 
+impl fmt::Debug for Layer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plan = self.plan();
+        f.debug_struct("Layer")
+            .field("shape", &plan.spec.shape)
+            .field("target", &plan.target.to_string())
+            .field("trains", &plan.training.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
 /// A layer's workspaces during a call; no other call that uses the same memory runs meanwhile.
 pub(crate) struct Turn<'a> {
     workspaces: MutexGuard<'a, Workspaces>,
-    _turn: MutexGuard<'a, ()>,
+    _turn: CallTurn<'a>,
 }
 
 impl Deref for Turn<'_> {
@@ -357,10 +403,6 @@ impl DerefMut for Turn<'_> {
     fn deref_mut(&mut self) -> &mut Workspaces {
         &mut self.workspaces
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn most_tokens(plan: &LayerPlan) -> usize {

@@ -3,18 +3,19 @@
 use crate::error::EngineError;
 use crate::launch::Modules;
 use crate::place::{placed, zeroed};
+use crate::turns::Turns;
 use moesaic_plan::{LayerPlan, Role, TensorPlan};
 use moesaic_target::{Buffer, Device};
 use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// Weights and gradients of layers that use the same.
 pub(crate) struct Shared {
     weights: HashMap<String, Arc<Buffer>>,
     gradients: HashMap<String, Arc<Buffer>>,
-    /// The lock by which layers on this memory take turns.
-    pub turn: Arc<Mutex<()>>,
+    /// The locks by which layers on this memory take turns.
+    pub turn: Arc<Turns>,
 }
 
 impl Shared {

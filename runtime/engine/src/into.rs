@@ -1,0 +1,143 @@
+//! Evaluation between slices of the caller, without an allocation.
+
+use crate::call::{CallInput, Given, RngKey, input_error, output_error};
+use crate::error::EngineError;
+use crate::layer::Layer;
+use crate::memory::Workspaces;
+use crate::pass::Pass;
+use moesaic_kernel::DType;
+use moesaic_plan::{TensorId, TensorPlan};
+use moesaic_target::Ptr;
+use moesaic_tensor::Element;
+
+impl Layer {
+    /// Evaluates the layer and writes `y [T, output_dim]` into a slice of yours. `input` is `x
+    /// [T, model_dim]` as a slice, or an [`Input`] where the layer reads more than `x`.
+    ///
+    /// On a CPU kernels read `x` and write `y` where they are. Once a call was as large, a call
+    /// with a slice allocates nothing, so it is the call for decoding.
+    ///
+    /// # Errors
+    /// [`EngineError::Output`] when `y` has another length or type; otherwise as
+    /// [`Layer::forward`].
+    pub fn forward_into<'i, E: Element>(
+        &self,
+        input: impl Into<CallInput<'i>>,
+        y: &mut [E],
+    ) -> Result<(), EngineError> {
+        let CallInput(given) = input.into();
+        let output = self.id("y").expect("every layer has y");
+        let [x_plan, y_plan] = [self.plan().tensor("x"), Some(&self.plan()[output])]
+            .map(|tensor| tensor.expect("every layer has x and y"));
+        let (tokens, factor) = match given {
+            Given::Rows { dtype, bytes } => (tokens_of(x_plan, dtype, bytes)?, None),
+            Given::Input(input) => (input.tokens, input.capacity_factor),
+        };
+        check_output(y_plan, E::DTYPE, y.len(), tokens)?;
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(y);
+
+        let workspaces = &mut *self.lock_workspaces();
+        let scalars = self.scalars(Pass::Evaluate, RngKey::default(), tokens, factor)?;
+        self.reserve(workspaces, tokens)?;
+        self.place_inputs(given, workspaces)?;
+        let in_place = self.device.host_ptr(bytes).is_some();
+        if in_place {
+            let address = Ptr(bytes.as_mut_ptr() as u64);
+            workspaces.given.push((output, address));
+        }
+        self.lay_passing(workspaces);
+        let Workspaces {
+            addresses, given, ..
+        } = &mut *workspaces;
+        addresses.give(given);
+        self.run(self.bound(Pass::Evaluate), &scalars, addresses, None)?;
+        if in_place {
+            // The slices are the caller's again when this returns.
+            self.device.synchronize()?;
+        } else {
+            let buffer = workspaces.get(output).expect("outputs have memory");
+            self.device.download(buffer, 0, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Lists the inputs that kernels can read where they are in `given`, and copies the others.
+    fn place_inputs(
+        &self,
+        input: Given<'_>,
+        workspaces: &mut Workspaces,
+    ) -> Result<(), EngineError> {
+        workspaces.given.clear();
+        for &id in self.inputs(Pass::Evaluate) {
+            let tensor = &self.plan()[id];
+            match input {
+                Given::Rows { bytes, .. } if tensor.name == "x" => {
+                    self.place(id, bytes, true, workspaces)?;
+                }
+                Given::Rows { .. } => {
+                    let problem = "is missing: the layer reads it beside `x`, so pass an `Input`";
+                    return Err(input_error(&tensor.name, problem.to_string()));
+                }
+                Given::Input(input) => {
+                    let host = self.checked_input(input, tensor)?;
+                    // Kernels rescale an external router's weights where they lie, and these are
+                    // the caller's.
+                    self.place(id, &host.data, tensor.name == "x", workspaces)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the bytes of an input where kernels read them.
+    fn place(
+        &self,
+        id: TensorId,
+        bytes: &[u8],
+        may_stay: bool,
+        workspaces: &mut Workspaces,
+    ) -> Result<(), EngineError> {
+        let size = self.plan()[id].dtype.size() as u64;
+        let aligned = |address: &Ptr| may_stay && address.0.is_multiple_of(size);
+        match self.device.host_ptr(bytes).filter(aligned) {
+            Some(address) => workspaces.given.push((id, address)),
+            None => {
+                let buffer = workspaces.get(id).expect("inputs have memory");
+                self.device.upload(bytes, buffer, 0)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the number of rows of `x` in these bytes.
+fn tokens_of(x: &TensorPlan, dtype: DType, bytes: &[u8]) -> Result<usize, EngineError> {
+    let elements = bytes.len() / dtype.size();
+    let width = x.bytes(1) as usize / x.dtype.size();
+    if dtype == x.dtype && elements.is_multiple_of(width) {
+        return Ok(elements / width);
+    }
+    let problem = format!(
+        "has {elements} elements of {dtype}, expected rows of {width} of {}",
+        x.dtype
+    );
+    Err(input_error("x", problem))
+}
+
+/// Checks the slice that a call writes.
+fn check_output(
+    y: &TensorPlan,
+    dtype: DType,
+    elements: usize,
+    tokens: usize,
+) -> Result<(), EngineError> {
+    let expected = y.bytes(tokens as u64) as usize / y.dtype.size();
+    if dtype == y.dtype && elements == expected {
+        return Ok(());
+    }
+    let problem = format!(
+        "has {elements} elements of {dtype}, expected {expected} of {} for {tokens} tokens",
+        y.dtype
+    );
+    Err(output_error("y", problem))
+}
