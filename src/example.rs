@@ -1,7 +1,9 @@
 //! The layer used by the examples in this crate's documentation.
 
-use crate::{Engine, LayerSpec, Tensor, Tensors};
+use crate::{Engine, Error, LayerSpec, Tensor, Tensors};
 use moesaic_spec::canonical_tensors;
+use moesaic_weights::write_safetensors;
+use std::path::Path;
 
 /// A spec with top-2 of four experts, and tokens of eight numbers.
 pub const SPEC: &str = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";
@@ -29,4 +31,36 @@ pub fn engine() -> Engine {
 /// Returns `elements` numbers of a sine wave.
 pub fn wave(elements: usize) -> Vec<f32> {
     (0..elements).map(|i| (i as f32 * 0.7).sin()).collect()
+}
+
+/// Writes the folder of a Mixtral with two layers, in the form of transformers.
+///
+/// # Errors
+/// The folder cannot be written.
+pub fn write_model(folder: &Path) -> Result<(), Error> {
+    let config = r#"{ "model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+        "torch_dtype": "float32" }"#;
+    let path = folder.join("config.json");
+    let written = std::fs::write(&path, config);
+    written.map_err(|source| Error::Io { path, source })?;
+    let mut tensors = Tensors::new();
+    let mut add = |name: String, shape: [usize; 2]| {
+        let values = wave(shape.iter().product());
+        tensors.insert(name, Tensor::owned(&shape, values));
+    };
+    for layer in 0..2 {
+        let block = format!("model.layers.{layer}.block_sparse_moe");
+        add(format!("{block}.gate.weight"), [4, 8]);
+        for expert in 0..4 {
+            let expert = format!("{block}.experts.{expert}");
+            add(format!("{expert}.w1.weight"), [16, 8]);
+            add(format!("{expert}.w2.weight"), [8, 16]);
+            add(format!("{expert}.w3.weight"), [16, 8]);
+        }
+    }
+    Ok(write_safetensors(
+        folder.join("model.safetensors"),
+        &tensors,
+    )?)
 }

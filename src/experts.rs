@@ -62,12 +62,13 @@ pub use moesaic_engine::ExpertBackward;
 /// #     }
 /// #     fn backward(&mut self, _: &ExpertBackward<'_>, _: &mut [f32]) {}
 /// # }
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let scale = |factor| Box::new(Scale(factor)) as Box<dyn UserExpert>;
-/// let experts = [1.0, 2.0, 3.0, 4.0].map(scale);
-/// let layer = engine().user_layer(&spec(), &weights(), experts.into(), false)?;
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let experts = [1.0, 2.0, 3.0, 4.0].map(Scale); // or boxes of several types
+/// let mut layer = engine().user_layer(&spec(), &weights(), experts.into(), false)?;
 /// let y = layer.forward(&Input::new(3, &wave(24)), &["y"])?;
 /// assert_eq!(y.y().shape, [3, 8]);
+/// layer.experts_mut()[1].0 *= 0.5; // they stay of your type
+/// assert_eq!(layer.experts()[1].0, 1.0);
 /// # Ok(())
 /// # }
 /// ```

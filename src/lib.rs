@@ -7,7 +7,7 @@
 //! ```no_run
 //! use moesaic::{Engine, Input, LayerSpec, Tensors};
 //!
-//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # fn main() -> Result<(), moesaic::Error> {
 //! let spec = LayerSpec::from_toml(
 //!     "shape = { model_dim = 64, hidden_dim = 128, experts = 8, top_k = 2 }",
 //! )?;
@@ -30,8 +30,10 @@
 //! |---|---|
 //! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
 //! | have rustc check shapes | [`layer!`], [`typed`] |
-//! | load a checkpoint | [`weights`] |
-//! | train | [`Training`], [`RngKey`], [`train`] |
+//! | load a model's layer | [`Engine::layer_from_hf`], [`weights`] |
+//! | serve it from several threads, decode without allocation | [`Layer::handle`], [`Layer::forward_into`] |
+//! | handle errors | [`Error`], [`Result`] |
+//! | train | [`Init`], [`Training`], [`RngKey`], [`train`] |
 //! | spread experts over ranks | [`Parallel`], [`Mesh`], [`MeshLayer`], [`mesh`], [`collectives`] |
 //! | choose how ranks exchange rows | [`Strategy`], [`tune`] |
 //! | bring your own experts, or several routers | [`experts`] |
@@ -56,11 +58,16 @@
 
 pub mod aot;
 mod compilers;
+mod error;
 pub mod experts;
+mod init;
+mod layers;
 pub mod mesh;
 #[cfg(not(all(feature = "cuda", feature = "rocm", feature = "sim")))]
 mod missing;
+mod model;
 mod open;
+mod parts;
 mod reexports;
 #[cfg(feature = "sim")]
 mod simulators;
@@ -70,93 +77,15 @@ pub mod trace;
 use missing::simulators;
 
 pub use compilers::{Compilers, TargetNameError, resolve_target};
+pub use error::{Error, Result};
+pub use init::Init;
+pub use layers::Engine;
 #[cfg(feature = "macros")]
 #[doc(inline)]
 pub use moesaic_macros::layer;
-pub use open::{Engine, EngineOptions, OpenError};
+pub use open::{EngineOptions, OpenError};
+pub use parts::*;
 pub use reexports::*;
-
-#[doc(inline)]
-pub use moesaic_collectives as collectives;
-#[doc(inline)]
-#[cfg(feature = "reference")]
-pub use moesaic_reference as reference;
-/// The spec of a layer: its keys, defaults, and readers of model configs.
-///
-/// ```
-/// use moesaic::spec::{LayerSpec, canonical_tensors};
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let text = "shape = { model_dim = 64, hidden_dim = 128, experts = 8, top_k = 2 }";
-/// let spec = LayerSpec::from_toml(text)?;
-/// let weights = canonical_tensors(&spec);
-/// assert_eq!(weights[0].name, "router.weight");
-/// # Ok(())
-/// # }
-/// ```
-///
-#[doc(inline)]
-pub use moesaic_spec as spec;
-#[cfg(feature = "train")]
-#[doc(inline)]
-pub use moesaic_train as train;
-#[cfg(feature = "tune")]
-/// Choosing the strategy of ranks, from measurements of your own training or serving steps.
-///
-/// ```
-/// use moesaic::Parallel;
-/// use moesaic::tune::{Calls, Key, Options, Rows, Space, Times, Tuner};
-///
-/// let mesh = Parallel { ep: 16, ..Parallel::default() };
-/// let mut tuner = Tuner::new(Options::default(), Space::of(mesh, 8));
-/// let key = Key {
-///     machine: "our rack".to_string(),
-///     layer: "mixtral".to_string(),
-///     calls: Calls::Training,
-///     rows: Rows::of(1000, None),
-/// };
-/// // A layer does this in each step: nothing is predicted here, so Tutel's search says what next.
-/// let strategy = tuner.choose(&key, Vec::new);
-/// tuner.observe(&key, strategy, Times { forward: 0.002, backward: 0.004 });
-/// assert_eq!(tuner.events().len(), 1);
-/// ```
-///
-#[doc(inline)]
-pub use moesaic_tune as tune;
-/// The building blocks of `layer!`: arrays as tensors, and typed device memory.
-///
-/// ```
-/// use moesaic::typed::tensor;
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let flat = vec![0.5f32; 8 * 64];
-/// let weight: &[[f32; 64]; 8] = tensor(&flat)?;
-/// assert_eq!(weight[7][63], 0.5);
-/// # Ok(())
-/// # }
-/// ```
-///
-#[doc(inline)]
-pub use moesaic_typed as typed;
-/// Checkpoints in safetensors, of this and other libraries, read one expert at a time, and written.
-///
-/// ```
-/// use moesaic::weights::{Checkpoint, write_safetensors};
-/// use moesaic::Tensors;
-///
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// # let folder = tempfile::tempdir()?;
-/// # let path = folder.path().join("layer.safetensors");
-/// let router = vec![0.5f32; 8 * 64];
-/// write_safetensors(&path, &Tensors::new().with("router.weight", &[8, 64], &router))?;
-/// let found = Checkpoint::open(&path)?.read("router.weight")?; // mapped, not copied
-/// assert_eq!(found.shape, [8, 64]);
-/// # Ok(())
-/// # }
-/// ```
-///
-#[doc(inline)]
-pub use moesaic_weights as weights;
 
 // The command line and the tests are made of these parts, which change without notice.
 #[doc(hidden)]
@@ -197,3 +126,8 @@ pub struct Readme;
 #[cfg(all(doctest, feature = "macros", feature = "train"))]
 #[doc = include_str!("../docs/GUIDE.md")]
 pub struct Guide;
+
+/// The examples for servers, included for the same reason.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/SERVING.md")]
+pub struct Serving;

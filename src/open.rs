@@ -1,5 +1,6 @@
 //! Opening engines on the devices of this machine.
 
+use crate::Engine;
 use crate::compilers::{Compilers, TargetNameError, resolve_target};
 use crate::simulators;
 use moesaic_cache::Store;
@@ -8,7 +9,7 @@ use moesaic_cpu::CpuDevice;
 use moesaic_engine::EngineParts;
 use moesaic_kernel::{CpuCaches, Target};
 use moesaic_target::{CompileError, CompileOptions, Compiler, Device, DeviceError};
-use std::ops::Deref;
+use std::fmt;
 use std::sync::Arc;
 
 /// The reason an engine could not be opened.
@@ -19,7 +20,7 @@ use std::sync::Arc;
 /// let Err(error) = Engine::open("quantum", EngineOptions::default()) else { panic!() };
 /// assert!(matches!(error, OpenError::Target(_)), "{error}");
 /// ```
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// The target name is unknown.
@@ -31,6 +32,13 @@ pub enum OpenError {
     /// No compiler for the target was found.
     #[error(transparent)]
     Compile(#[from] CompileError),
+}
+
+/// The text of `Display`: Rust prints the `Debug` of an error that `main` returns.
+impl fmt::Debug for OpenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// The settings of a new engine. By default it keeps kernels in your cache directory and compiles
@@ -124,32 +132,7 @@ fn gpus(drivers: &[fn() -> Result<usize, DeviceError>]) -> usize {
     found.find(|count| *count > 0).unwrap_or(0)
 }
 
-/// A device, its compiler and a kernel store; you make layers with it. It wraps a
-/// [`moesaic_engine::Engine`] and adds the constructors.
-///
-/// ```
-/// use moesaic::{Engine, Input};
-///
-/// # use moesaic::example::{spec, wave, weights};
-/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let engine = Engine::auto()?; // a GPU where there is one, else the CPU
-/// let layer = engine.layer(&spec(), &weights())?;
-/// layer.forward(&Input::new(3, &wave(24)))?;
-/// println!("{} on {}", engine.target(), engine.device_info().name);
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone)]
-pub struct Engine(moesaic_engine::Engine);
-
-impl Deref for Engine {
-    type Target = moesaic_engine::Engine;
-
-    fn deref(&self) -> &Self::Target {
-        &self.0
-    }
-}
-
+/// Constructors.
 impl Engine {
     /// Opens the best device of this machine: a CUDA or ROCm GPU if its driver answers and a
     /// compiler for it is found, else the CPU.

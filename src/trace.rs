@@ -104,3 +104,22 @@ pub use moesaic_engine::chrome_trace;
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::Chunk;
+
+/// The time of one launch, as [`Layer::time_steps`](crate::Layer::time_steps) measures it.
+///
+/// ```
+/// use moesaic::Input;
+/// use moesaic::trace::StepTime;
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// layer.forward(&Input::new(3, &wave(24)))?;
+/// let steps: Vec<StepTime> = layer.time_steps(3)?; // the same call again
+/// let slowest = steps.iter().max_by_key(|step| step.time);
+/// assert!(slowest.is_some_and(|step| !step.symbol.is_empty()));
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::StepTime;

@@ -120,6 +120,23 @@ pub use moesaic_engine::Layer;
 #[doc(inline)]
 pub use moesaic_engine::Input;
 
+/// The input of [`Layer::forward_into`]: the rows of `x` as a slice, or an [`Input`].
+///
+/// ```
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// let (mut x, mut y) = (wave(8), vec![0.0f32; 8]); // one token of eight numbers
+/// for _ in 0..10 {
+///     layer.forward_into(&x, &mut y)?; // no allocation after the first
+///     x.copy_from_slice(&y);
+/// }
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::CallInput;
+
 /// The result of a call: the tensors that you asked for.
 ///
 /// ```
@@ -186,6 +203,45 @@ pub use moesaic_engine::Record;
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::Statistics;
+
+/// An address in the memory of a device, as a [`RawCall`] takes it. On a CPU it is the address of a
+/// slice, on a GPU what CUDA or HIP allocated: `cudarc`'s and PyTorch's pointers are such.
+///
+/// ```
+/// use moesaic::{Ptr, RawCall};
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let layer = engine().layer(&spec(), &weights())?; // on a CPU
+/// let (x, mut y) = (wave(24), vec![0.0f32; 24]);
+/// let tensors = [("x", Ptr(x.as_ptr() as u64)), ("y", Ptr(y.as_mut_ptr() as u64))];
+/// let call = RawCall { tokens: 3, tensors: &tensors, ..RawCall::default() };
+/// // SAFETY: both hold three tokens, and a CPU is done when the call returns.
+/// unsafe { layer.forward_raw(&call)? };
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_target::Ptr;
+
+/// Memory of a device, freed when its last owner drops it.
+///
+/// ```
+/// use moesaic::Buffer;
+///
+/// # use moesaic::example::engine;
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let engine = engine();
+/// let buffer: Buffer = engine.device().alloc(64)?;
+/// engine.device().upload(&[1, 2, 3, 4], &buffer, 0)?;
+/// let mut bytes = [0; 2];
+/// engine.device().download(&buffer, 2, &mut bytes)?; // waits for the device
+/// assert_eq!(bytes, [3, 4]);
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_target::Buffer;
 
 /// A call on device memory that you own, such as another library's tensors.
 ///

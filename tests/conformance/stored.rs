@@ -170,7 +170,7 @@ fn activations_are_codes_on_cpus_and_without_gradients() {
     spec.precision.expert_activations = Some(ActivationFormat::Int8);
     let stored = Stored::random(&spec, "mxfp4", 1, 1);
     let sim = Engine::open("sim:sm_80", super::layers::poisoned()).unwrap();
-    let error = stored.layer(&sim).err().expect("it is refused").to_string();
+    let error = stored.layer(&sim).expect_err("it is refused").to_string();
     assert!(
         error.contains("`precision.expert_activations` = \"int8\" is for CPUs"),
         "{error}"

@@ -20,7 +20,8 @@ impl LayerSpec {
     /// Reads and validates a spec.
     ///
     /// ```
-    /// use moesaic_spec::{LayerSpec, Renormalize};
+    /// # mod moesaic { pub use moesaic_spec as spec; }
+    /// use moesaic::spec::{LayerSpec, Renormalize};
     ///
     /// let spec = LayerSpec::from_toml(
     ///     r#"
@@ -33,7 +34,7 @@ impl LayerSpec {
     ///
     /// let error = LayerSpec::from_toml("shape = { num_experts = 8 }").unwrap_err();
     /// eprintln!("{}", error.render("layer.toml", true));
-    /// # Ok::<(), moesaic_spec::SpecError>(())
+    /// # Ok::<(), moesaic::spec::SpecError>(())
     /// ```
     ///
     /// # Errors

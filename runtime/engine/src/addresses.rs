@@ -3,6 +3,7 @@
 use crate::call::input_error;
 use crate::error::EngineError;
 use crate::layer::Layer;
+use crate::place::TABLE;
 use moesaic_kernel::Target;
 use moesaic_plan::{TensorId, TensorPlan};
 use moesaic_target::Ptr;
@@ -39,6 +40,38 @@ impl Layer {
             self.check_alignment(tensor, address)?;
         }
         Ok(())
+    }
+
+    /// Makes this handle's calls read weights in memory of yours instead of the layer's, until the
+    /// next `read_weights_at`: without a weight calls read the layer's own again. For another
+    /// library's parameters, which change between calls without a copy.
+    ///
+    /// # Safety
+    /// Each address must be valid on the layer's device for the weight's size, and unchanged during
+    /// each call, as long as calls read it.
+    ///
+    /// # Errors
+    /// [`EngineError::Weight`] for a name that is no weight, or one that kernels do not read as it
+    /// is: packed ones, and `router.table`, whose ids are checked when they are copied.
+    #[doc(hidden)]
+    pub unsafe fn read_weights_at(&self, weights: &[(&str, Ptr)]) -> Result<(), EngineError> {
+        for (name, _) in weights {
+            if !self.reads_weight(name) {
+                return Err(EngineError::Weight {
+                    name: name.to_string(),
+                    problem: "is not read where it lies: copy it by `set_weight`".to_string(),
+                });
+            }
+        }
+        let workspaces = &mut *self.lock_workspaces();
+        self.find_given(0, weights, &[], &mut workspaces.weights)
+    }
+
+    /// Returns true if kernels read this weight as it is, so that [`Layer::read_weights_at`] can
+    /// have it.
+    #[doc(hidden)]
+    pub fn reads_weight(&self, name: &str) -> bool {
+        name != TABLE && self.weight_ptr(name).is_some()
     }
 
     fn check_alignment(&self, tensor: &TensorPlan, address: Ptr) -> Result<(), EngineError> {

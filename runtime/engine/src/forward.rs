@@ -124,9 +124,11 @@ impl Layer {
             every,
             passing,
             addresses,
+            weights,
             ..
         } = workspaces;
         self.lay(addresses, [every, passing]);
+        addresses.give(weights);
     }
 
     /// Runs the steps again on the inputs of the last call, the first `tokens`

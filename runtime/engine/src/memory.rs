@@ -185,6 +185,8 @@ pub(crate) struct Workspaces {
     pub addresses: Addresses,
     /// Scratch for the addresses that a raw call gives.
     pub given: Vec<(TensorId, Ptr)>,
+    /// Weights that calls read in memory of the caller instead of the layer's.
+    pub weights: Vec<(TensorId, Ptr)>,
 }
 
 impl Workspaces {

@@ -222,11 +222,15 @@ impl Layer {
     /// Sets the addresses of a training call, forward and backward.
     pub(crate) fn lay_saved(&self, workspaces: &mut Workspaces, saved: &Saved) {
         let Workspaces {
-            every, addresses, ..
+            every,
+            addresses,
+            weights,
+            ..
         } = workspaces;
         saved.captured.fetch_or(self.captured(), Ordering::Relaxed);
         self.lay(addresses, [every, &saved.kept.workspace]);
         addresses.give(&saved.kept.given);
+        addresses.give(weights);
     }
 
     fn dy(&self) -> Option<TensorId> {

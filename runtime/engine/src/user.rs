@@ -40,11 +40,22 @@ pub struct ExpertBackward<'a> {
     pub accumulate: bool,
 }
 
-/// A layer whose routed experts are [`UserExpert`]s. Routing, dispatch, shared
-/// experts and combine are kernels; rows come to host memory in between.
-pub struct UserLayer {
+impl<E: UserExpert + ?Sized> UserExpert for Box<E> {
+    fn forward(&self, rows: &[f32], out: &mut [f32], saved: Option<&mut Vec<f32>>) {
+        (**self).forward(rows, out, saved);
+    }
+
+    fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]) {
+        (**self).backward(call, drows);
+    }
+}
+
+/// A layer whose routed experts are [`UserExpert`]s: of one type of yours, or boxed where they
+/// differ. Routing, dispatch, shared experts and combine are kernels; rows come to host memory in
+/// between.
+pub struct UserLayer<E = Box<dyn UserExpert>> {
     layer: Layer,
-    experts: Vec<Box<dyn UserExpert>>,
+    experts: Vec<E>,
     forward: Around,
     evaluation: Around,
     backward: Around,
@@ -95,13 +106,13 @@ impl Engine {
     /// [`EngineError::Spec`] when the number of experts differs;
     /// [`EngineError::Plan`] when the spec has biases of experts or
     /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer`].
-    pub fn user_layer(
+    pub fn user_layer<E: UserExpert>(
         &self,
         spec: &LayerSpec,
         weights: &dyn WeightSource,
-        experts: Vec<Box<dyn UserExpert>>,
+        experts: Vec<E>,
         training: bool,
-    ) -> Result<UserLayer, EngineError> {
+    ) -> Result<UserLayer<E>, EngineError> {
         check_spec(spec)?;
         check_experts(spec, experts.len())?;
         let options = self.plan_options(training.then(Training::default));
@@ -129,7 +140,7 @@ fn check_experts(spec: &LayerSpec, given: usize) -> Result<(), EngineError> {
     }
 }
 
-impl UserLayer {
+impl<E: UserExpert> UserLayer<E> {
     /// The layer without its experts: gradients and weights of the router and
     /// of shared experts.
     pub fn layer(&self) -> &Layer {
@@ -137,8 +148,13 @@ impl UserLayer {
     }
 
     /// The experts, by id.
-    pub fn experts(&self) -> &[Box<dyn UserExpert>] {
+    pub fn experts(&self) -> &[E] {
         &self.experts
+    }
+
+    /// The experts, by id, for an optimizer that moves their parameters between calls.
+    pub fn experts_mut(&mut self) -> &mut [E] {
+        &mut self.experts
     }
 
     /// Evaluates the layer and reads back the named outputs.
@@ -324,13 +340,13 @@ impl UserLayer {
     }
 
     /// Downloads elements of a tensor as they are.
-    fn read_raw<'b, E: Element>(
+    fn read_raw<'b, T: Element>(
         &self,
         name: &str,
         count: usize,
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
-    ) -> Result<Vec<E>, EngineError> {
-        let mut values = vec![E::zeroed(); count];
+    ) -> Result<Vec<T>, EngineError> {
+        let mut values = vec![T::zeroed(); count];
         let id = self.layer.id(name);
         let buffer = id.and_then(find).expect("planned tensors have memory");
         let bytes = bytemuck::cast_slice_mut(&mut values);
@@ -358,7 +374,7 @@ impl UserLayer {
 
 /// Runs backward of each expert on its rows; returns the gradient of all rows.
 fn run_backward(
-    experts: &mut [Box<dyn UserExpert>],
+    experts: &mut [impl UserExpert],
     saved: &UserSaved,
     dout: &[f32],
     accumulate: bool,

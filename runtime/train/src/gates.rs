@@ -12,13 +12,14 @@
 //! model.
 //!
 //! ```
-//! use moesaic_train::gates::best;
+//! # mod moesaic { pub use moesaic_train as train; }
+//! use moesaic::train::gates::best;
 //!
 //! let chosen = best(&[0.0, 2.0, 1.0], 3, 2)?;
 //! assert_eq!(chosen.ids, [1, 2]);
 //! let dlogits = chosen.gradient(&[1.0, 0.0])?;
 //! assert!(dlogits[0] == 0.0 && dlogits[1] > 0.0 && dlogits[2] < 0.0);
-//! # Ok::<(), moesaic_train::TrainError>(())
+//! # Ok::<(), moesaic::train::TrainError>(())
 //! ```
 
 use crate::TrainError;
@@ -108,9 +109,12 @@ pub fn best(logits: &[f32], experts: usize, top_k: usize) -> Result<Chosen, Trai
 /// The errors of [`best`] and of the exchange, or [`TrainError::Tensor`] if experts have replicas.
 ///
 /// ```
-/// use moesaic_engine::{RngKey, Input, MeshLayer};
-/// use moesaic_tensor::Tensor;
-/// use moesaic_train::{TrainError, gates::swipe};
+/// # mod moesaic {
+/// #     pub use moesaic_engine::{RngKey, Input, MeshLayer};
+/// #     pub use {moesaic_tensor::Tensor, moesaic_train as train};
+/// # }
+/// use moesaic::train::{TrainError, gates::swipe};
+/// use moesaic::{Input, MeshLayer, RngKey, Tensor};
 ///
 /// /// `y`, and the gradient of the logits `[T, E]`, of a layer with an external router.
 /// fn step(
@@ -187,13 +191,14 @@ pub fn swipe(
 /// near experts.
 ///
 /// ```
-/// use moesaic_train::gates::near;
+/// # mod moesaic { pub use moesaic_train as train; }
+/// use moesaic::train::gates::near;
 ///
 /// let here = [true, true, false];
 /// let logits = [0.1, 0.2, 0.9, 0.3, 0.1, 0.5]; // both tokens want the last expert
 /// let chosen = near(&logits, &here, 0.5)?;
 /// assert_eq!(chosen.ids, [1, 2, 0, 1]); // one of them gets it, as its second
-/// # Ok::<(), moesaic_train::TrainError>(())
+/// # Ok::<(), moesaic::train::TrainError>(())
 /// ```
 pub fn near(logits: &[f32], here: &[bool], outgoing: f64) -> Result<Chosen, TrainError> {
     let experts = here.len();
@@ -257,9 +262,10 @@ pub fn experts_near(mesh: &Mesh, per_node: usize, experts: usize) -> Vec<bool> {
 /// [`TrainError::Tensor`] for sizes that do not fit.
 ///
 /// ```
-/// let (loss, gradient) = moesaic_train::gates::balance(&[0.0; 8], 4)?;
+/// # mod moesaic { pub use moesaic_train as train; }
+/// let (loss, gradient) = moesaic::train::gates::balance(&[0.0; 8], 4)?;
 /// assert_eq!((loss, gradient.len()), (1.0, 8)); // ties go to the first, scores are equal
-/// # Ok::<(), moesaic_train::TrainError>(())
+/// # Ok::<(), moesaic::train::TrainError>(())
 /// ```
 pub fn balance(logits: &[f32], experts: usize) -> Result<(f32, Vec<f32>), TrainError> {
     check(logits, experts, 1)?;

@@ -89,12 +89,13 @@ pub struct ShapeError {
 /// Views a flat slice as one tensor; the context gives the shape.
 ///
 /// ```
-/// use moesaic_typed::tensor;
+/// # mod moesaic { pub use moesaic_typed as typed; }
+/// use moesaic::typed::tensor;
 ///
 /// let flat = vec![0.5f32; 8 * 64];
 /// let weight: &[[f32; 64]; 8] = tensor(&flat)?;
 /// assert!(tensor::<[[f32; 64]; 9]>(&flat).is_err());
-/// # Ok::<(), moesaic_typed::ShapeError>(())
+/// # Ok::<(), moesaic::typed::ShapeError>(())
 /// ```
 ///
 /// # Errors
@@ -118,12 +119,13 @@ pub fn tensor<A: Array>(elements: &[A::Element]) -> Result<&A, ShapeError> {
 /// Views a flat slice as rows, one per token: `[f32; 64]` is a row of 64.
 ///
 /// ```
-/// use moesaic_typed::rows;
+/// # mod moesaic { pub use moesaic_typed as typed; }
+/// use moesaic::typed::rows;
 ///
 /// let flat = vec![0.5f32; 5 * 64];
 /// let x: &[[f32; 64]] = rows(&flat)?;
 /// assert_eq!(x.len(), 5);
-/// # Ok::<(), moesaic_typed::ShapeError>(())
+/// # Ok::<(), moesaic::typed::ShapeError>(())
 /// ```
 ///
 /// # Errors

@@ -198,7 +198,8 @@ impl Expression {
     /// Reads an expression and differentiates it.
     ///
     /// ```
-    /// use moesaic_spec::Expression;
+    /// # mod moesaic { pub use moesaic_spec as spec; }
+    /// use moesaic::spec::Expression;
     ///
     /// assert!(Expression::parse("x * sigmoid(1.7 * x)").is_ok());
     /// let error = Expression::parse("x * sigmod(x)").unwrap_err();

@@ -1,0 +1,261 @@
+//! The engine and the layers that it makes.
+
+use crate::experts::{MultiGate, UserExpert, UserLayer};
+use crate::mesh::Ranks;
+use crate::{
+    AnyLayer, EngineError, Layer, LayerSpec, Mesh, MeshLayer, Target, Tensors, Training,
+    WeightSource,
+};
+use moesaic_cache::TunedMachine;
+use moesaic_collectives::Communicator;
+use moesaic_collectives::nccl::{self, Nccl};
+use moesaic_engine::{LoadedKernel, Stats, Variants};
+use moesaic_plan::{CacheClass, Tilings};
+use moesaic_target::{Device, DeviceInfo};
+use std::sync::Arc;
+
+/// A device, its compiler and a kernel store; you make layers with it. Clones share everything, and
+/// layers of one engine share kernels that are equal.
+///
+/// ```
+/// use moesaic::{Engine, Input};
+///
+/// # use moesaic::example::{spec, wave, weights};
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let engine = Engine::auto()?; // a GPU where there is one, else the CPU
+/// let layer = engine.layer(&spec(), &weights())?;
+/// layer.forward(&Input::new(3, &wave(24)))?;
+/// println!("{} on {}", engine.target(), engine.device_info().name);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Engine(pub(crate) moesaic_engine::Engine);
+
+/// Layers of one process.
+impl Engine {
+    /// Makes a layer: plans it, gets its kernels, and copies its weights to the device, so you may
+    /// free them afterwards.
+    ///
+    /// # Errors
+    /// Whatever [`EngineError`] lists, apart from input errors.
+    pub fn layer(
+        &self,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+    ) -> Result<Layer, EngineError> {
+        self.0.layer(spec, weights)
+    }
+
+    /// Makes a layer that can run backward; see [`Layer::forward_train`].
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn training_layer(
+        &self,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        training: Training,
+    ) -> Result<Layer, EngineError> {
+        self.0.training_layer(spec, weights, training)
+    }
+
+    /// Makes a layer around `experts`, one per expert of the spec. `weights` are those of router and
+    /// shared experts; of the spec's experts only their number counts.
+    ///
+    /// # Errors
+    /// [`EngineError::Spec`] when the number of experts differs; [`EngineError::Plan`] when the
+    /// spec has biases of experts or `weight_on = "activation"`, which are inside them; otherwise as
+    /// [`Engine::layer`].
+    pub fn user_layer<E: UserExpert>(
+        &self,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        experts: Vec<E>,
+        training: bool,
+    ) -> Result<UserLayer<E>, EngineError> {
+        self.0.user_layer(spec, weights, experts, training)
+    }
+
+    /// Makes one layer per element of `routers`, the weights whose names begin with `router.`; all
+    /// others are in `weights`, once for all layers. With `training` the layers can run backward.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn multi_gate(
+        &self,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        routers: &[Tensors<'_>],
+        training: Option<Training>,
+    ) -> Result<MultiGate, EngineError> {
+        self.0.multi_gate(spec, weights, routers, training)
+    }
+
+    /// Compiles or finds every kernel of a layer and loads it, without weights.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn warm_up(&self, spec: &LayerSpec) -> Result<(), EngineError> {
+        self.0.warm_up(spec)
+    }
+
+    /// Checks that a layer could take that many tokens in one call now, weights aside.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] when a call never can, [`EngineError::NoRoom`] when memory is short;
+    /// otherwise as [`Engine::layer`].
+    pub fn check_tokens(&self, spec: &LayerSpec, tokens: usize) -> Result<(), EngineError> {
+        self.0.check_tokens(spec, tokens)
+    }
+}
+
+/// Layers over ranks.
+impl Engine {
+    /// Makes this rank's part of a layer. All ranks of the mesh call it. `weights` are those of the
+    /// whole layer; the rank reads its own experts and what every rank holds: router, projections,
+    /// and shared experts or its shards of them.
+    ///
+    /// # Errors
+    /// [`EngineError::Plan`] for a mesh that the layer cannot have; [`EngineError::Collective`] when
+    /// ranks ask for different layers, naming what differs; otherwise as [`Engine::layer`].
+    pub fn mesh_layer(
+        &self,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        training: Option<Training>,
+    ) -> Result<MeshLayer, EngineError> {
+        self.0.mesh_layer(mesh, spec, weights, training)
+    }
+
+    /// As [`Engine::mesh_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
+    /// it: its own experts alone, by the same names.
+    ///
+    /// # Errors
+    /// As [`Engine::mesh_layer`].
+    pub fn mesh_layer_of_part(
+        &self,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        part: &dyn WeightSource,
+        training: Option<Training>,
+    ) -> Result<MeshLayer, EngineError> {
+        self.0.mesh_layer_of_part(mesh, spec, part, training)
+    }
+
+    /// Makes a layer, or this rank's part of it if there is a mesh; with `training` it can run
+    /// backward. `weights` are those of the whole layer.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`] and [`Engine::mesh_layer`].
+    pub fn any_layer(
+        &self,
+        mesh: Option<&Mesh>,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        training: Option<Training>,
+    ) -> Result<AnyLayer, EngineError> {
+        self.0.any_layer(mesh, spec, weights, training)
+    }
+
+    /// Returns a handle to exchange host memory between the ranks of a mesh. It uses this engine's
+    /// device, which must be the mesh's.
+    pub fn ranks(&self, mesh: &Mesh) -> Ranks {
+        self.0.ranks(mesh)
+    }
+
+    /// Starts this process as one of the ranks that a launcher started, with one GPU each, over
+    /// NCCL or RCCL. Waits until all ranks have joined. A kernel of the device sums over ranks,
+    /// unless the options name something else.
+    ///
+    /// # Errors
+    /// [`EngineError::Collective`] as [`nccl::start`]; those of a kernel that cannot be had.
+    pub fn nccl(&self, options: nccl::Options) -> Result<Nccl, EngineError> {
+        self.0.nccl(options)
+    }
+
+    /// Starts ranks that can already exchange messages: by MPI, or because they are threads of one
+    /// process.
+    ///
+    /// # Errors
+    /// [`EngineError::Collective`] as [`nccl::over`]; those of a kernel that cannot be had.
+    pub fn nccl_over(
+        &self,
+        control: Communicator,
+        options: nccl::Options,
+    ) -> Result<Nccl, EngineError> {
+        self.0.nccl_over(control, options)
+    }
+}
+
+/// The machine below.
+impl Engine {
+    /// Returns the target of the kernels.
+    pub fn target(&self) -> Target {
+        self.0.target()
+    }
+
+    /// Returns the description of the device.
+    pub fn device_info(&self) -> &DeviceInfo {
+        self.0.device_info()
+    }
+
+    /// Returns the device, for memory that raw calls use.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        self.0.device()
+    }
+
+    /// Returns the sources of the kernels so far: memory, store, compiler.
+    pub fn stats(&self) -> Stats {
+        self.0.stats()
+    }
+}
+
+// The command line and the tests call these, which change without notice.
+#[doc(hidden)]
+impl Engine {
+    /// Returns the cache sizes that plans for a CPU use.
+    pub fn caches(&self) -> CacheClass {
+        self.0.caches()
+    }
+
+    /// Returns the machine, as tunings name it.
+    pub fn machine(&self) -> TunedMachine {
+        self.0.machine()
+    }
+
+    /// Returns the plans of a layer on this engine's target: without a tuning, and with the store's
+    /// tunings for this machine.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn tilings(
+        &self,
+        spec: &LayerSpec,
+        training: Option<Training>,
+    ) -> Result<Tilings, EngineError> {
+        self.0.tilings(spec, training)
+    }
+
+    /// Loads the kernels of a layer without a tuning, to be launched one by one.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn kernels(&self, spec: &LayerSpec) -> Result<Vec<LoadedKernel>, EngineError> {
+        self.0.kernels(spec)
+    }
+
+    /// Makes the memory that all tilings of a layer use.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn variants<'a>(
+        &self,
+        spec: &LayerSpec,
+        weights: &'a dyn WeightSource,
+        training: Option<Training>,
+    ) -> Result<Variants<'a>, EngineError> {
+        self.0.variants(spec, weights, training)
+    }
+}

@@ -1,0 +1,63 @@
+//! Layers of published models.
+
+use crate::{Engine, Error, Layer};
+use moesaic_spec::hf::{self, Import};
+use moesaic_weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
+use std::path::Path;
+
+impl Engine {
+    /// Makes a layer of a model from its folder in the form of transformers: the spec from
+    /// `config.json`, the weights from the safetensors files beside it. Layers count from zero, as
+    /// in the model. Files are mapped and read an expert at a time, so memory holds the layer once.
+    ///
+    /// On a CPU quantized experts stay the codes that the files hold. [`LayerReader`] has the steps
+    /// one by one, for another precision or for tensors that the config does not name.
+    ///
+    /// [`LayerReader`]: crate::weights::LayerReader
+    ///
+    /// ```
+    /// use moesaic::Input;
+    ///
+    /// # use moesaic::example::{engine, wave, write_model};
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let (engine, folder) = (engine(), tempfile::tempdir()?);
+    /// # write_model(folder.path())?;
+    /// # let folder = folder.path();
+    /// let layer = engine.layer_from_hf(folder, 1)?; // the second of a Mixtral
+    /// let y = layer.forward(&Input::new(3, &wave(3 * 8)))?.y().to_f32();
+    /// assert_eq!(y.len(), 3 * 8);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Io`] without a `config.json`, [`Error::Hf`] for a model or a layer that no spec
+    /// describes, [`Error::Weights`] for tensors that are not as the config says; otherwise as
+    /// [`Engine::layer`].
+    pub fn layer_from_hf(&self, folder: impl AsRef<Path>, layer: usize) -> Result<Layer, Error> {
+        let path = folder.as_ref().join("config.json");
+        let config = std::fs::read_to_string(&path);
+        let config = config.map_err(|source| Error::Io { path, source })?;
+        let import = hf::import(&config, layer)?;
+        self.layer_of_import(import, &Checkpoint::open(folder)?)
+    }
+
+    /// Makes a layer of a model from a GGUF file, as [`Engine::layer_from_hf`] does from a folder.
+    ///
+    /// # Errors
+    /// [`Error::Gguf`] for a model or a layer that no spec describes, [`Error::Weights`] for a file
+    /// that is no GGUF; otherwise as [`Engine::layer`].
+    pub fn layer_from_gguf(&self, file: impl AsRef<Path>, layer: usize) -> Result<Layer, Error> {
+        let checkpoint = Checkpoint::open(file)?;
+        let metadata = checkpoint.gguf().cloned().unwrap_or_default();
+        let import = moesaic_spec::gguf::import(&metadata, layer)?;
+        self.layer_of_import(import, &checkpoint)
+    }
+
+    fn layer_of_import(&self, mut import: Import, checkpoint: &Checkpoint) -> Result<Layer, Error> {
+        let options = LoadOptions::default();
+        set_expert_formats(&mut import, checkpoint, options);
+        let weights = LayerReader::of_import(&import, checkpoint, options)?;
+        Ok(self.layer(&import.spec, &weights)?)
+    }
+}

@@ -1,0 +1,177 @@
+//! The modules that other crates of the workspace define, each with an example.
+
+/// Collective operations between ranks, and the transports that carry their messages: threads,
+/// MPI, NCCL and RCCL.
+///
+/// Layers call [`Collectives`](collectives::Collectives): all-to-all, all-gather, reduce-scatter,
+/// all-reduce, broadcast, point-to-point messages, split, barrier. A call starts an operation and
+/// returns without waiting. Every operation has a number and a deadline, and ends on every rank,
+/// with a result or with an error. Results are the same bytes in every run, because sums are taken
+/// in rank order.
+///
+/// ```
+/// use moesaic::Engine;
+/// use moesaic::collectives::{Call, Collectives, Element, Reduction, Slice, threads};
+/// use std::sync::Arc;
+///
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let engine = Engine::cpu()?;
+/// // Three ranks that are threads; under `mpirun` the world comes from `collectives::mpi`.
+/// let results = threads::run(3, |_| Ok(engine.device().clone()), |mut world| {
+///     let device = Arc::clone(world.device());
+///     let buffer = Arc::new(device.alloc(4)?);
+///     device.upload(&[world.rank() as u8 + 1; 4], &buffer, 0)?;
+///     let data = Slice::whole(&buffer, Element::U8);
+///     let call = Call::new("load of experts");
+///     world.all_reduce(&data, &data, Reduction::Sum, &call)?.wait()?;
+///     let mut sums = [0; 4];
+///     device.download(&buffer, 0, &mut sums)?;
+///     world.finish(&Call::new("end"))?;
+///     Ok::<_, moesaic::Error>(sums)
+/// })?;
+/// for result in results {
+///     assert_eq!(result.unwrap()?, [6; 4]);
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub mod collectives {
+    #[doc(inline)]
+    pub use moesaic_collectives::*;
+}
+
+/// The whole layer in f64, as plain loops written for reading: expected values for your tests.
+///
+/// Values are f64, so round weights and tokens to the storage type first
+/// ([`round_to`](reference::round_to), [`Weights::rounded`](reference::Weights::rounded)). A missing
+/// or misshapen tensor panics with its name.
+///
+/// ```
+/// use moesaic::LayerSpec;
+/// use moesaic::reference::Weights;
+///
+/// let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";
+/// let spec = LayerSpec::from_toml(text).unwrap();
+/// let weights = Weights::random(&spec, 7);
+/// assert_eq!(weights.get("router.weight").shape, [4, 8]);
+/// ```
+#[cfg(feature = "reference")]
+pub mod reference {
+    #[doc(inline)]
+    pub use moesaic_reference::*;
+}
+
+/// The spec of a layer: its keys, defaults, and readers of model configs.
+///
+/// ```
+/// use moesaic::spec::{LayerSpec, canonical_tensors};
+///
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let text = "shape = { model_dim = 64, hidden_dim = 128, experts = 8, top_k = 2 }";
+/// let spec = LayerSpec::from_toml(text)?;
+/// let weights = canonical_tensors(&spec);
+/// assert_eq!(weights[0].name, "router.weight");
+/// # Ok(())
+/// # }
+/// ```
+pub mod spec {
+    #[doc(inline)]
+    pub use moesaic_spec::*;
+}
+
+/// Training around a layer: optimizers over named tensors, their state as a checkpoint, steps over
+/// many ranks, gates that look at ranks, and checkpoints whose number of experts changes.
+///
+/// ```
+/// use moesaic::train::{AdamW, Optimizer};
+/// use moesaic::{Tensor, Tensors};
+///
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let mut weights = Tensors::from([("w", Tensor::owned(&[2], vec![1.0f32, -1.0]))]);
+/// let gradients = Tensors::new().with("w", &[2], &[0.5f32, 0.0]);
+/// let mut adam = AdamW { learning_rate: 0.1, ..AdamW::default() };
+/// adam.step(&mut weights, &gradients)?;
+/// assert!(weights["w"].to_f32()[0] < 1.0);
+/// # Ok(())
+/// # }
+/// ```
+#[cfg(feature = "train")]
+pub mod train {
+    #[doc(inline)]
+    pub use moesaic_train::*;
+}
+
+/// Choosing the strategy of ranks, from measurements of your own training or serving steps.
+///
+/// A strategy changes no result and moves no weight, so a layer can try several in its own steps
+/// and keep the fastest. [`Tuner`](tune::Tuner) decides from plain data, so ranks that pass the same
+/// numbers decide alike. [`AdaptiveLayer`](tune::AdaptiveLayer) measures, and gives every rank the
+/// largest time of all ranks. [`Planned`](tune::Planned) predicts with the planner.
+///
+/// ```
+/// use moesaic::Parallel;
+/// use moesaic::tune::{Calls, Key, Options, Rows, Space, Times, Tuner};
+///
+/// let mesh = Parallel { ep: 16, ..Parallel::default() };
+/// let mut tuner = Tuner::new(Options::default(), Space::of(mesh, 8));
+/// let key = Key {
+///     machine: "our rack".to_string(),
+///     layer: "mixtral".to_string(),
+///     calls: Calls::Training,
+///     rows: Rows::of(1000, None),
+/// };
+/// // A layer does this in each step: nothing is predicted here, so Tutel's search says what next.
+/// let strategy = tuner.choose(&key, Vec::new);
+/// tuner.observe(&key, strategy, Times { forward: 0.002, backward: 0.004 });
+/// assert_eq!(tuner.events().len(), 1);
+/// ```
+#[cfg(feature = "tune")]
+pub mod tune {
+    #[doc(inline)]
+    pub use moesaic_tune::*;
+}
+
+/// The building blocks of `layer!`: arrays as tensors, and typed device memory.
+///
+/// ```
+/// use moesaic::typed::tensor;
+///
+/// # fn main() -> Result<(), moesaic::Error> {
+/// let flat = vec![0.5f32; 8 * 64];
+/// let weight: &[[f32; 64]; 8] = tensor(&flat)?;
+/// assert_eq!(weight[7][63], 0.5);
+/// # Ok(())
+/// # }
+/// ```
+pub mod typed {
+    #[doc(inline)]
+    pub use moesaic_typed::*;
+}
+
+/// Checkpoints in safetensors and GGUF, of this and other libraries, read one expert at a time, and
+/// written.
+///
+/// [`Engine::layer_from_hf`](crate::Engine::layer_from_hf) makes a layer of a model's folder. The
+/// same in steps: [`Checkpoint`](weights::Checkpoint) maps the files,
+/// [`LayerReader`](weights::LayerReader) finds one layer's tensors in them, and an engine reads each
+/// when it puts it on the device. [`quantize`](weights::quantize) makes a quantized model of a
+/// full-precision one.
+///
+/// ```
+/// use moesaic::weights::{Checkpoint, write_safetensors};
+/// use moesaic::Tensors;
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("layer.safetensors");
+/// let router = vec![0.5f32; 8 * 64];
+/// write_safetensors(&path, &Tensors::new().with("router.weight", &[8, 64], &router))?;
+/// let found = Checkpoint::open(&path)?.read("router.weight")?; // mapped, not copied
+/// assert_eq!(found.shape, [8, 64]);
+/// # Ok(())
+/// # }
+/// ```
+pub mod weights {
+    #[doc(inline)]
+    pub use moesaic_weights::*;
+}
