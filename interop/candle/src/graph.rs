@@ -24,7 +24,10 @@ impl Call {
     fn backward(&self, dy: &HostTensor<'_>) -> Result<HostTensor<'static>> {
         let _turn = lock(&self.inner.turn);
         let layer = &self.inner.layer;
+        // As candle's own operations, backward reads the values that the weights have now.
+        let reading = self.inner.weights.read_in_place(layer)?;
         let back = layer.backward(&lock(&self.saved), dy, false);
+        reading.end(layer)?;
         let mut back = back.map_err(Error::wrap)?.into_tensors();
         let mut gradients = BTreeMap::new();
         for name in &self.tied {

@@ -2,8 +2,8 @@
 
 use crate::host::{copied, named};
 use candle_core::{Device, Error, Result, Tensor};
-use moesaic::plan::{Role, TensorPlan};
-use moesaic::{AnyLayer, Tensor as HostTensor, Tensors};
+use moesaic::plan::{LayerPlan, Role, TensorPlan};
+use moesaic::{Tensor as HostTensor, Tensors};
 use std::collections::BTreeMap;
 
 /// The tokens of a call and the further inputs of its layer's spec. Tensors
@@ -97,8 +97,8 @@ impl Inputs {
 
     /// Returns everything but `x` in the engine's form. An input that the layer
     /// would not read is an error: its spec lacks the option that reads it.
-    pub(crate) fn hosts(&self, layer: &AnyLayer) -> Result<Tensors<'static>> {
-        let tensors = layer.plan().tensors.iter();
+    pub(crate) fn hosts(&self, plan: &LayerPlan) -> Result<Tensors<'static>> {
+        let tensors = plan.tensors.iter();
         let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == Role::Input).collect();
         let host = |(name, tensor): (&&'static str, &Tensor)| {
             let Some(plan) = inputs.iter().find(|plan| plan.name == **name) else {

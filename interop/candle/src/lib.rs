@@ -1,5 +1,9 @@
 //! A moesaic layer as a differentiable operation of candle.
 //!
+//! An [`InferenceLayer`] is a `candle_core::Module`: its weights are bound once, and a call copies
+//! nothing. A [`MoeLayer`] is in candle's graph, with its weights as candle's variables, and is the
+//! one to train.
+//!
 //! A [`MoeLayer`] has two calls. [`MoeLayer::forward`] evaluates: it has no
 //! noise and no losses, keeps nothing, and its result is detached from the
 //! graph. [`MoeLayer::forward_train`] draws the random numbers of training from
@@ -40,51 +44,42 @@
 mod exchange;
 mod graph;
 mod host;
+mod inference;
 mod inputs;
+mod names;
 mod ranks;
+mod weights;
 
 pub use exchange::{Exchange, exchange};
+pub use inference::InferenceLayer;
 pub use inputs::Inputs;
 pub use moesaic::RngKey;
+pub use names::Names;
 pub use ranks::{part, reduce_gradients};
 
 use candle_core::{DType, Device, Error, Result, Tensor};
 use graph::{Call, Tie, Whole, lock};
-use host::{candle_type, lend, named};
+use host::{candle_type, lend};
 use moesaic::mesh::AnySaved;
-use moesaic::spec::canonical_tensors;
 use moesaic::{
-    AnyLayer, Engine, EngineError, Input, LayerSpec, Mesh, Output, Tensor as HostTensor, Tensors,
-    Training,
+    AnyLayer, Engine, EngineError, Input, LayerSpec, Mesh, Output, Tensor as HostTensor, Training,
 };
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::{Arc, Mutex};
+use weights::Weights;
 
-/// A Mixture-of-Experts layer with its weights as candle tensors.
+/// A Mixture-of-Experts layer with its weights as candle tensors. Clones are the same layer.
+#[derive(Clone)]
 pub struct MoeLayer {
     inner: Arc<Inner>,
-    weights: Vec<Held>,
 }
 
-/// The compiled layer. Weights and their gradients lie in it, so one pass uses
-/// it at a time.
+/// The compiled layer with its weights. Gradients lie in it, so one pass uses it at a time.
 struct Inner {
     layer: AnyLayer,
+    weights: Weights,
     turn: Mutex<()>,
-}
-
-/// A weight, and its type in the layer.
-struct Held {
-    name: String,
-    tensor: Tensor,
-    dtype: moesaic::DType,
-}
-
-impl Held {
-    fn lend<R>(&self, read: impl FnOnce(HostTensor<'_>) -> Result<R>) -> Result<R> {
-        let shown = lend(&self.tensor, self.dtype, self.tensor.dims(), read);
-        shown.map_err(|error| named(&self.name, error))
-    }
 }
 
 /// The decision of a call, detached.
@@ -121,8 +116,9 @@ pub struct Trained {
 }
 
 impl MoeLayer {
-    /// Compiles the layer of `spec` with its weights by canonical name, which
-    /// each call reads anew. Variables are trained; other tensors stay as they
+    /// Compiles the layer of `spec` with its weights by canonical name. Each
+    /// call reads their current values, where they lie if it can: see
+    /// [`MoeLayer::copied_weights`]. Variables are trained; other tensors stay as they
     /// are, such as a `router.table` of integers. Floats may be of another type
     /// than the spec's and are rounded to it: f32 masters of a layer in bf16
     /// get f32 gradients.
@@ -160,19 +156,8 @@ impl MoeLayer {
         spec: &LayerSpec,
         weights: &BTreeMap<String, Tensor>,
     ) -> Result<MoeLayer> {
-        let mut held = Vec::new();
-        for tensor in canonical_tensors(spec) {
-            let missing = || Error::Msg(format!("no weight `{}`", tensor.name));
-            held.push(Held {
-                tensor: weights.get(&tensor.name).ok_or_else(missing)?.clone(),
-                name: tensor.name,
-                dtype: tensor.dtype,
-            });
-        }
-        let mut given = Tensors::new();
-        for weight in &held {
-            given.insert(&weight.name, weight.lend(|host| Ok(host.into_static()))?);
-        }
+        let mut held = Weights::find(spec, weights)?;
+        let given = held.copied()?;
         let training = Training::default();
         let layer = match mesh {
             None => engine
@@ -182,18 +167,28 @@ impl MoeLayer {
                 .mesh_layer_of_part(mesh, spec, &given, Some(training))
                 .map(AnyLayer::from),
         };
+        let layer = layer.map_err(Error::wrap)?;
+        held.find_in_place(engine, &layer);
         Ok(MoeLayer {
             inner: Arc::new(Inner {
-                layer: layer.map_err(Error::wrap)?,
+                layer,
+                weights: held,
                 turn: Mutex::default(),
             }),
-            weights: held,
         })
     }
 
     /// Returns the weights by canonical name.
     pub fn weights(&self) -> impl Iterator<Item = (&str, &Tensor)> {
-        self.weights.iter().map(|held| (&*held.name, &held.tensor))
+        self.inner.weights.iter()
+    }
+
+    /// Returns the names of the weights that each call copies; it reads the others in candle's
+    /// memory. A copy is needed of a weight whose type is not the spec's, such as an f32 master of
+    /// a layer in bf16, of one that is not contiguous, of a routing table, and of every weight of a
+    /// layer over ranks or on another device than the CPU.
+    pub fn copied_weights(&self) -> impl Iterator<Item = &str> {
+        self.inner.weights.copied_names()
     }
 
     /// Evaluates: `x [.., d]` to `y [.., d_out]`, without noise, jitter,
@@ -204,8 +199,6 @@ impl MoeLayer {
     /// An input is missing, misshapen, of another type, or one that the layer
     /// does not read.
     pub fn forward(&self, inputs: &Inputs) -> Result<Evaluated> {
-        let _turn = lock(&self.inner.turn);
-        self.hand_over_weights()?;
         let layer = &self.inner.layer;
         let names = [&["y"], &ROUTING[..]].concat();
         let output = self.with_input(inputs, |input| layer.forward_with(input, &names))?;
@@ -224,8 +217,6 @@ impl MoeLayer {
     /// # Errors
     /// As [`MoeLayer::forward`].
     pub fn forward_train(&self, inputs: &Inputs, rng_key: RngKey) -> Result<Trained> {
-        let _turn = lock(&self.inner.turn);
-        self.hand_over_weights()?;
         let layer = &self.inner.layer;
         let kinds = layer.spec().losses.iter().map(|loss| loss.kind.name());
         let losses: Vec<(&str, String)> = kinds.map(|k| (k, format!("loss.{k}"))).collect();
@@ -249,8 +240,6 @@ impl MoeLayer {
     /// # Errors
     /// As [`MoeLayer::forward`].
     pub fn route(&self, inputs: &Inputs) -> Result<Routing> {
-        let _turn = lock(&self.inner.turn);
-        self.hand_over_weights()?;
         let layer = &self.inner.layer;
         let output = self.with_input(inputs, |input| layer.route(input, &ROUTING))?;
         Ok(routing(&output, inputs))
@@ -263,22 +252,9 @@ impl MoeLayer {
     /// # Errors
     /// As [`MoeLayer::forward`].
     pub fn route_train(&self, inputs: &Inputs, rng_key: RngKey) -> Result<Routing> {
-        let _turn = lock(&self.inner.turn);
-        self.hand_over_weights()?;
         let layer = &self.inner.layer;
         let route = |input: &Input<'_>| layer.route_train(input, &ROUTING, rng_key);
         Ok(routing(&self.with_input(inputs, route)?, inputs))
-    }
-
-    /// Copies the current weights into the layer.
-    fn hand_over_weights(&self) -> Result<()> {
-        for weight in &self.weights {
-            weight.lend(|host| {
-                let layer = &self.inner.layer;
-                layer.set_weight(&weight.name, &host).map_err(Error::wrap)
-            })?;
-        }
-        Ok(())
     }
 
     /// Runs the layer on the inputs of a call.
@@ -292,7 +268,7 @@ impl MoeLayer {
         if given != candle_type(wanted) {
             candle_core::bail!("`x` is {given:?}, the layer computes in {wanted}: convert it");
         }
-        let tensors = inputs.hosts(layer)?;
+        let tensors = inputs.hosts(layer.plan())?;
         let shape = [inputs.tokens(), inputs.width()];
         lend(&inputs.x, wanted, &shape, |x| {
             let mut input = Input {
@@ -301,7 +277,12 @@ impl MoeLayer {
                 capacity_factor: inputs.capacity_factor,
             };
             input.insert("x", x);
-            run(&input).map_err(Error::wrap)
+            let inner = &self.inner;
+            let _turn = lock(&inner.turn);
+            let reading = inner.weights.hand_over(layer)?;
+            let result = run(&input).map_err(Error::wrap);
+            reading.end(layer)?;
+            result
         })
     }
 
@@ -332,6 +313,15 @@ impl MoeLayer {
         let y = Mutex::new(Some(y.clone()));
         let rows = inputs.x.reshape((inputs.tokens(), inputs.width()))?;
         rows.apply_op2(&link, Whole { call, y })?.reshape(shape)
+    }
+}
+
+impl fmt::Debug for MoeLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MoeLayer")
+            .field("shape", &self.inner.layer.spec().shape)
+            .field("weights", &self.inner.weights)
+            .finish_non_exhaustive()
     }
 }
 

@@ -3,7 +3,9 @@
 mod autograd;
 mod exchange;
 mod in_candle;
+mod inference;
 mod inputs;
 mod losses;
 mod random;
 mod ranks;
+mod weights;

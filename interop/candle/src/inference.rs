@@ -1,0 +1,183 @@
+//! Layers for inference: weights are bound once, and a call copies nothing.
+
+use crate::Inputs;
+use crate::host::{candle_type, lend};
+use crate::names::{Names, WeightsByName};
+use candle_core::{
+    CpuStorage, CustomOp1, DType, Error, Layout, Module, Result, Shape, Tensor, WithDType,
+};
+use moesaic::half::{bf16, f16};
+use moesaic::tensor::Element;
+use moesaic::{Engine, Input, Layer, LayerSpec};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// A Mixture-of-Experts layer for inference, a [`Module`] from `[.., model_dim]` to `[..,
+/// output_dim]`.
+///
+/// Making it packs the weights for the kernels, so the layer holds them once and you may drop
+/// yours. On a CPU a call reads `x` in candle's memory and writes the memory of its result: it
+/// copies no weight and no token. The result is detached from the graph; [`crate::MoeLayer`] is the
+/// layer that trains.
+///
+/// A clone shares the weights and has a workspace of its own, so give each thread a clone: their
+/// calls run at the same time, while those of one layer take turns.
+pub struct InferenceLayer {
+    layer: Layer,
+}
+
+impl InferenceLayer {
+    /// Compiles the layer of `spec` and binds its weights, by canonical name.
+    ///
+    /// # Errors
+    /// A weight is missing or misshapen, or the kernels do not compile.
+    pub fn new(
+        engine: &Engine,
+        spec: &LayerSpec,
+        weights: &BTreeMap<String, Tensor>,
+    ) -> Result<InferenceLayer> {
+        let get = |_: &[usize], name: &str| {
+            let none = || Error::Msg(format!("there is no weight `{name}`"));
+            weights.get(name).cloned().ok_or_else(none)
+        };
+        InferenceLayer::load(engine, spec, Names::Canonical, get)
+    }
+
+    /// Compiles the layer of `spec` and binds the weights that `get` returns for a shape and a
+    /// name. `candle_nn::VarBuilder::get` is such a function: pass `|shape, name| vb.get(shape,
+    /// name)` with the builder of the MoE block. Experts are read one at a time, so memory holds
+    /// the layer once. Floats are rounded to the types of the spec.
+    ///
+    /// # Errors
+    /// As [`InferenceLayer::new`]; also if `names` has no name for a weight of the spec.
+    pub fn load(
+        engine: &Engine,
+        spec: &LayerSpec,
+        names: Names,
+        get: impl Fn(&[usize], &str) -> Result<Tensor>,
+    ) -> Result<InferenceLayer> {
+        let weights = WeightsByName::new(spec, names, get)?;
+        let layer = engine.layer(spec, &weights).map_err(Error::wrap)?;
+        Ok(InferenceLayer { layer })
+    }
+
+    /// Evaluates a layer that reads more than `x`: `token_ids`, a decision of your own, a mask.
+    ///
+    /// # Errors
+    /// An input is missing, misshapen, of another type, or one that the layer does not read.
+    pub fn forward_with(&self, inputs: &Inputs) -> Result<Tensor> {
+        let wanted = self.layer.spec().precision.activations;
+        check_type(inputs.x.dtype(), candle_type(wanted))?;
+        let tensors = inputs.hosts(self.layer.plan())?;
+        let shape = [inputs.tokens(), inputs.width()];
+        lend(&inputs.x, wanted, &shape, |x| {
+            let mut input = Input {
+                tokens: inputs.tokens(),
+                tensors,
+                capacity_factor: inputs.capacity_factor,
+            };
+            input.insert("x", x);
+            let sizes = [inputs.leading(), &[self.layer.spec().output_dim()]].concat();
+            match candle_type(wanted) {
+                DType::F16 => self.evaluate_to::<f16>(&input, sizes),
+                DType::BF16 => self.evaluate_to::<bf16>(&input, sizes),
+                _ => self.evaluate_to::<f32>(&input, sizes),
+            }
+        })
+    }
+
+    fn evaluate_to<E: Element + WithDType>(
+        &self,
+        input: &Input<'_>,
+        sizes: Vec<usize>,
+    ) -> Result<Tensor> {
+        let mut y = vec![E::zero(); sizes.iter().product()];
+        let done = self.layer.forward_into(input, &mut y);
+        done.map_err(Error::wrap)?;
+        Tensor::from_vec(y, sizes, &candle_core::Device::Cpu)
+    }
+
+    /// Returns the layer, for calls that candle does not have.
+    pub fn layer(&self) -> &Layer {
+        &self.layer
+    }
+}
+
+impl Module for InferenceLayer {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.contiguous()?
+            .apply_op1_no_bwd(&Evaluation { layer: &self.layer })
+    }
+}
+
+impl Clone for InferenceLayer {
+    fn clone(&self) -> InferenceLayer {
+        InferenceLayer {
+            layer: self.layer.handle(),
+        }
+    }
+}
+
+impl fmt::Debug for InferenceLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("InferenceLayer").field(&self.layer).finish()
+    }
+}
+
+/// The operation of one call.
+struct Evaluation<'l> {
+    layer: &'l Layer,
+}
+
+impl Evaluation<'_> {
+    /// Runs the layer from candle's elements to new ones.
+    fn run<E: Element + WithDType>(&self, x: &[E], layout: &Layout) -> Result<(Vec<E>, Shape)> {
+        let spec = self.layer.spec();
+        let mut sizes = layout.dims().to_vec();
+        let width = sizes.last().copied().unwrap_or(0);
+        let (model_dim, output_dim) = (spec.shape.model_dim, spec.output_dim());
+        if width != model_dim {
+            candle_core::bail!("`x` has shape {sizes:?}, the layer takes [.., {model_dim}]");
+        }
+        *sizes.last_mut().expect("it has a width") = output_dim;
+        let (start, end) = layout.contiguous_offsets().expect("x was made contiguous");
+        let mut y = vec![E::zero(); sizes.iter().product()];
+        let done = self.layer.forward_into(&x[start..end], &mut y);
+        done.map_err(Error::wrap)?;
+        Ok((y, Shape::from(sizes)))
+    }
+}
+
+impl CustomOp1 for Evaluation<'_> {
+    fn name(&self) -> &'static str {
+        "moesaic-inference"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let wanted = candle_type(self.layer.spec().precision.activations);
+        let other = |given| check_type(given, wanted).map(|()| unreachable!("each type is below"));
+        match (x, wanted) {
+            (CpuStorage::F32(x), DType::F32) => {
+                let (y, shape) = self.run(x, layout)?;
+                Ok((CpuStorage::F32(y), shape))
+            }
+            (CpuStorage::F16(x), DType::F16) => {
+                let (y, shape) = self.run(x, layout)?;
+                Ok((CpuStorage::F16(y), shape))
+            }
+            (CpuStorage::BF16(x), DType::BF16) => {
+                let (y, shape) = self.run(x, layout)?;
+                Ok((CpuStorage::BF16(y), shape))
+            }
+            (x, _) => other(candle_core::backend::BackendStorage::dtype(x)),
+        }
+    }
+}
+
+/// Refuses `x` of another type: a conversion would be a copy that nobody asked for.
+fn check_type(given: DType, wanted: DType) -> Result<()> {
+    if given == wanted {
+        return Ok(());
+    }
+    candle_core::bail!("`x` is {given:?}, the layer computes in {wanted:?}: convert it")
+}
