@@ -61,3 +61,54 @@ impl Engine {
         Ok(self.layer(&import.spec, &weights)?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Input;
+    use crate::example::{engine, wave, write_model};
+    use moesaic_weights::{QuantizeTo, quantize};
+
+    fn y(layer: &Layer) -> Vec<f32> {
+        let output = layer.forward(&Input::new(3, &wave(3 * 8)));
+        output.expect("it runs").y().to_f32()
+    }
+
+    #[test]
+    fn a_folder_and_a_gguf_file_give_the_same_layer() {
+        let folder = tempfile::tempdir().expect("a folder");
+        write_model(folder.path()).expect("a model");
+        let file = folder.path().join("model.gguf");
+        let to = QuantizeTo::gguf("q8_0").expect("a known type");
+        quantize(folder.path(), &file, to, &|_| {}).expect("a file");
+        let expected = y(&engine().layer_from_hf(folder.path(), 1).expect("a layer"));
+        let found = y(&engine().layer_from_gguf(&file, 1).expect("a layer"));
+        let largest = expected.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+        assert!(largest > 0.0);
+        for (found, expected) in found.iter().zip(&expected) {
+            let error = (found - expected).abs() / largest;
+            assert!(error < 0.02, "{found}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn errors_say_which_file_or_layer() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let error = engine()
+            .layer_from_hf(folder.path(), 1)
+            .expect_err("no model");
+        assert!(matches!(error, Error::Io { .. }));
+        assert!(error.to_string().contains("config.json: "), "{error}");
+        write_model(folder.path()).expect("a model");
+        let error = engine()
+            .layer_from_hf(folder.path(), 7)
+            .expect_err("two layers");
+        assert!(matches!(error, Error::Hf(_)), "{error}");
+        let file = folder.path().join("model.safetensors");
+        let error = engine()
+            .layer_from_gguf(&file, 1)
+            .expect_err("no GGUF file");
+        assert!(matches!(error, Error::Gguf(_)), "{error}");
+        assert_eq!(format!("{error:?}"), error.to_string());
+    }
+}
