@@ -38,7 +38,7 @@ pub fn wave(elements: usize) -> Vec<f32> {
 /// # Errors
 /// The folder cannot be written.
 pub fn write_model(folder: &Path) -> Result<(), Error> {
-    let config = r#"{ "model_type": "mixtral", "hidden_size": 8, "intermediate_size": 16,
+    let config = r#"{ "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64,
         "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2,
         "torch_dtype": "float32" }"#;
     let path = folder.join("config.json");
@@ -51,12 +51,12 @@ pub fn write_model(folder: &Path) -> Result<(), Error> {
     };
     for layer in 0..2 {
         let block = format!("model.layers.{layer}.block_sparse_moe");
-        add(format!("{block}.gate.weight"), [4, 8]);
+        add(format!("{block}.gate.weight"), [4, 32]);
         for expert in 0..4 {
             let expert = format!("{block}.experts.{expert}");
-            add(format!("{expert}.w1.weight"), [16, 8]);
-            add(format!("{expert}.w2.weight"), [8, 16]);
-            add(format!("{expert}.w3.weight"), [16, 8]);
+            add(format!("{expert}.w1.weight"), [64, 32]);
+            add(format!("{expert}.w2.weight"), [32, 64]);
+            add(format!("{expert}.w3.weight"), [64, 32]);
         }
     }
     Ok(write_safetensors(

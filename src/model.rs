@@ -24,8 +24,8 @@ impl Engine {
     /// # write_model(folder.path())?;
     /// # let folder = folder.path();
     /// let layer = engine.layer_from_hf(folder, 1)?; // the second of a Mixtral
-    /// let y = layer.forward(&Input::new(3, &wave(3 * 8)))?.y().to_f32();
-    /// assert_eq!(y.len(), 3 * 8);
+    /// let y = layer.forward(&Input::new(3, &wave(3 * 32)))?.y().to_f32();
+    /// assert_eq!(y.len(), 3 * 32);
     /// # Ok(())
     /// # }
     /// ```
@@ -43,6 +43,7 @@ impl Engine {
     }
 
     /// Makes a layer of a model from a GGUF file, as [`Engine::layer_from_hf`] does from a folder.
+    /// Such a file does not say in which type the model computes, so `x` and `y` are bf16.
     ///
     /// # Errors
     /// [`Error::Gguf`] for a model or a layer that no spec describes, [`Error::Weights`] for a file
@@ -65,13 +66,18 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Input;
     use crate::example::{engine, wave, write_model};
+    use crate::{Input, Tensor};
     use moesaic_weights::{QuantizeTo, quantize};
 
     fn y(layer: &Layer) -> Vec<f32> {
-        let output = layer.forward(&Input::new(3, &wave(3 * 8)));
-        output.expect("it runs").y().to_f32()
+        let (x, dtype) = (wave(3 * 32), layer.spec().precision.activations);
+        let mut input = Input {
+            tokens: 3,
+            ..Input::default()
+        };
+        input.insert("x", Tensor::rounded(dtype, &[3, 32], &x));
+        layer.forward(&input).expect("it runs").y().to_f32()
     }
 
     #[test]
@@ -87,7 +93,8 @@ mod tests {
         assert!(largest > 0.0);
         for (found, expected) in found.iter().zip(&expected) {
             let error = (found - expected).abs() / largest;
-            assert!(error < 0.02, "{found}, not {expected}");
+            // The file's codes have eight bits, and its layer computes in bf16.
+            assert!(error < 0.05, "{found}, not {expected}");
         }
     }
 

@@ -55,6 +55,8 @@ impl Layer {
     /// is: packed ones, and `router.table`, whose ids are checked when they are copied.
     #[doc(hidden)]
     pub unsafe fn read_weights_at(&self, weights: &[(&str, Ptr)]) -> Result<(), EngineError> {
+        // A packed weight has kernels that read the packed copy alone: they would not see the
+        // values at the caller's address.
         for (name, _) in weights {
             if !self.reads_weight(name) {
                 return Err(EngineError::Weight {

@@ -33,6 +33,8 @@ impl Layer {
             Given::Rows { dtype, bytes } => (tokens_of(x_plan, dtype, bytes)?, None),
             Given::Input(input) => (input.tokens, input.capacity_factor),
         };
+        // Before the lock, and before memory grows: a refused call leaves the layer as it was and
+        // waits for nobody.
         check_output(y_plan, E::DTYPE, y.len(), tokens)?;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(y);
 
@@ -42,6 +44,8 @@ impl Layer {
         self.place_inputs(given, workspaces)?;
         let in_place = self.device.host_ptr(bytes).is_some();
         if in_place {
+            // Of the exclusive borrow, because kernels write there: what `host_ptr` returns is for
+            // reading alone.
             let address = Ptr(bytes.as_mut_ptr() as u64);
             workspaces.given.push((output, address));
         }
@@ -97,6 +101,8 @@ impl Layer {
         may_stay: bool,
         workspaces: &mut Workspaces,
     ) -> Result<(), EngineError> {
+        // Kernels take elements that lie as their type does. Those of a mapped file may lie
+        // anywhere, and are copied.
         let size = self.plan()[id].dtype.size() as u64;
         let aligned = |address: &Ptr| may_stay && address.0.is_multiple_of(size);
         match self.device.host_ptr(bytes).filter(aligned) {
