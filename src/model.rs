@@ -43,7 +43,8 @@ impl Engine {
     }
 
     /// Makes a layer of a model from a GGUF file, as [`Engine::layer_from_hf`] does from a folder.
-    /// Such a file does not say in which type the model computes, so `x` and `y` are bf16.
+    /// `x` and `y` have the type of the file's experts where that is a float, else bf16: such a file
+    /// does not say in which type the model computes.
     ///
     /// # Errors
     /// [`Error::Gguf`] for a model or a layer that no spec describes, [`Error::Weights`] for a file
