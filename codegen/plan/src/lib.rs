@@ -30,10 +30,11 @@ pub use mesh::{AdaptiveMesh, Chunk, Overlap, ShardRegion, Sharing};
 pub use mesh::{
     AllToAll, Both, CommDtype, Distance, MAX_CHUNKS, OverlapBy, Strategy, StrategyError,
 };
-pub use mesh::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep, Sent};
+pub use mesh::{Exchange, FromTo, PartTensor, RankPlan, RankStep};
 pub use mesh::{Lane, Packed, SATURATED};
 pub use mesh::{MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
 pub use mesh::{experts_of, plan_rank, shared_shards};
+pub use moesaic_dist::{Amount, Collective, CollectiveOp, OpGroup, Payload, PlanPart, Sent};
 pub use ops::*;
 pub use placement::{Balancer, Balancing, ExpertSlot, Kept, Move, Moves, moves, moves_from};
 pub use placement::{Eplb, Replication, balanced, rebalance};

@@ -10,7 +10,7 @@
 //! Weights of rows and the parts of their gradients are few, so they travel as they are. Sums are
 //! always made of rows in their own dtype, never of cast ones.
 
-use super::{Both, CollectiveOp, CommDtype, Exchange, PlanPart, RankPlan, RankStep};
+use super::{Both, CommDtype, Exchange, PartTensor, RankPlan, RankStep};
 use crate::ops::CommCastDesc;
 use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Machine, Operator, Role, Step};
 use crate::{TensorId, TensorPlan};
@@ -21,10 +21,6 @@ use serde::{Deserialize, Serialize};
 /// The output with the number of values, of all that this rank cast in a call, that were too large
 /// for the dtype: `[1]`, i64.
 pub const SATURATED: &str = "comm_cast.saturated";
-
-/// The exchanges that move rows of tokens or of their gradients; all other exchanges move a few
-/// numbers for each row.
-const OF_TOKENS: [&str; 4] = ["rows", "out", "dout", "drows"];
 
 /// The cast of an exchange's rows between nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,11 +111,8 @@ impl CastPlan {
         exchange: &Exchange,
         comm_dtype: CommDtype,
     ) -> Option<Packed> {
-        let (part, tensor) = match exchange.op {
-            CollectiveOp::Dispatch { from, .. } => (PlanPart::Dispatch, from),
-            CollectiveOp::Combine { from, .. } => (PlanPart::Experts, from),
-            _ => return None,
-        };
+        exchange.payload.filter(|payload| payload.is_castable())?;
+        let PartTensor { part, tensor } = exchange.reads()?;
         let rows = plan.part(part)[tensor].dtype;
         let as_they_are = match comm_dtype {
             CommDtype::Unchanged => true,
@@ -128,7 +121,7 @@ impl CastPlan {
             CommDtype::Fp8 => false,
         };
         let width = plan.row_bytes(part, tensor) / rows.size();
-        if as_they_are || !OF_TOKENS.contains(&&*exchange.name) {
+        if as_they_are {
             return None;
         }
         let desc = CommCastDesc {

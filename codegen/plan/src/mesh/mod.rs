@@ -47,9 +47,8 @@ mod strategy;
 mod text;
 
 pub use adaptive::{AdaptiveMesh, ShardRegion};
-pub use bytes::Sent;
 pub use comm_cast::{Lane, Packed, SATURATED};
-pub use data::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
+pub use data::{Exchange, FromTo, PartTensor, RankPlan, RankStep};
 pub use overlap::{Chunk, Distance, Overlap, OverlapBy};
 pub use parallel::{MeshError, Parallel, RankCoords, SharedExperts};
 pub use scope::TokenScope;

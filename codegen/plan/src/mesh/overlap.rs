@@ -18,7 +18,8 @@
 //! where forward put them. Where the two degrees differ, GEMMs are therefore launched for the
 //! common chunks, of which the chunks of both passes consist ([`Overlap::common`]).
 
-use super::{Both, CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
+use super::{Both, Exchange, RankPlan, RankStep};
+use moesaic_dist::{CollectiveOp, PlanPart};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
@@ -229,13 +230,13 @@ impl RowSteps {
                     ..
                 } => row_steps.meanwhile.push(step.clone()),
                 RankStep::Exchange(exchange) => match exchange.op {
-                    CollectiveOp::ReturnShadowRows { .. } => row_steps.meanwhile.push(step.clone()),
-                    CollectiveOp::Dispatch { .. } => {
+                    CollectiveOp::ReturnShadowRows => row_steps.meanwhile.push(step.clone()),
+                    CollectiveOp::Dispatch => {
                         row_steps.first = row_steps.first.min(left.len());
                         row_steps.sends.push(exchange.clone());
                     }
-                    CollectiveOp::AllReduceTp { .. } => row_steps.sums.push(exchange.clone()),
-                    CollectiveOp::Combine { .. } => row_steps.answers.push(exchange.clone()),
+                    CollectiveOp::AllReduceTp => row_steps.sums.push(exchange.clone()),
+                    CollectiveOp::Combine => row_steps.answers.push(exchange.clone()),
                     _ => left.push(step.clone()),
                 },
                 RankStep::Launch { .. } => left.push(step.clone()),
