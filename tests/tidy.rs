@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 const ALLOWED: &[(&str, &[&str])] = &[
     ("kernel", &[]),
     ("spec", &["kernel"]),
-    ("dist", &[]),
+    ("dist", &["spec"]),
     ("plan", &["kernel", "spec", "dist"]),
     ("templates", &[]),
     ("emit", &["kernel", "spec", "plan", "templates"]),
@@ -46,7 +46,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("tune", &["spec", "plan", "planner", "tensor", "engine"]),
     ("reference", &["kernel", "spec", "tensor"]),
     ("weights", &["kernel", "spec", "tensor"]),
-    ("collectives", &["kernel", "target", "dl"]),
+    ("collectives", &["kernel", "dist", "target", "dl"]),
     (
         "toolchain",
         &[

@@ -1,6 +1,6 @@
 //! The bytes that a rank sends in an operation.
 
-use crate::{Collective, OpRow};
+use crate::{Collective, NodeShape, OpRow};
 
 /// Bytes that a rank sends in an exchange, by distance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -21,21 +21,6 @@ impl std::ops::AddAssign for Sent {
     }
 }
 
-/// The numbering of ranks on nodes: `per_node` consecutive ranks share one.
-#[derive(Clone, Copy, Debug)]
-pub struct Nodes {
-    /// The ranks of a node.
-    pub per_node: usize,
-}
-
-impl Nodes {
-    /// Returns whether two ranks share a node.
-    pub fn share(self, a: usize, b: usize) -> bool {
-        let node = |rank: usize| rank / self.per_node.max(1);
-        node(a) == node(b)
-    }
-}
-
 /// The data that one rank has for the ranks of an operation's process group.
 pub struct Sends<'a> {
     /// The rank that sends.
@@ -43,7 +28,7 @@ pub struct Sends<'a> {
     /// The ranks of the process group.
     pub group: &'a [usize],
     /// The nodes of all ranks.
-    pub nodes: Nodes,
+    pub nodes: NodeShape,
     /// Whether the operation reads and writes one tensor, so that the rank's own part stays where
     /// it is.
     pub in_place: bool,
@@ -109,7 +94,10 @@ mod tests {
         } = op.row().sent(&Sends {
             rank: 1,
             group: &[0, 1, 2, 3],
-            nodes: Nodes { per_node: 2 },
+            nodes: NodeShape {
+                nodes: 2,
+                per_node: 2,
+            },
             in_place,
             is_root,
             bytes: &|_| 8,

@@ -1,15 +1,18 @@
 //! Bytes that a rank sends under an even load: every expert gets equally many rows.
 
-use super::{Distance, Exchange, PartTensor, RankCoords, RankPlan, RankStep, ShardRegion};
+use super::{Exchange, PartTensor, RankPlan, RankStep, ShardRegion};
 use crate::TensorId;
-use moesaic_dist::{Amount, Collective, CollectiveOp, NUMBER_BYTES, Nodes, OpGroup, Sends, Sent};
+use moesaic_dist::{
+    Amount, Collective, CollectiveOp, Distance, NUMBER_BYTES, NodeShape, OpGroup, RankCoords,
+    Sends, Sent,
+};
 
 impl RankPlan {
     /// Returns the bytes that this rank sends in an exchange when each rank has `tokens` tokens and
     /// every expert gets equally many rows, spread evenly over its replicas. `per_node` consecutive
     /// ranks share a node. [`OpRow::sent`](moesaic_dist::OpRow::sent) says how reductions count.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
-        let (row, nodes) = (exchange.op.row(), Nodes { per_node });
+        let (row, nodes) = (exchange.op.row(), self.nodes(per_node));
         let place = match row.group {
             OpGroup::SharedTp => self.place,
             _ => self.by().place(self.own()),
@@ -25,7 +28,7 @@ impl RankPlan {
     }
 
     /// Returns the bytes that this rank has in an exchange for one rank of the process group.
-    fn bytes_to(&self, exchange: &Exchange, rank: usize, tokens: u64, nodes: Nodes) -> u64 {
+    fn bytes_to(&self, exchange: &Exchange, rank: usize, tokens: u64, nodes: NodeShape) -> u64 {
         let row = exchange.op.row();
         let of = |bytes: &dyn Fn(PartTensor) -> u64| exchange.reads().map_or(0, bytes);
         match row.amount {
@@ -54,7 +57,13 @@ impl RankPlan {
     }
 
     /// Returns the bytes of rows of tokens that this rank has for a rank of the group.
-    fn expert_row_bytes(&self, exchange: &Exchange, rank: usize, tokens: u64, nodes: Nodes) -> u64 {
+    fn expert_row_bytes(
+        &self,
+        exchange: &Exchange,
+        rank: usize,
+        tokens: u64,
+        nodes: NodeShape,
+    ) -> u64 {
         let (by, own) = (self.by(), self.own());
         let Some(PartTensor { part, tensor }) = exchange.reads() else {
             return 0;
@@ -137,6 +146,15 @@ impl RankPlan {
         (elements * self.experts[tensor].dtype.size()) as u64
     }
 
+    /// Returns the nodes of all ranks; the last one may lack some.
+    fn nodes(&self, per_node: usize) -> NodeShape {
+        let per_node = per_node.max(1);
+        NodeShape {
+            nodes: self.mesh.ranks().div_ceil(per_node),
+            per_node,
+        }
+    }
+
     fn own(&self) -> usize {
         self.mesh.rank(self.place)
     }
@@ -145,8 +163,9 @@ impl RankPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Parallel, SharedExperts, plan_rank};
+    use crate::mesh::plan_rank;
     use crate::{PlanOptions, Training};
+    use moesaic_dist::{Parallel, SharedExperts};
     use moesaic_spec::LayerSpec;
 
     #[test]

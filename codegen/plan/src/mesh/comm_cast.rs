@@ -10,10 +10,11 @@
 //! Weights of rows and the parts of their gradients are few, so they travel as they are. Sums are
 //! always made of rows in their own dtype, never of cast ones.
 
-use super::{Both, CommDtype, Exchange, PartTensor, RankPlan, RankStep};
+use super::{Exchange, PartTensor, RankPlan, RankStep};
 use crate::ops::CommCastDesc;
 use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Machine, Operator, Role, Step};
 use crate::{TensorId, TensorPlan};
+use moesaic_dist::{Both, CommDtype};
 use moesaic_kernel::DType::{self, I32, I64};
 use moesaic_kernel::Size;
 use serde::{Deserialize, Serialize};
@@ -235,8 +236,9 @@ impl CastPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Parallel, plan_rank};
+    use crate::mesh::plan_rank;
     use crate::{PlanOptions, Training};
+    use moesaic_dist::Parallel;
     use moesaic_spec::LayerSpec;
 
     fn planned(activations: &str) -> RankPlan {

@@ -1,8 +1,9 @@
 //! The plan of one rank, as data.
 
-use super::{Chunk, Packed, Parallel, RankCoords, TokenScope};
-use crate::{LayerPlan, Placement, Step, TensorId};
-use moesaic_dist::{CollectiveOp, Payload, PlanPart};
+use super::Packed;
+use crate::{LayerPlan, Step, TensorId};
+use moesaic_dist::TokenScope;
+use moesaic_dist::{Chunk, CollectiveOp, Parallel, Payload, Placement, PlanPart, RankCoords};
 use serde::{Deserialize, Serialize};
 
 /// The plan of one rank: a layer plan for each part and the steps of each pass.

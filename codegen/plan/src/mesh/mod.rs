@@ -35,27 +35,21 @@
 //! The mesh does not change semantics: across all ranks, results equal those of one process that is
 //! given every rank's tokens in rank order.
 
-mod adaptive;
 mod bytes;
+mod chunks;
 mod comm_cast;
 mod data;
-mod overlap;
-mod parallel;
-mod scope;
+mod regions;
 mod steps;
-mod strategy;
 mod text;
 
-pub use adaptive::{AdaptiveMesh, ShardRegion};
 pub use comm_cast::{Lane, Packed, SATURATED};
 pub use data::{Exchange, FromTo, PartTensor, RankPlan, RankStep};
-pub use overlap::{Chunk, Distance, Overlap, OverlapBy};
-pub use parallel::{MeshError, Parallel, RankCoords, SharedExperts};
-pub use scope::TokenScope;
-pub use strategy::{AllToAll, Both, CommDtype, MAX_CHUNKS, Strategy, StrategyError};
+pub use regions::ShardRegion;
 
 use crate::layer::{Builder, Part, Recompute, Role};
-use crate::{LayerPlan, Placement, PlanError, PlanOptions};
+use crate::{LayerPlan, PlanError, PlanOptions};
+use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, Placement, RankCoords, TokenScope};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 

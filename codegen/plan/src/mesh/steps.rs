@@ -1,10 +1,10 @@
 //! The order of steps: launches of all parts and exchanges in one list.
 
-use super::adaptive::shard_dim;
-use super::{BROUGHT_BACK, Exchange, FromTo, RankPlan, RankStep, TokenScope, shared_part};
+use super::regions::shard_dim;
+use super::{BROUGHT_BACK, Exchange, FromTo, RankPlan, RankStep, shared_part};
 use crate::layer::around::Places;
 use crate::{LayerPlan, Recompute, Role, Step, TensorId, TensorPlan};
-use moesaic_dist::{CollectiveOp, Payload, PlanPart};
+use moesaic_dist::{CollectiveOp, Payload, PlanPart, TokenScope};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec, WeightSite};
 use std::ops::Range;
 
@@ -441,9 +441,10 @@ fn combine(plan: &RankPlan, tensors: &[RowTensor]) -> Vec<RankStep> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Parallel, plan_rank};
+    use super::super::plan_rank;
     use super::*;
     use crate::{PlanOptions, Training};
+    use moesaic_dist::Parallel;
 
     /// Returns the payload of each exchange of rows by name, where the router's weights apply at
     /// one place.

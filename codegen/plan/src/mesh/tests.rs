@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::{Recompute, Role, Step, TensorId, Training};
-use moesaic_dist::{Amount, CollectiveOp, PlanPart};
+use moesaic_dist::{AdaptiveMesh, SharedExperts, Strategy};
+use moesaic_dist::{Amount, Both, Chunk, CollectiveOp, Distance, Overlap, OverlapBy, PlanPart};
 use moesaic_spec::testing::sample;
 use std::collections::BTreeSet;
 

@@ -3,7 +3,7 @@
 use super::copies::{COPY_THREADS, row_tiling};
 use super::params::{entry, one, slots_by, some, when};
 use super::{Machine, Op, Operator};
-use crate::mesh::CommDtype;
+use moesaic_dist::CommDtype;
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param};
 use serde::{Deserialize, Serialize};

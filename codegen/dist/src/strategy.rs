@@ -1,6 +1,6 @@
 //! The strategy of a pass: the choices that may differ from call to call.
 
-use super::{AdaptiveMesh, Overlap, OverlapBy, Parallel};
+use crate::{AdaptiveMesh, Overlap, OverlapBy, Parallel};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
