@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 const ALLOWED: &[(&str, &[&str])] = &[
     ("kernel", &[]),
     ("spec", &["kernel"]),
-    ("dist", &["spec"]),
+    ("dist", &["kernel", "spec"]),
     ("plan", &["kernel", "spec", "dist"]),
     ("templates", &[]),
     ("emit", &["kernel", "spec", "plan", "templates"]),

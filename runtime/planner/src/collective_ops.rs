@@ -7,6 +7,7 @@ use crate::geometry::{PhaseLoad, Rank};
 use crate::plan_parts::Costs;
 use crate::shadows::times;
 use crate::traffic::{self, to_range};
+use moesaic_dist::schedules::ONE_PHASE_BYTES;
 use moesaic_dist::{
     Amount, Collective, CollectiveOp, NUMBER_BYTES, OpGroup, OpRow, Payload, PlanPart,
 };
@@ -72,10 +73,6 @@ pub(crate) struct CommConfig<'a> {
     pub chunk: ChunkShare,
 }
 
-/// The most bytes that an all-reduce sends to every rank at once (`ONE_PHASE_BYTES` of the
-/// collectives' plans).
-const ONE_PHASE_BYTES: f64 = 2048.0;
-
 impl CommConfig<'_> {
     /// Returns the chunks of the pass.
     pub fn chunk_shares(&self) -> Vec<ChunkShare> {
@@ -128,7 +125,7 @@ impl CommConfig<'_> {
     /// Returns whether rows go directly to other ranks, uncast.
     pub fn is_straight(&self) -> bool {
         self.adaptive_r > 0
-            && self.all_to_all == AllToAll::Linear
+            && self.all_to_all.row().is_direct()
             && self.comm_dtype == CommDtype::Unchanged
     }
 
@@ -249,7 +246,7 @@ impl CommConfig<'_> {
         let is_first = self
             .first_dispatch()
             .is_some_and(|first| first.tensors == exchange.tensors);
-        if self.all_to_all == AllToAll::Dedup && there && is_first {
+        if self.all_to_all.row().deduplicates && there && is_first {
             // The indices that say which rows belong to one token go once, before forward's rows.
             cost += self.rows(rank, (4.0, 4), true, false);
         }
@@ -335,7 +332,7 @@ impl CommConfig<'_> {
         if bytes == 0.0 || ranks == 1.0 {
             return OpCost::default();
         }
-        if bytes <= ONE_PHASE_BYTES {
+        if bytes <= ONE_PHASE_BYTES as f64 {
             return self.each(rank, over, step, bytes);
         }
         let mut both = self.each(rank, over.clone(), step, bytes / ranks);
@@ -401,7 +398,7 @@ impl CommConfig<'_> {
             cast_ratio: comm_dtype_part(self.comm_dtype, row, element),
             there,
             dedup: once,
-            side_by_side: self.all_to_all == AllToAll::TwoDhConcurrent,
+            side_by_side: self.all_to_all.row().orders.len() > 1,
         }
     }
 
@@ -541,17 +538,13 @@ impl ExchangedRows {
 /// Returns the bytes between nodes for each byte of a row of `row` bytes in memory. A single
 /// element, such as a weight, is not cast.
 pub(crate) fn comm_dtype_part(comm_dtype: CommDtype, row: f64, element: usize) -> f64 {
-    let element = element as f64;
-    let width = row / element;
+    let width = row / element as f64;
     if width < 2.0 {
         return 1.0;
     }
-    let part = match comm_dtype {
-        CommDtype::Unchanged => 1.0,
-        CommDtype::F16 | CommDtype::Bf16 => 2.0 / element,
-        CommDtype::Fp8 => (width + 4.0 * (width / 128.0).ceil()) / row,
-    };
-    part.min(1.0)
+    let (table, width) = (comm_dtype.row(), width as usize);
+    let packed = table.values(width, element) + table.scales(width);
+    (packed as f64 / row).min(1.0)
 }
 
 #[cfg(test)]

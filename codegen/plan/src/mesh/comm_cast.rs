@@ -115,14 +115,8 @@ impl CastPlan {
         exchange.payload.filter(|payload| payload.is_castable())?;
         let PartTensor { part, tensor } = exchange.reads()?;
         let rows = plan.part(part)[tensor].dtype;
-        let as_they_are = match comm_dtype {
-            CommDtype::Unchanged => true,
-            CommDtype::F16 => rows == DType::F16,
-            CommDtype::Bf16 => rows == DType::Bf16,
-            CommDtype::Fp8 => false,
-        };
         let width = plan.row_bytes(part, tensor) / rows.size();
-        if as_they_are {
+        if comm_dtype.row().keeps(rows) {
             return None;
         }
         let desc = CommCastDesc {

@@ -1,7 +1,8 @@
 //! The order of steps: launches of all parts and exchanges in one list.
 
+use super::ports::{brought_back, shared_part};
 use super::regions::shard_dim;
-use super::{BROUGHT_BACK, Exchange, FromTo, RankPlan, RankStep, shared_part};
+use super::{Exchange, FromTo, RankPlan, RankStep};
 use crate::layer::around::Places;
 use crate::{LayerPlan, Recompute, Role, Step, TensorId, TensorPlan};
 use moesaic_dist::{CollectiveOp, Payload, PlanPart, TokenScope};
@@ -172,7 +173,7 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     list.extend(dispatch(plan, &dout));
     if let Some(shadows) = &plan.shadows {
         launch(&mut list, PlanPart::Shadows, 0..shadows.backward.len());
-        let back = BROUGHT_BACK.iter();
+        let back = brought_back();
         list.extend(back.filter_map(|name| return_shadow_rows(plan, shadows, name)));
     }
     launch(&mut list, PlanPart::Experts, 0..plan.experts.backward.len());
@@ -316,7 +317,7 @@ fn backward_of_shared(plan: &RankPlan, shared: &LayerPlan) -> Vec<RankStep> {
         }
     }
     launch(&mut list, PlanPart::Shared, 0..shared.backward.len());
-    let comes_back = |part: &str| BROUGHT_BACK.contains(&part);
+    let comes_back = |part: &str| brought_back().any(|name| name == part);
     list.extend(reduce_scatter_tp(plan, shared, comes_back));
     let weights = shared.tensors.iter();
     let weights = weights.filter(|tensor| tensor.role == Role::Weight);

@@ -1,5 +1,6 @@
 //! Rank plans, held against what each part needs.
 
+use super::ports::shared_part;
 use super::*;
 use crate::{Recompute, Role, Step, TensorId, Training};
 use moesaic_dist::{AdaptiveMesh, SharedExperts, Strategy};

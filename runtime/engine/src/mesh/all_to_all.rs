@@ -50,20 +50,19 @@ impl Mesh {
         all_to_all: AllToAll,
         by: AdaptiveMesh,
     ) -> Result<RowSchedule, EngineError> {
+        let row = all_to_all.row();
         // At r = 0 rows stay, so nodes do not matter and any nodes are allowed.
-        if all_to_all == AllToAll::Linear || by.adaptive_r() == 0 {
+        if row.is_direct() || by.adaptive_r() == 0 {
             return Ok(RowSchedule::Direct);
         }
         let shape = self.shape(by).map_err(|reason| {
             let error = StrategyError::Nodes { all_to_all, reason };
             EngineError::from(PlanError::from(error))
         })?;
-        Ok(match all_to_all {
-            AllToAll::Linear => RowSchedule::Direct,
-            AllToAll::TwoDh => RowSchedule::OverNodes(Algorithm::Hierarchical(shape)),
-            AllToAll::TwoDhInterFirst => RowSchedule::OverNodes(Algorithm::InterFirst(shape)),
-            AllToAll::TwoDhConcurrent => RowSchedule::OverNodes(Algorithm::Concurrent(shape)),
-            AllToAll::Dedup => RowSchedule::Dedup(shape),
+        Ok(if row.deduplicates {
+            RowSchedule::Dedup(shape)
+        } else {
+            RowSchedule::OverNodes(row.algorithm(shape))
         })
     }
 

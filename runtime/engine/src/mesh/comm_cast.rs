@@ -139,7 +139,7 @@ pub(super) struct IncomingRows {
 impl CastCall<'_> {
     /// Returns whether a backward pass counts saturated values.
     pub fn counts_backward(&self) -> bool {
-        self.packing.comm_dtype.backward == CommDtype::F16
+        self.packing.comm_dtype.backward.row().saturates
     }
 
     /// Returns memory for cast rows that nothing in flight uses.
