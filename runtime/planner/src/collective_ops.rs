@@ -2,11 +2,11 @@
 
 use crate::Machine;
 use crate::chunks::ChunkShare;
-use crate::exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime};
+use crate::exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime, to_range};
 use crate::geometry::{PhaseLoad, Rank};
 use crate::plan_parts::Costs;
 use crate::shadows::times;
-use crate::traffic::{self, to_range};
+use crate::traffic;
 use moesaic_dist::schedules::ONE_PHASE_BYTES;
 use moesaic_dist::{
     Amount, Collective, CollectiveOp, NUMBER_BYTES, OpGroup, OpRow, Payload, PlanPart,

@@ -34,6 +34,9 @@
 //!
 //! The mesh does not change semantics: across all ranks, results equal those of one process that is
 //! given every rank's tokens in rank order.
+//!
+//! [`SharedExperts`]: moesaic_dist::SharedExperts
+//! [`Strategy::shadows`]: moesaic_dist::Strategy::shadows
 
 mod bytes;
 mod chunks;
@@ -112,6 +115,8 @@ impl<'p> Sharing<'p> {
 
     /// Sets the most experts that every group shadows in one call ([`Strategy::shadows`]). A plan
     /// does not pack weights of shadows.
+    ///
+    /// [`Strategy::shadows`]: moesaic_dist::Strategy::shadows
     #[must_use]
     pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
         Sharing { shadows, ..self }
