@@ -78,7 +78,8 @@ fn on_driver() {
         );
     }
     drop(layer);
-    let layer = training_layer(&engine, &spec, &weights);
+    let layer = engine.training_layer(&spec, &weights, Training::default());
+    let layer = layer.expect("a layer");
     for tokens in [8, 512, 4096] {
         let plan = layer.tilings().at(tokens);
         let launches = plan.launched(plan.all_steps(), tokens as u64);
