@@ -201,7 +201,7 @@ impl Diagnosis {
                     ", {} {name}",
                     units::flop_rate(rate)
                 )),
-                units::byte_rate(limits.bytes_per_second)
+                units::byte_rate(limits.bytes_per_second())
             ),
             Err(reason) => format!(
                 "limits were not measured: {}",

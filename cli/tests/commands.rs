@@ -312,7 +312,18 @@ fn bench_checks_and_times() {
     let runs = json["runs"].as_array().unwrap();
     assert_eq!(runs[1]["tokens"], 33);
     assert_eq!(runs[1]["launches"].as_array().unwrap().len(), 8);
-    assert!(runs[1]["of_roofline"].as_f64().unwrap() > 0.0);
+    assert!(json["steady"].is_boolean(), "{json}");
+    for run in runs {
+        let all = run["launches"].as_array().unwrap().iter().chain([run]);
+        for timed in all.filter(|timed| timed["roofline_seconds"].as_f64() > Some(0.0)) {
+            assert!(timed["spread"].as_f64().unwrap() >= 0.0, "{timed}");
+            // No share is above 1: a time below the roofline has a reason instead.
+            match timed["of_roofline"].as_f64() {
+                Some(share) => assert!(share > 0.0 && share <= 1.0, "{timed}"),
+                None => assert!(timed["no_share"].is_string(), "{timed}"),
+            }
+        }
+    }
     let shared = format!(
         "{SMALL}[[shared]]\nhidden_dim = 8\ngate = \"sigmoid\"\n[capacity]\nmode = \"factor\"\n"
     );

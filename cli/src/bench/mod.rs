@@ -9,7 +9,7 @@ mod report;
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
-use crate::machine::{self, Machine};
+use crate::machine::{self, Machine, Watched};
 use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
@@ -36,8 +36,8 @@ Examples:
   moesaic bench --spec layer.toml --ranks 4 --machine mpi-emulated --calibration measured.toml
 
 Weights and tokens are random. The result is checked once against the f64 reference; then each
-launch is timed on its own. Least times follow from the plan's arithmetic and traffic and the
-machine's limits: measured in the same run for a CPU, published for a GPU.")]
+launch is timed on its own. Rooflines follow from the plan's arithmetic and traffic and the
+machine's limits: measured before and after the run for a CPU, published for a GPU.")]
 pub struct BenchArgs {
     #[command(flatten)]
     layer: LayerArgs,
@@ -116,11 +116,17 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         let calls = args.calls(&layer, &weights, tokens)?;
         runs.push(measure::measure(&layer, &calls, budget)?);
     }
+    progress.next("measuring the machine again");
+    let limits = machine.map(|machine| args.watch(machine, &engine));
     drop(progress);
+    let limits = limits.transpose()?;
+    if let Some(warning) = limits.as_ref().and_then(Watched::warning) {
+        console.warn(&warning);
+    }
     let report = report::Report {
         engine: &engine,
         layer: &layer,
-        machine,
+        limits,
         error,
         skew: args.skew,
         runs,
@@ -188,6 +194,15 @@ impl BenchArgs {
             Target::Cpu(isa) => Machine::measure_cpu(&self.cpu()?, isa).map(Some),
             target => Ok(Machine::of_device(&engine.device_info().name, target)),
         }
+    }
+
+    /// Measures a CPU again, because another program may have taken part of it in the meantime.
+    fn watch(&self, machine: Machine, engine: &Engine) -> Result<Watched> {
+        let later = match engine.target() {
+            Target::Cpu(isa) => Machine::measure_cpu(&self.cpu()?, isa)?,
+            _ => machine.clone(),
+        };
+        Ok(machine.watched(&later))
     }
 
     fn cpu(&self) -> Result<CpuDevice> {

@@ -41,7 +41,7 @@ pub use placement::{Placement, PlacementError, RowSource, Split};
 pub use placement::{ShadowForm, ShadowModel, shadows};
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
-pub use work::{Floor, Work};
+pub use work::{Bound, Floor, MemoryLevel, Roofs, Work};
 
 use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};

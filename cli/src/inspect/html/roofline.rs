@@ -48,7 +48,7 @@ struct Axes {
 impl Axes {
     fn of(machine: &Machine, intensities: &[f64]) -> Axes {
         let top = machine.flops(DType::Bf16).max(machine.f32_flops);
-        let ridge = top / machine.bytes_per_second;
+        let ridge = top / machine.bytes_per_second();
         let lowest = intensities.iter().copied().fold(ridge / 10.0, f64::min);
         let most = intensities.iter().copied().fold(ridge * 10.0, f64::max);
         let x = [
@@ -56,7 +56,7 @@ impl Axes {
             decade(most * 1.5, f64::ceil),
         ];
         let y = [
-            decade(x[0] * machine.bytes_per_second, f64::floor),
+            decade(x[0] * machine.bytes_per_second(), f64::floor),
             decade(top * 1.3, f64::ceil),
         ];
         Axes { x, y }
@@ -98,7 +98,7 @@ fn drawing(inspection: &Inspection, machine: &Machine) -> String {
     if let Some((rate, name)) = half {
         parts.push(roof(&axes, machine, rate, name, "half"));
     }
-    parts.extend(points(&launches, inspection, machine, &axes));
+    parts.extend(points(&launches, inspection, &axes));
     format!(
         "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"roofline\">{}</svg>",
         parts.concat()
@@ -160,8 +160,8 @@ fn plain(value: f64) -> String {
 }
 
 fn roof(axes: &Axes, machine: &Machine, flops: f64, name: &str, class: &str) -> String {
-    let ridge = flops / machine.bytes_per_second;
-    let start = (axes.x[0], axes.x[0] * machine.bytes_per_second);
+    let ridge = flops / machine.bytes_per_second();
+    let start = (axes.x[0], axes.x[0] * machine.bytes_per_second());
     let corner = (axes.px(ridge), axes.py(flops));
     let end = WIDTH - RIGHT;
     let memory = match class {
@@ -169,7 +169,7 @@ fn roof(axes: &Axes, machine: &Machine, flops: f64, name: &str, class: &str) -> 
             "<text class=\"label\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
             axes.px(start.0) + 10.0,
             axes.py(start.1 * 1.6) - 22.0,
-            units::byte_rate(machine.bytes_per_second)
+            units::byte_rate(machine.bytes_per_second())
         ),
         _ => String::new(),
     };
@@ -187,12 +187,7 @@ fn roof(axes: &Axes, machine: &Machine, flops: f64, name: &str, class: &str) -> 
 }
 
 /// Draws each launch at each token count, with the numbers on top.
-fn points(
-    launches: &[&Launch],
-    inspection: &Inspection,
-    machine: &Machine,
-    axes: &Axes,
-) -> Vec<String> {
+fn points(launches: &[&Launch], inspection: &Inspection, axes: &Axes) -> Vec<String> {
     let (mut small, mut large, mut taken) = (Vec::new(), Vec::new(), Vec::new());
     for launch in launches {
         let stem = inspection.kernels[launch.kernel].source.stem;
@@ -202,10 +197,8 @@ fn points(
             .filter(|at| at.work.flops > 0.0)
             .map(|at| {
                 let intensity = intensity(&at.work);
-                let flops = at
-                    .roofline
-                    .map_or(machine.f32_flops, |roofline| roofline.flops);
-                let rate = flops.min(intensity * machine.bytes_per_second);
+                let seconds = at.roofline.map_or(f64::NAN, |roofline| roofline.seconds);
+                let rate = at.work.flops / seconds;
                 (
                     axes.px(intensity),
                     axes.py(rate),
@@ -311,7 +304,7 @@ fn row(inspection: &Inspection, launch: &Launch) -> String {
             });
             format!(
                 "<td class=\"n\">{roofline}<span class=\"by\">{}</span></td>",
-                bound(at)
+                bound(at, inspection.machine.as_ref())
             )
         })
         .collect();
