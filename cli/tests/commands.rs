@@ -5,10 +5,6 @@ use std::io::Read;
 use std::path::Path;
 use std::process::Stdio;
 
-fn with_spec(args: &[&str], spec: &Path) -> Finished {
-    finish(command().args(args).arg("--spec").arg(spec))
-}
-
 #[test]
 fn emit_writes_a_folder_per_target() {
     let small = Small::new();
@@ -333,32 +329,6 @@ fn bench_checks_and_times() {
 }
 
 #[test]
-fn doctor_ends_with_a_block_for_a_bug_report() {
-    let text = moesaic(["doctor"]).ok();
-    for part in [
-        "C compiler",
-        "CUDA compiler",
-        "ROCm device",
-        "CUDA simulator",
-        "needs a C++ compiler, no GPU",
-        "for a bug report\n```text\nmoesaic ",
-    ] {
-        assert!(text.contains(part), "{part:?} is not in {text}");
-    }
-    assert!(text.ends_with("```\n"));
-    let json = moesaic(["doctor", "--json"]).json();
-    assert!(
-        json["cpu"]["limits"]["f32_flops"].as_f64().unwrap() > 1e8,
-        "{json}"
-    );
-    assert!(text.contains("caches of a core: level 1 "), "{text}");
-    let nodes = json["cpu"]["numa_nodes"].as_u64().unwrap();
-    assert!(text.contains(&format!("{nodes} NUMA node")), "{text}");
-    let class = json["cpu"]["planned_for"]["l2_bytes"].as_u64().unwrap();
-    assert!(class.is_power_of_two() && class >= 256 << 10, "{json}");
-}
-
-#[test]
 fn caches_of_another_cpu_can_be_named() {
     let small = Small::new();
     let emit = |more: &[&str]| {
@@ -438,33 +408,6 @@ fn a_simulator_names_the_kernel_that_ran() {
     };
     assert_eq!(named("9"), ["grouped_gemm_up_decode"]);
     assert_eq!(named("65"), ["grouped_gemm_up"]);
-}
-
-#[test]
-fn doctor_says_what_a_simulator_lacks() {
-    let nothing = scratch();
-    let mut call = command();
-    call.args(["doctor", "--json"]);
-    call.env("MOESAIC_CXX", "/no/such/g++")
-        .env("MOESAIC_NVRTC", nothing.path());
-    let json = finish(&mut call).json();
-    let lacking = |at: usize, tried: &str, advice: &str| {
-        let simulator = &json["simulators"][at];
-        assert!(simulator["found"].is_null(), "{simulator}");
-        assert_eq!(simulator["targets"], serde_json::json!([]));
-        for (key, part) in [("tried", tried), ("advice", advice)] {
-            assert!(
-                simulator[key].as_str().unwrap().contains(part),
-                "{simulator}"
-            );
-        }
-    };
-    lacking(
-        0,
-        "no libnvrtc.so in this folder",
-        "moesaic toolchain install cuda",
-    );
-    lacking(1, "MOESAIC_CXX=/no/such/g++", "moesaic toolchain install c");
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod measure;
 mod report;
 
 use crate::console::Console;
+use crate::counts::{self, Counts};
 use crate::failure::{Failure, Result};
 use crate::machine::{self, Machine, Watched};
 use crate::progress::Progress;
@@ -42,23 +43,18 @@ pub struct BenchArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2; no simulator
-    #[arg(long, value_name = "T", default_value = "auto")]
+    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "auto")]
     target: String,
-    /// Token counts
-    #[arg(
-        long,
-        value_name = "N[,N]",
-        value_delimiter = ',',
-        default_value = "1,64,1024"
-    )]
-    tokens: Vec<usize>,
+    /// Token counts, and ranges of them such as 1-64
+    #[arg(long, value_name = counts::FORM, default_value = "1,64,1024", value_parser = str::parse::<Counts>)]
+    tokens: Counts,
     #[command(flatten)]
     threads: ThreadArgs,
     /// Seconds to repeat each token count for
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     seconds: f64,
     /// The GPU whose published limits are used; with --ranks a machine of `moesaic plan`
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = machine::MachineName, hide_possible_values = true)]
     machine: Option<String>,
     /// Measure N ranks at once instead, which are threads of this process or the processes of a
     /// launcher: links, GEMMs and other kernels, for `moesaic plan --calibrate`
@@ -96,7 +92,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let options = args.options(console);
     let engine = targets::open(&args.target, options, |asked| args.fits(asked))?;
-    for &tokens in &args.tokens {
+    for &tokens in &args.tokens.0 {
         engine.check_tokens(&spec, tokens)?;
     }
     let progress = Progress::start("making weights");
@@ -111,7 +107,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let error = check::check(&layer, &spec, &weights)?;
     let machine = args.machine(&engine)?;
     let mut runs = Vec::new();
-    for &tokens in &args.tokens {
+    for &tokens in &args.tokens.0 {
         progress.next(format!("timing {tokens} tokens"));
         let calls = args.calls(&layer, &weights, tokens)?;
         runs.push(measure::measure(&layer, &calls, budget)?);

@@ -1,9 +1,9 @@
 //! The output of `bench`.
 
 use super::measure::{AgainstUniform, Launch, Run};
-use crate::console::Palette;
 use crate::inspect::{arithmetic, machine_json, roofs};
 use crate::machine::{FASTER, Share, Watched};
+use crate::palette::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::reference::Skew;

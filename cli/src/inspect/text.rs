@@ -1,8 +1,8 @@
 //! An inspection for the terminal.
 
 use super::model::{At, Inspection, Kernel, Launch};
-use crate::console::Palette;
 use crate::machine::Machine;
+use crate::palette::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::LayerSpec;
