@@ -22,6 +22,7 @@ mod links;
 mod log;
 mod machine;
 mod mesh;
+mod occupancy;
 #[cfg(test)]
 mod page;
 mod palette;

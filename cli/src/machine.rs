@@ -32,6 +32,8 @@ pub struct Machine {
     pub levels: Vec<MemoryLevel>,
     /// The shortest time of a launch, in seconds.
     pub launch_seconds: f64,
+    /// The streaming multiprocessors or compute units of a GPU, the threads of a CPU.
+    pub units: Option<u32>,
 }
 
 /// The source of a machine's limits.
@@ -54,7 +56,7 @@ impl Origin {
 }
 
 /// A row of the table: name, architectures, TFLOP/s in f32, TFLOP/s in dense 16-bit matrix
-/// products, GB/s, and the last cache that all units share.
+/// products, GB/s, the last cache that all units share, and the number of units.
 struct Known {
     name: &'static str,
     archs: &'static [&'static str],
@@ -62,6 +64,7 @@ struct Known {
     half: f64,
     bandwidth: f64,
     cache: LastCache,
+    units: u32,
 }
 
 /// The last cache of a GPU: its MB and, if its vendor states them, its GB/s.
@@ -74,7 +77,7 @@ const fn known(
     name: &'static str,
     archs: &'static [&'static str],
     [f32, half, bandwidth]: [f64; 3],
-    megabytes: u64,
+    [megabytes, units]: [u32; 2],
 ) -> Known {
     Known {
         name,
@@ -83,9 +86,10 @@ const fn known(
         half,
         bandwidth,
         cache: LastCache {
-            megabytes,
+            megabytes: megabytes as u64,
             bandwidth: None,
         },
+        units,
     }
 }
 
@@ -101,35 +105,50 @@ impl Known {
 /// The first machine of an architecture stands for it. Rates of caches: 2048 and 5120 bytes a clock
 /// (NVIDIA's A100 white paper), and AMD's CDNA 3 white paper.
 const KNOWN: &[Known] = &[
-    known("V100", &["sm_70"], [15.7, 125.0, 900.0], 6).cached_at(3133.0),
-    known("T4", &["sm_75"], [8.1, 65.0, 320.0], 4),
-    known("A100", &["sm_80"], [19.5, 312.0, 2039.0], 40).cached_at(7219.0),
-    known("A40", &["sm_86"], [37.4, 149.7, 696.0], 6),
-    known("RTX 3090", &["sm_86"], [35.6, 71.0, 936.0], 6),
-    known("RTX 4090", &["sm_89"], [82.6, 165.2, 1008.0], 72),
-    known("L40S", &["sm_89"], [91.6, 362.0, 864.0], 96),
-    known("H100", &["sm_90", "sm_90a"], [67.0, 989.4, 3350.0], 50),
-    known("H200", &["sm_90", "sm_90a"], [67.0, 989.4, 4800.0], 50),
+    known("V100", &["sm_70"], [15.7, 125.0, 900.0], [6, 80]).cached_at(3133.0),
+    known("T4", &["sm_75"], [8.1, 65.0, 320.0], [4, 40]),
+    known("A100", &["sm_80"], [19.5, 312.0, 2039.0], [40, 108]).cached_at(7219.0),
+    known("A40", &["sm_86"], [37.4, 149.7, 696.0], [6, 84]),
+    known("RTX 3090", &["sm_86"], [35.6, 71.0, 936.0], [6, 82]),
+    known("RTX 4090", &["sm_89"], [82.6, 165.2, 1008.0], [72, 128]),
+    known("L40S", &["sm_89"], [91.6, 362.0, 864.0], [96, 142]),
+    known(
+        "H100",
+        &["sm_90", "sm_90a"],
+        [67.0, 989.4, 3350.0],
+        [50, 132],
+    ),
+    known(
+        "H200",
+        &["sm_90", "sm_90a"],
+        [67.0, 989.4, 4800.0],
+        [50, 132],
+    ),
     known(
         "B200",
         &["sm_100", "sm_100a", "sm_100f"],
         [75.0, 2250.0, 7700.0],
-        126,
+        [126, 148],
     ),
-    known("B300", &["sm_103", "sm_103a"], [75.0, 2250.0, 7700.0], 126),
+    known(
+        "B300",
+        &["sm_103", "sm_103a"],
+        [75.0, 2250.0, 7700.0],
+        [126, 148],
+    ),
     known(
         "RTX 5090",
         &["sm_120", "sm_120a", "sm_120f"],
         [104.8, 209.5, 1792.0],
-        96,
+        [96, 170],
     ),
-    known("MI100", &["gfx908"], [23.1, 92.3, 1229.0], 8),
-    known("MI250X", &["gfx90a"], [47.9, 383.0, 3277.0], 16),
-    known("MI300X", &["gfx942"], [163.4, 1307.4, 5300.0], 256).cached_at(17200.0),
-    known("MI355X", &["gfx950"], [157.3, 2516.6, 8000.0], 256),
-    known("RX 6900 XT", &["gfx1030"], [23.0, 46.1, 512.0], 128),
-    known("RX 7900 XTX", &["gfx1100"], [61.4, 122.8, 960.0], 96),
-    known("RX 9070 XT", &["gfx1201"], [48.7, 195.0, 640.0], 64),
+    known("MI100", &["gfx908"], [23.1, 92.3, 1229.0], [8, 120]),
+    known("MI250X", &["gfx90a"], [47.9, 383.0, 3277.0], [16, 220]),
+    known("MI300X", &["gfx942"], [163.4, 1307.4, 5300.0], [256, 304]).cached_at(17200.0),
+    known("MI355X", &["gfx950"], [157.3, 2516.6, 8000.0], [256, 256]),
+    known("RX 6900 XT", &["gfx1030"], [23.0, 46.1, 512.0], [128, 80]),
+    known("RX 7900 XTX", &["gfx1100"], [61.4, 122.8, 960.0], [96, 96]),
+    known("RX 9070 XT", &["gfx1201"], [48.7, 195.0, 640.0], [64, 64]),
 ];
 
 /// The shortest time of a launch on a GPU, in seconds: an estimate from below for kernels that
@@ -330,6 +349,7 @@ impl Machine {
             bf16_flops: limits.bf16_gflops.map(|rate| rate * 1e9),
             levels: measured_levels(&limits),
             launch_seconds: 0.0, // a small launch runs on the thread that asks for it
+            units: u32::try_from(device.threads()).ok(),
         })
     }
 }
@@ -445,6 +465,7 @@ fn published(known: &Known) -> Machine {
             },
         ],
         launch_seconds: GPU_LAUNCH,
+        units: Some(known.units),
     }
 }
 

@@ -140,7 +140,12 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     if let Some(trouble) = &inspection.trouble {
         console.warn(&trouble.replace('\n', "\n  "));
     }
-    let asm = args.asm.then(|| disassembly(&inspection)).transpose()?;
+    let asm = match (&args.html, args.asm) {
+        (_, true) => Some(disassembly(&inspection)?),
+        // The page has machine code where a disassembler is found, and does without elsewhere.
+        (Some(_), false) => disassembly(&inspection).ok(),
+        (None, false) => None,
+    };
     if args.json {
         console.json(&json::render(&inspection, asm.as_deref()))?;
     } else if let Some(path) = &args.html {
