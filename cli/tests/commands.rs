@@ -218,9 +218,23 @@ fn the_page_is_whole_and_needs_nothing_else() {
         "id=\"plan\"",
         "prefers-color-scheme",
         "</html>",
+        "type=\"range\" min=\"0\" max=\"2\"",
+        "<i class=\"k\">for</i>",
+        "id=\"workspace\"",
+        "moesaic inspect --target cpu --html",
+        "top_k = ",
     ] {
         assert!(html.contains(part), "{part}");
     }
+    // Every token count has its launches and its circles, on a wide and on a narrow drawing.
+    for count in 0..3 {
+        let own = html.matches(&format!("data-t=\"{count}\"")).count();
+        assert_eq!(own, 3, "T number {count}");
+    }
+    assert!(
+        !html.contains("nothing is specialised"),
+        "grids follow from T"
+    );
     for outside in ["http:", "https:", "src=", "<link", "@import", "url("] {
         assert!(!html.contains(outside), "{outside}");
     }
@@ -230,6 +244,32 @@ fn the_page_is_whole_and_needs_nothing_else() {
         let open =
             html.matches(&format!("<{tag}>")).count() + html.matches(&format!("<{tag} ")).count();
         assert_eq!(open, html.matches(&format!("</{tag}>")).count(), "{tag}");
+    }
+}
+
+#[test]
+fn the_page_of_a_gpu_has_decode_and_prefill_apart() {
+    let small = Small::new();
+    let page = small.dir.path().join("gpu.html");
+    let args = [
+        "inspect",
+        "--target",
+        "h100",
+        "--html",
+        page.to_str().unwrap(),
+    ];
+    with_spec(&args, &small.spec).ok();
+    let html = std::fs::read_to_string(&page).unwrap();
+    let (decode, prefill) = html
+        .split_once("<h3>Prefill: calls of more than 64 tokens</h3>")
+        .expect("two lists");
+    let (_, decode) = decode
+        .split_once("<h3>Decode: calls of up to 64 tokens</h3>")
+        .expect("a list of decode");
+    let prefill = prefill.split("</ol>").next().unwrap();
+    assert!(decode.contains("grouped_gemm_up_decode") && !prefill.contains("_decode"));
+    for part in ["Occupancy", "the shortest time of a launch", "50 MiB cache"] {
+        assert!(html.contains(part), "{part}");
     }
 }
 
