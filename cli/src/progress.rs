@@ -4,7 +4,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Whether the user wants no progress.
+/// A switch that is on once the user wants no progress.
 static HIDDEN: AtomicBool = AtomicBool::new(false);
 
 /// Shows no progress from now on.
