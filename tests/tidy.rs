@@ -204,6 +204,58 @@ fn modules_of_the_engine_import_from_those_below() {
     }
 }
 
+/// Modules of the command line import each other in one direction. `lib.rs` is above all of them;
+/// tests in modules may look at everything.
+#[test]
+fn modules_of_the_command_line_form_no_circle() {
+    let source = root().join("cli/src");
+    let mut imports: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for path in files(&source, &[".rs"]) {
+        let below = path.strip_prefix(&source).expect("a file of the folder");
+        let module = Path::new(&below.components().next().expect("a name")).with_extension("");
+        let module = module.to_string_lossy().into_owned();
+        // `page` is a test as a whole.
+        if ["lib", "main", "page"].contains(&module.as_str()) {
+            continue;
+        }
+        let text = read(&path);
+        let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+        let own = imports.entry(module.clone()).or_default();
+        own.extend(imported(code).into_iter().filter(|used| *used != module));
+    }
+    assert!(imports.len() > 30, "{} modules", imports.len());
+    // Whoever imports nothing that is left is below the others, and is taken away.
+    while let Some(lowest) = imports
+        .iter()
+        .find(|(_, used)| used.iter().all(|used| !imports.contains_key(used)))
+        .map(|(module, _)| module.clone())
+    {
+        imports.remove(&lowest);
+    }
+    assert!(imports.is_empty(), "a circle is among {imports:#?}");
+}
+
+/// Returns the modules that a text names after `crate::`, alone or in braces.
+fn imported(code: &str) -> BTreeSet<String> {
+    let lines = code.lines().filter(|line| !line.trim().starts_with("//"));
+    let code = lines.collect::<Vec<_>>().join("\n");
+    let mut modules = BTreeSet::new();
+    for used in code.split("crate::").skip(1) {
+        let (list, braces) = match used.strip_prefix('{') {
+            Some(rest) => (rest.split('}').next().unwrap_or_default(), true),
+            None => (used, false),
+        };
+        let names = list.split(',').take(if braces { usize::MAX } else { 1 });
+        modules.extend(names.filter_map(|name| {
+            let name = name.trim();
+            let end = name.find(|c: char| !c.is_alphanumeric() && c != '_');
+            let name = &name[..end.unwrap_or(name.len())];
+            (!name.is_empty()).then(|| name.to_string())
+        }));
+    }
+    modules
+}
+
 #[test]
 fn codegen_touches_no_file_variable_or_device() {
     for folder in PURE {

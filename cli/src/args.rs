@@ -1,6 +1,6 @@
 //! The arguments that all commands share, and the list of commands.
 
-use crate::console::ColorChoice;
+use crate::palette::ColorChoice;
 use clap::{Parser, Subcommand};
 
 /// The parsed command line of the process.
@@ -27,6 +27,12 @@ pub struct Cli {
         hide_default_value = true
     )]
     pub color: ColorChoice,
+    /// Print errors and warnings alone: no notes and no progress
+    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    pub quiet: bool,
+    /// Print details, and with -vv what the library logs
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
     #[command(subcommand)]
     pub command: Command,
 }

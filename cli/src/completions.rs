@@ -1,9 +1,8 @@
 //! `moesaic completions`.
 
-use crate::args::Cli;
 use crate::console::Console;
 use crate::failure::Result;
-use clap::{Args, CommandFactory};
+use clap::{Args, Command};
 use clap_complete::{Shell, generate};
 
 /// Print shell completions
@@ -19,8 +18,8 @@ pub struct CompletionsArgs {
 }
 
 /// Prints the completion script of a shell.
-pub fn execute(args: &CompletionsArgs, console: &Console) -> Result {
+pub fn execute(args: &CompletionsArgs, mut program: Command, console: &Console) -> Result {
     let mut script = Vec::new();
-    generate(args.shell, &mut Cli::command(), "moesaic", &mut script);
+    generate(args.shell, &mut program, "moesaic", &mut script);
     console.print(&String::from_utf8_lossy(&script))
 }

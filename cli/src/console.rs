@@ -1,7 +1,7 @@
 //! Output to the terminal, or to the file or pipe that replaces it.
 
 use crate::failure::{Failure, Result};
-use clap::ValueEnum;
+use crate::palette::{ColorChoice, Palette};
 use moesaic::collectives::World;
 use moesaic::collectives::topology::host_name;
 use std::io::{IsTerminal, Write, stderr, stdout};
@@ -9,40 +9,57 @@ use std::io::{IsTerminal, Write, stderr, stdout};
 use std::os::fd::AsRawFd;
 use std::sync::OnceLock;
 
-/// The choice of when to colour output.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum ColorChoice {
-    /// On a terminal, unless NO_COLOR is set.
-    #[default]
-    Auto,
-    /// Also into a file or a pipe.
-    Always,
-    /// Not at all.
-    Never,
-}
-
 /// Both output streams. Results go to stdout, everything else to stderr.
 #[derive(Clone, Copy, Debug)]
 pub struct Console {
-    /// Colours of stdout.
+    /// Colours and width of stdout.
     pub out: Palette,
     /// Colours of stderr.
     pub err: Palette,
+    /// How much the command says.
+    pub verbosity: Verbosity,
 }
 
-/// The colours of a stream, which may be off.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Palette {
-    on: bool,
+/// How much a command says besides its result.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verbosity {
+    /// Errors and warnings alone.
+    Quiet,
+    /// Notes and progress, too.
+    #[default]
+    Normal,
+    /// Details, too.
+    Verbose,
+    /// Everything that the library logs, too.
+    Debug,
+}
+
+impl Verbosity {
+    /// Returns the level for `-q` and the number of `-v`.
+    pub fn new(quiet: bool, verbose: u8) -> Verbosity {
+        match (quiet, verbose) {
+            (true, _) => Verbosity::Quiet,
+            (false, 0) => Verbosity::Normal,
+            (false, 1) => Verbosity::Verbose,
+            (false, _) => Verbosity::Debug,
+        }
+    }
 }
 
 impl Console {
     /// Returns a console for the streams of this process.
-    pub fn new(choice: ColorChoice) -> Console {
+    pub fn new(choice: ColorChoice, verbosity: Verbosity) -> Console {
+        let screen = is_screen(&stdout());
         Console {
-            out: Palette::new(choice, is_screen(&stdout())),
+            out: Palette::new(choice, screen).within(width(screen)),
             err: Palette::new(choice, is_screen(&stderr())),
+            verbosity,
         }
+    }
+
+    /// Returns whether the user asked for details.
+    pub fn verbose(&self) -> bool {
+        self.verbosity >= Verbosity::Verbose
     }
 
     /// Writes a result to stdout.
@@ -60,8 +77,11 @@ impl Console {
         self.print(&(text + "\n"))
     }
 
-    /// Writes a note to stderr.
+    /// Writes a note to stderr, unless the user wants quiet.
     pub fn note(&self, text: &str) {
+        if self.verbosity == Verbosity::Quiet {
+            return;
+        }
         self.tell(&format!("{} {text}", self.err.cyan("note:")));
     }
 
@@ -96,6 +116,30 @@ pub fn is_screen(stream: &impl IsTerminal) -> bool {
     stream.is_terminal()
 }
 
+/// Returns the columns of stdout: `COLUMNS`, or else those of the terminal.
+fn width(screen: bool) -> Option<usize> {
+    let set = std::env::var("COLUMNS").ok();
+    let set = set.and_then(|text| text.trim().parse().ok());
+    set.or_else(|| screen.then(terminal_columns).flatten())
+        .filter(|&columns| columns > 0)
+}
+
+#[cfg(unix)]
+fn terminal_columns() -> Option<usize> {
+    // SAFETY: the structure is plain numbers, which the call fills; stdout is open.
+    let size = unsafe {
+        let mut size: libc::winsize = std::mem::zeroed();
+        let failed = libc::ioctl(stdout().as_raw_fd(), libc::TIOCGWINSZ, &mut size) != 0;
+        (!failed).then_some(size)
+    };
+    size.map(|size| usize::from(size.ws_col))
+}
+
+#[cfg(not(unix))]
+fn terminal_columns() -> Option<usize> {
+    None
+}
+
 /// Returns whether a launcher has started this process as one of several ranks.
 pub fn is_rank() -> bool {
     !who().is_empty()
@@ -111,60 +155,4 @@ fn who() -> &'static str {
             format!("rank {} on {}: ", world.rank, host_name())
         })
     })
-}
-
-impl Palette {
-    /// A palette without colours.
-    #[cfg(test)]
-    pub const PLAIN: Palette = Palette { on: false };
-
-    fn new(choice: ColorChoice, terminal: bool) -> Palette {
-        let set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
-        let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
-        let on = match choice {
-            ColorChoice::Auto => terminal && !set("NO_COLOR") && !dumb,
-            ColorChoice::Always => true,
-            ColorChoice::Never => false,
-        };
-        Palette { on }
-    }
-
-    /// Returns whether colours are on.
-    pub fn on(&self) -> bool {
-        self.on
-    }
-
-    /// Wraps `text` in the escapes of a style, such as `1;31`.
-    pub fn paint(&self, style: &str, text: &str) -> String {
-        if self.on && !style.is_empty() {
-            format!("\x1b[{style}m{text}\x1b[0m")
-        } else {
-            text.to_string()
-        }
-    }
-
-    /// Paints a heading.
-    pub fn bold(&self, text: &str) -> String {
-        self.paint("1", text)
-    }
-
-    /// Paints secondary text.
-    pub fn dim(&self, text: &str) -> String {
-        self.paint("2", text)
-    }
-
-    /// Paints a failure.
-    pub fn red(&self, text: &str) -> String {
-        self.paint("1;31", text)
-    }
-
-    /// Paints a warning.
-    pub fn yellow(&self, text: &str) -> String {
-        self.paint("1;33", text)
-    }
-
-    /// Paints a note or a hint.
-    pub fn cyan(&self, text: &str) -> String {
-        self.paint("1;36", text)
-    }
 }

@@ -1,10 +1,11 @@
 //! `moesaic doctor`.
 
-use crate::console::{Console, Palette};
+use crate::console::Console;
 use crate::failure::Result;
 use crate::inspect::machine_json;
 use crate::links::Expected;
 use crate::machine::Machine;
+use crate::palette::Palette;
 use crate::simulators::{Simulator, simulators};
 use crate::store::{StoreArgs, place, tuning};
 use crate::units;
@@ -24,6 +25,7 @@ use std::path::Path;
 #[command(after_help = "\
 Examples:
   moesaic doctor
+  moesaic doctor -v
   moesaic doctor --ranks 4
   moesaic launch -n 4 -- moesaic doctor --ranks
   mpirun -n 64 moesaic doctor --ranks --json
@@ -107,7 +109,11 @@ pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
     if args.json {
         console.json(&diagnosis.json())
     } else {
-        console.print(&diagnosis.text(&console.out))
+        console.print(&if console.verbose() {
+            diagnosis.details(&console.out)
+        } else {
+            diagnosis.screen(&console.out)
+        })
     }
 }
 
@@ -141,7 +147,38 @@ impl Diagnosis {
         }
     }
 
-    fn text(&self, palette: &Palette) -> String {
+    /// Renders one line for each thing that a user may miss.
+    fn screen(&self, palette: &Palette) -> String {
+        let mut text = format!("{}\n", palette.bold(&self.system));
+        let cpu = format!(
+            "{}, {}, {}",
+            self.cpu,
+            units::count(self.cores, "thread"),
+            self.target
+        );
+        text += &checked(true, "CPU", &cpu, palette);
+        let limits = self.limits_line();
+        text += &checked(self.limits.is_ok(), "limits", &limits, palette);
+        let trouble = self.cache.trouble.as_deref().map(first_line);
+        let cache = trouble.map_or_else(|| self.cache.line(), str::to_string);
+        text += &checked(trouble.is_none(), "cache", &cache, palette);
+        for finding in &self.findings {
+            let missing = || match first_line(&finding.advice) {
+                "" => first_line(&finding.tried).to_string(),
+                advice => advice.to_string(),
+            };
+            let line = finding.found.clone().unwrap_or_else(missing);
+            text += &checked(finding.found.is_some(), finding.subject, &line, palette);
+        }
+        for simulator in &self.simulators {
+            let line = simulator.found.as_deref().unwrap_or(simulator.needs);
+            text += &checked(simulator.found.is_some(), simulator.subject, line, palette);
+        }
+        text + &palette.dim("-v shows paths, targets, what was tried, and a block for a bug report")
+            + "\n"
+    }
+
+    fn details(&self, palette: &Palette) -> String {
         let mut text = format!("{}\n", palette.bold(&self.system));
         text += &entry(
             "CPU",
@@ -201,12 +238,9 @@ impl Diagnosis {
                     ", {} {name}",
                     units::flop_rate(rate)
                 )),
-                units::byte_rate(limits.bytes_per_second)
+                units::byte_rate(limits.bytes_per_second())
             ),
-            Err(reason) => format!(
-                "limits were not measured: {}",
-                reason.lines().next().unwrap_or_default()
-            ),
+            Err(reason) => format!("limits were not measured: {}", first_line(reason)),
         }
     }
 
@@ -320,6 +354,27 @@ fn names(targets: &[Target]) -> Vec<String> {
 }
 
 const WIDTH: usize = 16;
+
+/// Renders a line of the screen, cut where the stream ends.
+fn checked(good: bool, name: &str, value: &str, palette: &Palette) -> String {
+    let mark = if good {
+        palette.paint("32", "✓")
+    } else {
+        palette.paint("33", "✗")
+    };
+    let room = palette.columns().map_or(100, |columns| columns.min(140));
+    let room = room.saturating_sub(WIDTH + 6).max(20);
+    let value = match value.chars().count() {
+        long if long > room => value.chars().take(room - 1).chain(['…']).collect(),
+        _ => value.to_string(),
+    };
+    let pad = " ".repeat((WIDTH + 1).saturating_sub(name.chars().count()));
+    format!("  {mark} {}{pad}{value}\n", palette.bold(name))
+}
+
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
+}
 
 fn entry(name: &str, value: &str, palette: &Palette) -> String {
     let pad = " ".repeat(WIDTH.saturating_sub(name.len()).max(1));

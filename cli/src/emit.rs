@@ -2,7 +2,7 @@
 
 use crate::caches::CacheArgs;
 use crate::console::Console;
-use crate::failure::{Failure, Result, reason};
+use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
 use crate::rank::{self, OfRank, OneRankArgs};
 use crate::spec_source::{LayerArgs, needs_numbers};
@@ -35,6 +35,7 @@ pub struct EmitArgs {
     #[arg(
         long,
         value_name = "T[,T]",
+value_parser = targets::TargetName, hide_possible_values = true,
         value_delimiter = ',',
         required_unless_present = "rust"
     )]
@@ -190,8 +191,9 @@ fn write_all(dir: &Path, files: &[File], console: &Console) -> Result {
     for file in files {
         let path = dir.join(&file.name);
         let folder = path.parent().unwrap_or(dir);
-        fs::create_dir_all(folder).map_err(|error| unwritable(folder, &error))?;
-        write_whole(&path, file.text.as_bytes()).map_err(|error| unwritable(&path, &error))?;
+        fs::create_dir_all(folder).map_err(|error| Failure::unwritable(folder, &error))?;
+        write_whole(&path, file.text.as_bytes())
+            .map_err(|error| Failure::unwritable(&path, &error))?;
         text += &format!("{}\n", path.display());
     }
     console.print(&text)
@@ -199,19 +201,10 @@ fn write_all(dir: &Path, files: &[File], console: &Console) -> Result {
 
 fn write_rust(spec: &LayerSpec, file: &Path, console: &Console) -> Result {
     let text = rust_source(spec)?;
-    write_whole(file, text.as_bytes()).map_err(|error| unwritable(file, &error))?;
+    write_whole(file, text.as_bytes()).map_err(|error| Failure::unwritable(file, &error))?;
     console.print(&format!("{}\n", file.display()))
 }
 
 fn rust_source(spec: &LayerSpec) -> Result<String> {
     generate_source(spec, &GenerateOptions::default()).map_err(Failure::input)
-}
-
-/// Returns the failure for a file that cannot be written.
-pub fn unwritable(path: &Path, error: &std::io::Error) -> Failure {
-    Failure::work(format!(
-        "cannot write {}: {}",
-        path.display(),
-        reason(error)
-    ))
 }

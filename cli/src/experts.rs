@@ -1,7 +1,6 @@
 //! `moesaic experts`: changes to the number of experts in a checkpoint.
 
 use crate::console::Console;
-use crate::emit;
 use crate::failure::{Failure, Result};
 use crate::files::{self, Files, check_output};
 use crate::keys::KeysArgs;
@@ -457,7 +456,7 @@ fn save_layers(layers: &[(&Path, &LayerSpec, &Tensors<'_>)]) -> Result {
         let beside = beside(file)?;
         write_safetensors(file, tensors).map_err(files::unwritable)?;
         write_whole(&beside, spec.to_toml().as_bytes())
-            .map_err(|error| emit::unwritable(&beside, &error))?;
+            .map_err(|error| Failure::unwritable(&beside, &error))?;
     }
     Ok(())
 }

@@ -1,12 +1,12 @@
 //! The one error type of the command line.
 
-use crate::console::Palette;
+use crate::palette::Palette;
 use moesaic::cache::{PackError, StoreError};
 use moesaic::spec::SpecError;
 use moesaic::target::{CompileError, DeviceError};
 use moesaic::toolchain::ToolchainError;
 use moesaic::weights::WeightsError;
-use moesaic::{EngineError, OpenError, TargetNameError};
+use moesaic::{EngineError, OpenError};
 use std::fmt::Display;
 use std::path::Path;
 
@@ -84,6 +84,15 @@ impl Failure {
     pub fn unreadable(what: &str, path: &Path, error: &std::io::Error) -> Failure {
         Failure::input(format!(
             "cannot read {what} {}: {}",
+            path.display(),
+            reason(error)
+        ))
+    }
+
+    /// Returns a failure for a file that cannot be written.
+    pub fn unwritable(path: &Path, error: &std::io::Error) -> Failure {
+        Failure::work(format!(
+            "cannot write {}: {}",
             path.display(),
             reason(error)
         ))
@@ -189,15 +198,6 @@ impl From<OpenError> for Failure {
             ),
             OpenError::Compile(error) => Failure::from(&error),
             other => Failure::work(other),
-        }
-    }
-}
-
-impl From<TargetNameError> for Failure {
-    fn from(error: TargetNameError) -> Failure {
-        match error {
-            TargetNameError::Unknown(error) => crate::targets::unknown(&error),
-            other => Failure::input(other),
         }
     }
 }

@@ -71,10 +71,13 @@ impl Files {
     /// Adds the files that a layer comes from.
     #[must_use]
     pub fn layer(self, layer: &LayerArgs) -> Files {
-        let spec = layer.spec.iter().filter(|path| path.as_os_str() != "-");
+        let spec = layer
+            .file()
+            .into_iter()
+            .filter(|path| path.as_os_str() != "-");
         self.read("--spec", spec)
-            .model(layer.hf.as_deref())
-            .checkpoint("--gguf", layer.gguf.as_deref())
+            .model(layer.model.hf.as_deref())
+            .checkpoint("--gguf", layer.model.gguf.as_deref())
     }
 
     /// Adds the files of a Hugging Face model: its configuration, which `--hf` may name directly,
@@ -199,13 +202,13 @@ pub fn make_output_dir(option: &str, path: &Path) -> Result {
             path.display()
         )));
     }
-    fs::create_dir_all(path).map_err(|error| crate::emit::unwritable(path, &error))
+    fs::create_dir_all(path).map_err(|error| Failure::unwritable(path, &error))
 }
 
 /// Returns the failure for tensors that cannot be written.
 pub fn unwritable(error: WeightsError) -> Failure {
     match error {
-        WeightsError::Io { path, source } => crate::emit::unwritable(&path, &source),
+        WeightsError::Io { path, source } => Failure::unwritable(&path, &source),
         other => Failure::work(format!("cannot write the output: {other}")),
     }
 }

@@ -7,6 +7,7 @@ mod cache;
 mod caches;
 mod completions;
 mod console;
+mod counts;
 mod disassemble;
 mod doctor;
 mod emit;
@@ -21,8 +22,10 @@ mod links;
 mod log;
 mod machine;
 mod mesh;
+mod occupancy;
 #[cfg(test)]
 mod page;
+mod palette;
 mod plan;
 mod precompile;
 mod progress;
@@ -49,8 +52,9 @@ mod units;
 
 use args::{Cli, Command};
 use clap::{CommandFactory, FromArgMatches, Parser};
-use console::{ColorChoice, Console};
+use console::{Console, Verbosity};
 use failure::{Failure, Result};
+use palette::ColorChoice;
 use std::any::Any;
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -98,7 +102,10 @@ pub fn start() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return misused(&error),
     };
-    let console = Console::new(cli.color);
+    let console = Console::new(cli.color, Verbosity::new(cli.quiet, cli.verbose));
+    if cli.quiet {
+        progress::hide();
+    }
     log::start(console);
     report_defects(console);
     #[cfg(unix)]
@@ -135,7 +142,7 @@ fn execute(command: &Command, console: &Console) -> Result<ExitCode> {
         Command::Experts(args) => experts::execute(args, console),
         Command::Quantize(args) => quantize::execute(args, console),
         Command::Doctor(args) => doctor::execute(args, console),
-        Command::Completions(args) => completions::execute(args, console),
+        Command::Completions(args) => completions::execute(args, Cli::command(), console),
     };
     done.map(|()| ExitCode::SUCCESS)
 }
@@ -146,7 +153,7 @@ fn misused(error: &clap::Error) -> ExitCode {
     if !(error.use_stderr() && console::is_rank()) {
         error.exit();
     }
-    Console::new(ColorChoice::Never).tell(&error.to_string());
+    Console::new(ColorChoice::Never, Verbosity::Normal).tell(&error.to_string());
     ExitCode::from(failure::Code::BadInput as u8)
 }
 
@@ -175,7 +182,7 @@ fn report_defects(console: Console) {
             "moesaic has a defect: {text}{}",
             place.unwrap_or_default()
         ));
-        let failure = failure.hint("please report it with the output of `moesaic doctor`");
+        let failure = failure.hint("please report it with the output of `moesaic doctor -v`");
         console.tell(&failure.render(&console.err));
     }));
 }

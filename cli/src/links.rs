@@ -1,7 +1,8 @@
 //! `moesaic doctor --ranks`: the ranks, and the speed of the links between them.
 
-use crate::console::{Console, Palette};
+use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::palette::Palette;
 use crate::table::Table;
 use crate::units;
 use moesaic::collectives::measure::{MeasureOptions, Measured, PairLink, measure};

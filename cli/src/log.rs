@@ -3,7 +3,7 @@
 //! `RUST_LOG` or `MOESAIC_LOG` sets the level: error, warn (the default), info, debug, trace, or
 //! off.
 
-use crate::console::Console;
+use crate::console::{Console, Verbosity};
 use std::collections::BTreeSet;
 use std::fmt::{Debug, Write};
 use std::sync::{Mutex, PoisonError};
@@ -32,7 +32,11 @@ pub fn start(console: Console) {
     let level = ["MOESAIC_LOG", "RUST_LOG"]
         .iter()
         .find_map(|name| std::env::var(name).ok()?.trim().parse().ok());
-    let level = level.unwrap_or(LevelFilter::WARN);
+    let level = level.unwrap_or(match console.verbosity {
+        Verbosity::Quiet | Verbosity::Normal => LevelFilter::WARN,
+        Verbosity::Verbose => LevelFilter::INFO,
+        Verbosity::Debug => LevelFilter::DEBUG,
+    });
     // This fails only if another subscriber is installed, and there is none.
     let _ = tracing::subscriber::set_global_default(Printer { console, level });
 }

@@ -1,11 +1,16 @@
 //! Limits of machines: the roofs of a roofline.
 
 use crate::failure::{Failure, Result};
+use crate::suggest::same_number;
+use crate::units;
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use moesaic::cpu::{CpuDevice, limits};
 use moesaic::kernel::CpuIsa;
+use moesaic::plan::{Bound, MemoryLevel, Roofs};
 use moesaic::target::Device;
 use moesaic::toolchain::{self, Registry};
 use moesaic::{DType, Target};
+use std::ffi::OsStr;
 use std::path::Path;
 
 /// The limits of a machine.
@@ -23,8 +28,12 @@ pub struct Machine {
     /// The rate of dense bf16 matrix products with f32 accumulation, in FLOP/s; `None` without
     /// hardware for them.
     pub bf16_flops: Option<f64>,
-    /// The memory bandwidth, in bytes per second.
-    pub bytes_per_second: f64,
+    /// The caches that all cores or units have together, smallest first, then memory.
+    pub levels: Vec<MemoryLevel>,
+    /// The shortest time of a launch, in seconds.
+    pub launch_seconds: f64,
+    /// The streaming multiprocessors or compute units of a GPU, the threads of a CPU.
+    pub units: Option<u32>,
 }
 
 /// The source of a machine's limits.
@@ -47,19 +56,28 @@ impl Origin {
 }
 
 /// A row of the table: name, architectures, TFLOP/s in f32, TFLOP/s in dense 16-bit matrix
-/// products, GB/s.
+/// products, GB/s, the last cache that all units share, and the number of units.
 struct Known {
     name: &'static str,
     archs: &'static [&'static str],
     f32: f64,
     half: f64,
     bandwidth: f64,
+    cache: LastCache,
+    units: u32,
+}
+
+/// The last cache of a GPU: its MB and, if its vendor states them, its GB/s.
+struct LastCache {
+    megabytes: u64,
+    bandwidth: Option<f64>,
 }
 
 const fn known(
     name: &'static str,
     archs: &'static [&'static str],
     [f32, half, bandwidth]: [f64; 3],
+    [megabytes, units]: [u32; 2],
 ) -> Known {
     Known {
         name,
@@ -67,40 +85,164 @@ const fn known(
         f32,
         half,
         bandwidth,
+        cache: LastCache {
+            megabytes: megabytes as u64,
+            bandwidth: None,
+        },
+        units,
+    }
+}
+
+impl Known {
+    /// Returns the row with the rate of its cache.
+    const fn cached_at(mut self, bandwidth: f64) -> Known {
+        self.cache.bandwidth = Some(bandwidth);
+        self
     }
 }
 
 /// Limits from the vendors' data sheets: boost clocks, no sparsity, bf16 where bf16 and f16 differ.
-/// The first machine of an architecture stands for it.
+/// The first machine of an architecture stands for it. Rates of caches: 2048 and 5120 bytes a clock
+/// (NVIDIA's A100 white paper), and AMD's CDNA 3 white paper.
 const KNOWN: &[Known] = &[
-    known("V100", &["sm_70"], [15.7, 125.0, 900.0]),
-    known("T4", &["sm_75"], [8.1, 65.0, 320.0]),
-    known("A100", &["sm_80"], [19.5, 312.0, 2039.0]),
-    known("A40", &["sm_86"], [37.4, 149.7, 696.0]),
-    known("RTX 3090", &["sm_86"], [35.6, 71.0, 936.0]),
-    known("RTX 4090", &["sm_89"], [82.6, 165.2, 1008.0]),
-    known("L40S", &["sm_89"], [91.6, 362.0, 864.0]),
-    known("H100", &["sm_90", "sm_90a"], [67.0, 989.4, 3350.0]),
-    known("H200", &["sm_90", "sm_90a"], [67.0, 989.4, 4800.0]),
+    known("V100", &["sm_70"], [15.7, 125.0, 900.0], [6, 80]).cached_at(3133.0),
+    known("T4", &["sm_75"], [8.1, 65.0, 320.0], [4, 40]),
+    known("A100", &["sm_80"], [19.5, 312.0, 2039.0], [40, 108]).cached_at(7219.0),
+    known("A40", &["sm_86"], [37.4, 149.7, 696.0], [6, 84]),
+    known("RTX 3090", &["sm_86"], [35.6, 71.0, 936.0], [6, 82]),
+    known("RTX 4090", &["sm_89"], [82.6, 165.2, 1008.0], [72, 128]),
+    known("L40S", &["sm_89"], [91.6, 362.0, 864.0], [96, 142]),
+    known(
+        "H100",
+        &["sm_90", "sm_90a"],
+        [67.0, 989.4, 3350.0],
+        [50, 132],
+    ),
+    known(
+        "H200",
+        &["sm_90", "sm_90a"],
+        [67.0, 989.4, 4800.0],
+        [50, 132],
+    ),
     known(
         "B200",
         &["sm_100", "sm_100a", "sm_100f"],
         [75.0, 2250.0, 7700.0],
+        [126, 148],
     ),
-    known("B300", &["sm_103", "sm_103a"], [75.0, 2250.0, 7700.0]),
+    known(
+        "B300",
+        &["sm_103", "sm_103a"],
+        [75.0, 2250.0, 7700.0],
+        [126, 148],
+    ),
     known(
         "RTX 5090",
         &["sm_120", "sm_120a", "sm_120f"],
         [104.8, 209.5, 1792.0],
+        [96, 170],
     ),
-    known("MI100", &["gfx908"], [23.1, 92.3, 1229.0]),
-    known("MI250X", &["gfx90a"], [47.9, 383.0, 3277.0]),
-    known("MI300X", &["gfx942"], [163.4, 1307.4, 5300.0]),
-    known("MI355X", &["gfx950"], [157.3, 2516.6, 8000.0]),
-    known("RX 6900 XT", &["gfx1030"], [23.0, 46.1, 512.0]),
-    known("RX 7900 XTX", &["gfx1100"], [61.4, 122.8, 960.0]),
-    known("RX 9070 XT", &["gfx1201"], [48.7, 195.0, 640.0]),
+    known("MI100", &["gfx908"], [23.1, 92.3, 1229.0], [8, 120]),
+    known("MI250X", &["gfx90a"], [47.9, 383.0, 3277.0], [16, 220]),
+    known("MI300X", &["gfx942"], [163.4, 1307.4, 5300.0], [256, 304]).cached_at(17200.0),
+    known("MI355X", &["gfx950"], [157.3, 2516.6, 8000.0], [256, 256]),
+    known("RX 6900 XT", &["gfx1030"], [23.0, 46.1, 512.0], [128, 80]),
+    known("RX 7900 XTX", &["gfx1100"], [61.4, 122.8, 960.0], [96, 96]),
+    known("RX 9070 XT", &["gfx1201"], [48.7, 195.0, 640.0], [64, 64]),
 ];
+
+/// The shortest time of a launch on a GPU, in seconds: an estimate from below for kernels that
+/// follow each other in a stream. What an engine measures is 2 to 5 µs.
+const GPU_LAUNCH: f64 = 2e-6;
+
+/// The part by which a limit may move in a run of a steady machine.
+const STEADY: f64 = 0.1;
+
+/// A limit that moved during a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Moved {
+    /// The limit, such as `memory`.
+    pub what: String,
+    /// The rates at the start and at the end.
+    pub rates: [f64; 2],
+    /// Whether the rates are FLOP/s, and not bytes per second.
+    pub arithmetic: bool,
+}
+
+/// The limits of a run, and those of them that moved in it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Watched {
+    /// The better of both measurements.
+    pub machine: Machine,
+    pub moved: Vec<Moved>,
+}
+
+impl Watched {
+    /// Says that the machine was not steady, if it was not.
+    pub fn warning(&self) -> Option<String> {
+        let each = self.moved.iter().map(|moved| {
+            let [from, to] = moved.rates.map(|rate| {
+                if moved.arithmetic {
+                    units::flop_rate(rate)
+                } else {
+                    units::byte_rate(rate)
+                }
+            });
+            format!("{} went from {from} to {to}", moved.what)
+        });
+        let each: Vec<String> = each.collect();
+        (!each.is_empty()).then(|| {
+            format!(
+                "machine was not steady: {}; stop other programs and measure again",
+                each.join(", ")
+            )
+        })
+    }
+}
+
+/// A time as a share of what the machine allows.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Share {
+    /// The limits are not known, or nothing was done.
+    Unknown,
+    /// The roofline over the time, at most 1.
+    Of(f64),
+    /// The time is below the roofline, which therefore is none.
+    Faster,
+}
+
+/// The reason for [`Share::Faster`], in words.
+pub const FASTER: &str = "faster than the roofline, so there is no share: part of its bytes \
+    were in a faster cache, or the limits were measured on a busy machine";
+
+impl Share {
+    pub fn new(roofline: Option<f64>, seconds: f64) -> Share {
+        match roofline {
+            Some(roofline) if roofline > 0.0 && seconds > 0.0 => match roofline / seconds {
+                share if share > 1.005 => Share::Faster,
+                share => Share::Of(share.min(1.0)),
+            },
+            _ => Share::Unknown,
+        }
+    }
+
+    /// Returns the share, if there is one.
+    pub fn value(self) -> Option<f64> {
+        match self {
+            Share::Of(share) => Some(share),
+            Share::Unknown | Share::Faster => None,
+        }
+    }
+
+    /// Formats the share in percent. `faster` needs [`FASTER`] beside it.
+    pub fn text(self) -> String {
+        match self {
+            Share::Unknown => "-".to_string(),
+            Share::Of(share) => format!("{:.0}", 100.0 * share),
+            Share::Faster => "faster*".to_string(),
+        }
+    }
+}
 
 impl Machine {
     /// Returns the rate that arithmetic on this element type can reach.
@@ -111,6 +253,59 @@ impl Machine {
             _ => None,
         };
         own.unwrap_or(self.f32_flops)
+    }
+
+    /// Returns the memory bandwidth, in bytes per second.
+    pub fn bytes_per_second(&self) -> f64 {
+        let memory = self.levels.last();
+        memory
+            .and_then(|level| level.bytes_per_second)
+            .unwrap_or(f64::INFINITY)
+    }
+
+    /// Returns the limits of a launch whose arithmetic is on this element type.
+    pub fn roofs(&self, dtype: DType) -> Roofs<'_> {
+        Roofs {
+            flops_per_second: self.flops(dtype),
+            levels: &self.levels,
+            launch_seconds: self.launch_seconds,
+        }
+    }
+
+    /// Names the limit that sets a roofline.
+    pub fn bound(&self, bound: Bound) -> &str {
+        match bound {
+            Bound::Nothing => "nothing",
+            Bound::Arithmetic => "arithmetic",
+            Bound::Level(level) => &self.levels[level].name,
+            Bound::Launch => "launch",
+        }
+    }
+
+    /// Returns the better of this measurement and a later one, with what moved between them.
+    pub fn watched(self, later: &Machine) -> Watched {
+        let (mut machine, mut moved) = (self, Vec::new());
+        let mut take = |what: &str, own: &mut f64, later: f64, arithmetic| {
+            if later.max(*own) > later.min(*own) * (1.0 + STEADY) {
+                let (what, rates) = (what.to_string(), [*own, later]);
+                moved.push(Moved {
+                    what,
+                    rates,
+                    arithmetic,
+                });
+            }
+            *own = own.max(later);
+        };
+        take("f32", &mut machine.f32_flops, later.f32_flops, true);
+        if let (Some(own), Some(later)) = (&mut machine.bf16_flops, later.bf16_flops) {
+            take("bf16", own, later, true);
+        }
+        for (own, later) in machine.levels.iter_mut().zip(&later.levels) {
+            if let (Some(rate), Some(later)) = (&mut own.bytes_per_second, later.bytes_per_second) {
+                take(&own.name, rate, later, false);
+            }
+        }
+        Watched { machine, moved }
     }
 
     /// Returns the rate of 16-bit matrix products and their type, if there is hardware for them.
@@ -152,18 +347,66 @@ impl Machine {
             f32_flops: limits.f32_gflops * 1e9,
             f16_flops: None, // kernels widen f16 to f32
             bf16_flops: limits.bf16_gflops.map(|rate| rate * 1e9),
-            bytes_per_second: limits.read_gbps * 1e9,
+            levels: measured_levels(&limits),
+            launch_seconds: 0.0, // a small launch runs on the thread that asks for it
+            units: u32::try_from(device.threads()).ok(),
         })
+    }
+}
+
+/// Returns the caches and the memory that were measured. A cache that was not faster than the next
+/// one says nothing.
+fn measured_levels(limits: &limits::Limits) -> Vec<MemoryLevel> {
+    let memory = MemoryLevel {
+        name: "memory".to_string(),
+        capacity: None,
+        bytes_per_second: Some(limits.read_gbps * 1e9),
+    };
+    let caches = limits.caches.iter().map(|cache| MemoryLevel {
+        name: format!("L{}", cache.level),
+        capacity: Some(cache.bytes),
+        bytes_per_second: Some(cache.read_gbps.max(limits.read_gbps) * 1e9),
+    });
+    caches.chain([memory]).collect()
+}
+
+/// The names of GPUs that shells complete. Any text is a value, because an unknown name has a better
+/// error than clap's.
+#[derive(Clone, Copy, Debug)]
+pub struct MachineName;
+
+impl TypedValueParser for MachineName {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> std::result::Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let names = KNOWN.iter().map(|known| known.name.to_lowercase());
+        Some(Box::new(
+            names.map(|name| PossibleValue::new(name.replace(' ', "-"))),
+        ))
     }
 }
 
 /// Returns the machine that `--machine` names, or fails if it does not run the target.
 pub fn required(name: &str, target: Target) -> Result<Machine> {
     let Some(known) = find(name) else {
-        return Err(Failure::input(format!(
+        let failure = Failure::input(format!(
             "unknown machine `{name}`\nknown machines: {}",
             names(|_| true)
-        )));
+        ));
+        let near = same_number(name, KNOWN.iter().map(|known| known.name));
+        return Err(match near {
+            Some(near) => failure.hint(format!("did you mean `{near}`?")),
+            None => failure,
+        });
     };
     if known.runs(target) {
         return Ok(published(known));
@@ -209,7 +452,20 @@ fn published(known: &Known) -> Machine {
         f32_flops: known.f32 * 1e12,
         f16_flops: Some(known.half * 1e12),
         bf16_flops: Some(known.half * 1e12),
-        bytes_per_second: known.bandwidth * 1e9,
+        levels: vec![
+            MemoryLevel {
+                name: "cache".to_string(),
+                capacity: Some(known.cache.megabytes << 20),
+                bytes_per_second: known.cache.bandwidth.map(|rate| rate * 1e9),
+            },
+            MemoryLevel {
+                name: "memory".to_string(),
+                capacity: None,
+                bytes_per_second: Some(known.bandwidth * 1e9),
+            },
+        ],
+        launch_seconds: GPU_LAUNCH,
+        units: Some(known.units),
     }
 }
 
@@ -237,6 +493,32 @@ mod tests {
         );
         assert_eq!(find("rtx-4090").unwrap().name, "RTX 4090");
         assert!(find("abacus").is_none());
+    }
+
+    #[test]
+    fn a_machine_that_moved_was_not_steady() {
+        let early = published(find("A100").unwrap());
+        let mut later = early.clone();
+        later.f32_flops *= 0.95;
+        assert_eq!(early.clone().watched(&later).warning(), None);
+        later.levels[1].bytes_per_second = Some(3e12);
+        let watched = early.watched(&later);
+        assert_eq!(watched.machine.bytes_per_second(), 3e12);
+        assert_eq!(watched.machine.f32_flops, 19.5e12);
+        let warning = watched.warning().unwrap();
+        assert!(
+            warning.contains("not steady: memory went from 2.04 TB/s to 3 TB/s"),
+            "{warning}"
+        );
+    }
+
+    #[test]
+    fn no_share_is_above_one() {
+        assert_eq!(Share::new(Some(1.0), 2.0).text(), "50");
+        assert_eq!(Share::new(Some(1.004), 1.0), Share::Of(1.0));
+        assert_eq!(Share::new(Some(18.67), 1.0).text(), "faster*");
+        assert_eq!(Share::new(Some(18.67), 1.0).value(), None);
+        assert_eq!(Share::new(None, 1.0).text(), "-");
     }
 
     #[test]

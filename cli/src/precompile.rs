@@ -4,7 +4,7 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
-use crate::spec_source::{LayerArgs, Model, Precision, needs_numbers, read_model, read_spec};
+use crate::spec_source::{LayerArgs, ModelArgs, needs_numbers, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
 use crate::training::TrainingArgs;
@@ -39,27 +39,23 @@ No GPU and no driver is needed. Kernels for CPUs follow the sizes of caches: tho
 `moesaic cache import pack.tar.gz`.")]
 pub struct PrecompileArgs {
     /// The layer specs, TOML files
+    #[arg(value_name = "SPEC")]
+    files: Vec<PathBuf>,
+    /// The same, as an option
     #[arg(
         long,
         value_name = "FILE[,FILE]",
         value_delimiter = ',',
-        required_unless_present = "model"
+        required_unless_present_any = ["files", "model"]
     )]
     spec: Vec<PathBuf>,
-    /// A Hugging Face model directory with a config.json
-    #[arg(long, value_name = "DIR", group = "model")]
-    hf: Option<PathBuf>,
-    /// A GGUF file, or the first of its shards
-    #[arg(long, value_name = "FILE", group = "model")]
-    gguf: Option<PathBuf>,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Index of the layer in the model; all layers with experts if not given
     #[arg(long, value_name = "N", requires = "model")]
     layer: Option<usize>,
-    /// Compile for quantized experts as numbers of this type, and not for their codes
-    #[arg(long, value_name = "DTYPE", requires = "model")]
-    dequantize: Option<Precision>,
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
-    #[arg(long, value_name = "T[,T]", value_delimiter = ',', required = true)]
+    #[arg(long, value_name = "T[,T]", value_parser = targets::TargetName, hide_possible_values = true, value_delimiter = ',', required = true)]
     target: Vec<String>,
     #[command(flatten)]
     training: TrainingArgs,
@@ -103,10 +99,10 @@ pub struct PrecompileArgs {
 /// Compiles everything, then reports every kernel.
 pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     Files::new()
-        .read("--spec", &args.spec)
+        .read("--spec", args.toml())
         .read("--placement", &args.placement)
-        .model(args.hf.as_deref())
-        .checkpoint("--gguf", args.gguf.as_deref())
+        .model(args.model.hf.as_deref())
+        .checkpoint("--gguf", args.model.gguf.as_deref())
         .written("--output", &args.output)
         .check()?;
     let mut specs = args.specs(console)?;
@@ -295,25 +291,22 @@ impl PrecompileArgs {
         self.jobs.map_or_else(cores, usize::from)
     }
 
+    /// Returns the TOML files, however they were named.
+    fn toml(&self) -> impl Iterator<Item = &PathBuf> {
+        self.files.iter().chain(&self.spec)
+    }
+
     fn specs(&self, console: &Console) -> Result<Vec<LayerSpec>> {
         let mut specs: Vec<LayerSpec> = self
-            .spec
-            .iter()
+            .toml()
             .map(|path| read_spec(path, console))
             .collect::<Result<_>>()?;
-        let model = Model::read(&self.hf, &self.gguf)?;
+        let model = self.model.read()?;
         let numbers = needs_numbers(self.mesh);
         if let (Some(model), None) = (&model, self.layer) {
-            specs.extend(read_model(model, self.dequantize, numbers, console)?);
+            specs.extend(read_model(model, self.model.dequantize, numbers, console)?);
         } else if model.is_some() {
-            let layer = LayerArgs {
-                spec: None,
-                hf: self.hf.clone(),
-                gguf: self.gguf.clone(),
-                layer: self.layer,
-                precision: None,
-                dequantize: self.dequantize,
-            };
+            let layer = LayerArgs::of_model(&self.model, self.layer);
             specs.push(layer.load_for(numbers, console)?.spec);
         }
         Ok(specs)

@@ -1,7 +1,23 @@
 //! Progress lines on a terminal.
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+
+/// A switch that is on once the user wants no progress.
+static HIDDEN: AtomicBool = AtomicBool::new(false);
+
+/// Shows no progress from now on.
+pub fn hide() {
+    HIDDEN.store(true, Ordering::Relaxed);
+}
+
+fn shown(bar: ProgressBar) -> ProgressBar {
+    if HIDDEN.load(Ordering::Relaxed) {
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+    }
+    bar
+}
 
 /// A line that describes the current work until it is dropped. It appears on a terminal only, and
 /// only when the work takes a moment.
@@ -10,7 +26,7 @@ pub struct Progress(ProgressBar);
 impl Progress {
     /// Shows a line with `text`.
     pub fn start(text: impl Into<String>) -> Progress {
-        let bar = ProgressBar::new_spinner();
+        let bar = shown(ProgressBar::new_spinner());
         if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
             bar.set_style(style);
         }
@@ -21,7 +37,7 @@ impl Progress {
 
     /// Shows a bar of bytes, whose end [`Progress::of`] sets.
     pub fn bytes(text: impl Into<String>) -> Progress {
-        let bar = ProgressBar::new(0);
+        let bar = shown(ProgressBar::new(0));
         let parts =
             "{spinner} {msg} [{bar:30}] {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
         if let Ok(style) = ProgressStyle::with_template(parts) {
@@ -40,6 +56,11 @@ impl Progress {
     /// Moves the bar on.
     pub fn advance(&self, by: u64) {
         self.0.inc(by);
+    }
+
+    /// Returns whether nobody sees the line.
+    pub fn is_hidden(&self) -> bool {
+        self.0.is_hidden()
     }
 
     /// Prints something while the line is out of the way.

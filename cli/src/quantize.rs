@@ -1,7 +1,6 @@
 //! `moesaic quantize`: a full-precision model's experts as codes and scales.
 
 use crate::console::Console;
-use crate::emit;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
 use crate::progress::Progress;
@@ -53,9 +52,6 @@ pub struct QuantizeArgs {
     /// Random tokens of that comparison; 0 leaves it out
     #[arg(long, value_name = "N", default_value_t = 16)]
     tokens: usize,
-    /// Also print the error of every matrix
-    #[arg(short, long)]
-    verbose: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -271,7 +267,7 @@ impl QuantizeArgs {
         console: &Console,
     ) -> String {
         let mut text = String::new();
-        if self.verbose {
+        if console.verbose() {
             let mut table = Table::new(&["MATRIX", "FORMAT", ">RELATIVE RMS ERROR"]);
             for matrix in &report.matrices {
                 let error = format!("{:.5}", matrix.relative_rms);
@@ -406,7 +402,7 @@ impl From<QuantizeError> for Failure {
     fn from(error: QuantizeError) -> Failure {
         match error {
             QuantizeError::Weights(error) => Failure::from(error),
-            QuantizeError::Write { path, source } => emit::unwritable(&path, &source),
+            QuantizeError::Write { path, source } => Failure::unwritable(&path, &source),
             QuantizeError::Busy { .. } => Failure::work(error),
             other => Failure::input(other),
         }

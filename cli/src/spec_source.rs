@@ -20,28 +20,49 @@ pub const QUANT_CONFIG: &str = "hf_quant_config.json";
 #[derive(Args, Debug)]
 pub struct LayerArgs {
     /// The layer spec, a TOML file; `-` reads it from stdin
+    #[arg(value_name = "SPEC", conflicts_with_all = ["spec", "model"])]
+    file: Option<PathBuf>,
+    /// The same, as an option
     #[arg(
         long,
         value_name = "FILE",
-        required_unless_present = "model",
+        required_unless_present_any = ["file", "model"],
         conflicts_with = "model"
     )]
-    pub spec: Option<PathBuf>,
+    spec: Option<PathBuf>,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    /// Index of the layer in the model; the first layer with experts if not given
+    #[arg(long, value_name = "N", requires = "model", conflicts_with_all = ["spec", "file"])]
+    pub layer: Option<usize>,
+    /// Element type of weights and activations, instead of the spec's
+    #[arg(long, value_name = "DTYPE")]
+    pub precision: Option<Precision>,
+}
+
+/// The arguments that name a model, and how its quantized experts are read.
+#[derive(Args, Clone, Debug)]
+pub struct ModelArgs {
     /// A Hugging Face model directory with a config.json
     #[arg(long, value_name = "DIR", group = "model")]
     pub hf: Option<PathBuf>,
     /// A GGUF file, or the first of its shards
     #[arg(long, value_name = "FILE", group = "model")]
     pub gguf: Option<PathBuf>,
-    /// Index of the layer in the model; the first layer with experts if not given
-    #[arg(long, value_name = "N", requires = "model", conflicts_with = "spec")]
-    pub layer: Option<usize>,
-    /// Element type of weights and activations, instead of the spec's
-    #[arg(long, value_name = "DTYPE")]
-    pub precision: Option<Precision>,
     /// Read quantized experts as numbers of this type, and do not multiply their codes
     #[arg(long, value_name = "DTYPE", requires = "model")]
     pub dequantize: Option<Precision>,
+}
+
+impl ModelArgs {
+    /// Reads the model, if one is named.
+    pub fn read(&self) -> Result<Option<Model>> {
+        match (&self.hf, &self.gguf) {
+            (Some(path), _) => Model::folder(path).map(Some),
+            (None, Some(path)) => Model::gguf(path).map(Some),
+            (None, None) => Ok(None),
+        }
+    }
 }
 
 /// Conditions on the experts of an imported layer, besides the arguments.
@@ -99,6 +120,22 @@ pub struct Source {
 }
 
 impl LayerArgs {
+    /// Returns the arguments that name one layer of a model.
+    pub fn of_model(model: &ModelArgs, layer: Option<usize>) -> LayerArgs {
+        LayerArgs {
+            file: None,
+            spec: None,
+            model: model.clone(),
+            layer,
+            precision: None,
+        }
+    }
+
+    /// Returns the TOML file, however it was named.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref().or(self.spec.as_deref())
+    }
+
     /// Reads and validates the layer. Experts are codes if the model's own weights are.
     pub fn load(&self, console: &Console) -> Result<Source> {
         self.load_as(ExpertsAs::default(), console)
@@ -116,7 +153,7 @@ impl LayerArgs {
 
     /// Reads and validates the layer.
     pub fn load_as(&self, how: ExpertsAs<'_>, console: &Console) -> Result<Source> {
-        let mut source = match (&self.spec, Model::read(&self.hf, &self.gguf)?) {
+        let mut source = match (self.file(), self.model.read()?) {
             (Some(path), _) => {
                 let spec = read_spec(path, console)?;
                 Source {
@@ -127,7 +164,7 @@ impl LayerArgs {
             }
             (None, Some(model)) => return self.import(&model, how, console),
             (None, None) => {
-                return Err(Failure::input("a layer is needed: --spec, --hf or --gguf"));
+                return Err(Failure::input("a layer is needed: a spec, --hf or --gguf"));
             }
         };
         if let Some(precision) = self.precision {
@@ -148,7 +185,7 @@ impl LayerArgs {
             import.spec.precision.weights = precision.into();
             import.spec.precision.activations = precision.into();
         }
-        let dequantized = model.set_formats(&mut import, self.dequantize, how)?;
+        let dequantized = model.set_formats(&mut import, self.model.dequantize, how)?;
         for note in import.notes.iter().chain(&dequantized) {
             console.note(note);
         }
@@ -227,15 +264,6 @@ pub enum Model {
 }
 
 impl Model {
-    /// Reads the model that `--hf` or `--gguf` names.
-    pub fn read(hf: &Option<PathBuf>, gguf: &Option<PathBuf>) -> Result<Option<Model>> {
-        match (hf, gguf) {
-            (Some(path), _) => Model::folder(path).map(Some),
-            (None, Some(path)) => Model::gguf(path).map(Some),
-            (None, None) => Ok(None),
-        }
-    }
-
     /// Reads a Hugging Face directory.
     pub fn folder(path: &Path) -> Result<Model> {
         Config::read(path).map(Model::Hf)

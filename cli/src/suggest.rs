@@ -10,6 +10,15 @@ pub fn closest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
     (best <= word.chars().count() / 4 + 1).then_some(candidate)
 }
 
+/// Returns the closest word of `known` with the same number in it as `word`: the number of a GPU is
+/// what it is, and never a misspelling.
+pub fn same_number<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let number = |text: &str| -> String { text.chars().filter(char::is_ascii_digit).collect() };
+    let own = number(word);
+    let same = known.into_iter().filter(|name| number(name) == own);
+    closest(word, same).filter(|_| !own.is_empty())
+}
+
 #[cfg(test)]
 mod tests {
     use super::closest;

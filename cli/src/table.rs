@@ -1,6 +1,6 @@
 //! Plain aligned tables.
 
-use crate::console::Palette;
+use crate::palette::Palette;
 
 /// A table with a heading line.
 pub struct Table {
@@ -64,19 +64,73 @@ impl Table {
         self
     }
 
-    /// Renders the lines, each with a newline and indented by two spaces.
+    /// Renders the lines, each with a newline and indented by two spaces. On a narrow stream texts
+    /// are wrapped, and columns that still have no room come in further blocks below, each beside
+    /// the columns that name the rows.
     pub fn render(&self, palette: &Palette) -> String {
-        let widths: Vec<usize> = (0..self.columns.len()).map(|i| self.width(i)).collect();
-        let titles: Vec<Cell> = self
-            .columns
+        let columns = palette.columns().unwrap_or(usize::MAX);
+        let widths = self.widths(columns);
+        let blocks = self.blocks(&widths, columns);
+        let blocks: Vec<String> = blocks
             .iter()
-            .map(|c| Cell::styled(&c.title, "1"))
+            .map(|block| self.block(block, &widths, palette))
             .collect();
-        let mut text = self.line(&titles, &widths, palette);
-        for row in &self.rows {
-            text += &self.line(row, &widths, palette);
+        blocks.join("\n")
+    }
+
+    /// Returns the widths of the columns; those of texts are less than the longest text where the
+    /// stream is narrow.
+    fn widths(&self, columns: usize) -> Vec<usize> {
+        let mut widths: Vec<usize> = (0..self.columns.len()).map(|i| self.width(i)).collect();
+        loop {
+            let whole = line_width(&widths);
+            let wraps = |i: &usize| {
+                self.columns[*i].align == Align::Left && widths[*i] > self.least_width(*i)
+            };
+            let widest = (0..widths.len()).filter(wraps).max_by_key(|&i| widths[i]);
+            let Some(widest) = widest.filter(|_| whole > columns) else {
+                return widths;
+            };
+            let less = widths[widest].saturating_sub(whole - columns);
+            widths[widest] = less.max(self.least_width(widest));
         }
-        text
+    }
+
+    /// Returns the width to which a column of texts may be wrapped.
+    fn least_width(&self, column: usize) -> usize {
+        let cells = self.rows.iter().filter_map(|row| row.get(column));
+        let words = cells.flat_map(|cell| cell.text.split(' '));
+        let longest = words.map(|word| word.chars().count()).max().unwrap_or(0);
+        let title = self.columns[column].title.chars().count();
+        longest.max(title).max(LEAST_TEXT.min(self.width(column)))
+    }
+
+    /// Divides the columns into blocks that fit. Every block begins with the columns up to the first
+    /// text, which name the rows.
+    fn blocks(&self, widths: &[usize], columns: usize) -> Vec<Vec<usize>> {
+        let text = |column: &Column| column.align == Align::Left;
+        let names = self.columns.iter().position(text).unwrap_or(0) + 1;
+        let names: Vec<usize> = (0..names.min(widths.len())).collect();
+        let mut blocks = vec![names.clone()];
+        for column in names.len()..widths.len() {
+            let last = blocks.last().expect("there is one block");
+            let with = last.iter().chain([&column]).map(|&i| widths[i]);
+            let fits = line_width(&with.collect::<Vec<_>>()) <= columns;
+            if fits || last.len() == names.len() {
+                blocks.last_mut().expect("there is one block").push(column);
+            } else {
+                blocks.push(names.iter().copied().chain([column]).collect());
+            }
+        }
+        blocks
+    }
+
+    fn block(&self, block: &[usize], widths: &[usize], palette: &Palette) -> String {
+        let titles = self.columns.iter().map(|c| Cell::styled(&c.title, "1"));
+        let titles: Vec<Cell> = titles.collect();
+        let rows = [&titles].into_iter().chain(&self.rows);
+        rows.map(|row| self.line(row, block, widths, palette))
+            .collect()
     }
 
     fn width(&self, column: usize) -> usize {
@@ -88,18 +142,56 @@ impl Table {
         widest.max(self.columns[column].title.chars().count())
     }
 
-    fn line(&self, cells: &[Cell], widths: &[usize], palette: &Palette) -> String {
-        let mut line = String::from(" ");
-        for ((cell, column), width) in cells.iter().zip(&self.columns).zip(widths) {
-            let pad = " ".repeat(width - cell.text.chars().count());
-            let text = palette.paint(cell.style, &cell.text);
-            line += &match column.align {
-                Align::Left => format!(" {text}{pad} "),
-                Align::Right => format!(" {pad}{text} "),
-            };
+    /// Renders a row, on several lines if a text is wrapped.
+    fn line(&self, row: &[Cell], block: &[usize], widths: &[usize], palette: &Palette) -> String {
+        let own = block.iter().filter(|&&i| i < row.len());
+        let wrapped: Vec<(usize, Vec<String>)> =
+            own.map(|&i| (i, wrap(&row[i].text, widths[i]))).collect();
+        let height = wrapped.iter().map(|(_, lines)| lines.len()).max();
+        let mut text = String::new();
+        for at in 0..height.unwrap_or(1) {
+            let mut line = String::from(" ");
+            for (i, lines) in &wrapped {
+                let part = lines.get(at).map_or("", String::as_str);
+                let pad = " ".repeat(widths[*i].saturating_sub(part.chars().count()));
+                let painted = match part {
+                    "" => String::new(),
+                    part => palette.paint(row[*i].style, part),
+                };
+                line += &match self.columns[*i].align {
+                    Align::Left => format!(" {painted}{pad} "),
+                    Align::Right => format!(" {pad}{painted} "),
+                };
+            }
+            text += line.trim_end();
+            text += "\n";
         }
-        line.trim_end().to_string() + "\n"
+        text
     }
+}
+
+/// The least width of a column of wrapped texts, if its texts are that long.
+const LEAST_TEXT: usize = 24;
+
+/// Returns the width of a line with columns of these widths.
+fn line_width(widths: &[usize]) -> usize {
+    widths.iter().map(|width| width + 2).sum()
+}
+
+/// Divides a text into lines of at most `width` characters, between words.
+fn wrap(text: &str, width: usize) -> Vec<String> {
+    if text.chars().count() <= width {
+        return vec![text.to_string()];
+    }
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split(' ') {
+        let fits = |line: &&mut String| line.chars().count() + 1 + word.chars().count() <= width;
+        match lines.last_mut().filter(fits) {
+            Some(line) => *line += &format!(" {word}"),
+            None => lines.push(word.to_string()),
+        }
+    }
+    lines
 }
 
 impl Cell {
@@ -139,6 +231,28 @@ mod tests {
             table.render(&PLAIN),
             "  NAME     N\n  a        1\n  µs    1234\n"
         );
+    }
+
+    #[test]
+    fn a_table_fits_the_stream() {
+        let mut table = Table::new(&[">", "NAME", "WHAT IT DOES", ">BYTES", ">TIME"]);
+        let long = "Adds what the experts made of each token, in the order of their slots";
+        table.row(["1", "combine", long, "1234", "1.53 ms"]);
+        let text = table.render(&PLAIN.within(Some(60)));
+        assert!(
+            text.lines().all(|line| line.chars().count() <= 60),
+            "{text}"
+        );
+        assert_eq!(text.matches("NAME").count(), 1, "{text}");
+        let text = table.render(&PLAIN.within(Some(44)));
+        assert!(
+            text.lines().all(|line| line.chars().count() <= 44),
+            "{text}"
+        );
+        // Columns without room come below, beside the name of their row.
+        assert_eq!(text.matches("combine").count(), 2, "{text}");
+        assert!(text.contains("1.53 ms") && text.contains("slots"), "{text}");
+        assert_eq!(table.render(&PLAIN).lines().count(), 2);
     }
 
     #[test]

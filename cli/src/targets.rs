@@ -1,12 +1,110 @@
 //! Target names.
 
 use crate::failure::{Failure, Result};
-use crate::suggest::closest;
+use crate::suggest::{closest, same_number};
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use moesaic::kernel::TargetError;
-use moesaic::{Engine, EngineOptions, Target, resolve_target};
+use moesaic::{Engine, EngineOptions, Target, TargetNameError, resolve_target};
+use std::ffi::OsStr;
 
 /// Names that stand for a device of this machine.
 const SHORT: [&str; 4] = ["auto", "cpu", "cuda", "rocm"];
+
+/// GPUs as people say them, and the target of each.
+const GPUS: &[(&str, &str)] = &[
+    ("v100", "cuda:sm_70"),
+    ("t4", "cuda:sm_75"),
+    ("rtx2080", "cuda:sm_75"),
+    ("a100", "cuda:sm_80"),
+    ("a800", "cuda:sm_80"),
+    ("a30", "cuda:sm_80"),
+    ("a10", "cuda:sm_86"),
+    ("a40", "cuda:sm_86"),
+    ("a6000", "cuda:sm_86"),
+    ("rtx3090", "cuda:sm_86"),
+    ("l4", "cuda:sm_89"),
+    ("l40", "cuda:sm_89"),
+    ("l40s", "cuda:sm_89"),
+    ("rtx4090", "cuda:sm_89"),
+    ("h100", "cuda:sm_90a"),
+    ("h200", "cuda:sm_90a"),
+    ("h800", "cuda:sm_90a"),
+    ("h20", "cuda:sm_90a"),
+    ("gh200", "cuda:sm_90a"),
+    ("b200", "cuda:sm_100a"),
+    ("gb200", "cuda:sm_100a"),
+    ("b300", "cuda:sm_103a"),
+    ("gb300", "cuda:sm_103a"),
+    ("rtx5090", "cuda:sm_120a"),
+    ("mi100", "rocm:gfx908"),
+    ("mi210", "rocm:gfx90a"),
+    ("mi250", "rocm:gfx90a"),
+    ("mi250x", "rocm:gfx90a"),
+    ("mi300a", "rocm:gfx942"),
+    ("mi300x", "rocm:gfx942"),
+    ("mi325x", "rocm:gfx942"),
+    ("mi350x", "rocm:gfx950"),
+    ("mi355x", "rocm:gfx950"),
+    ("rx6900xt", "rocm:gfx1030"),
+    ("rx7900xtx", "rocm:gfx1100"),
+    ("rx9070xt", "rocm:gfx1201"),
+];
+
+/// The names of targets that shells complete. Any text is a value, because an unknown name has a
+/// better error than clap's.
+#[derive(Clone, Copy, Debug)]
+pub struct TargetName;
+
+impl TypedValueParser for TargetName {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> std::result::Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let full = Target::all().into_iter().map(|target| target.to_string());
+        let gpus = GPUS.iter().map(|(name, _)| name.to_string());
+        let short = SHORT.into_iter().map(str::to_string);
+        Some(Box::new(
+            short.chain(gpus).chain(full).map(PossibleValue::new),
+        ))
+    }
+}
+
+/// Returns the full name of a GPU's target: `h100`, `cuda:h100` and `sim:H100` name the
+/// architecture of that GPU. Other names stay as they are.
+pub fn full_name(name: &str) -> String {
+    let name = name.trim();
+    let (backend, gpu) = match name.split_once(':') {
+        Some((backend, gpu)) => (Some(backend), gpu),
+        None => (None, name),
+    };
+    let gpu = plain(gpu);
+    let Some((_, target)) = GPUS.iter().find(|(known, _)| *known == gpu) else {
+        return name.to_string();
+    };
+    match (backend, target.split_once(':')) {
+        (Some("sim"), Some((_, arch))) => format!("sim:{arch}"),
+        (Some(backend), Some((own, _))) if backend != own => name.to_string(),
+        _ => target.to_string(),
+    }
+}
+
+/// Returns a GPU's name in small letters, without what people put between its parts or before it.
+fn plain(name: &str) -> String {
+    let name = name.replace([' ', '-', '_'], "").to_lowercase();
+    let vendors = ["nvidia", "geforce", "amd", "radeon", "instinct", "tesla"];
+    let bare = vendors.iter().fold(&*name, |name, vendor| {
+        name.strip_prefix(vendor).unwrap_or(name)
+    });
+    bare.to_string()
+}
 
 /// Resolves a comma-separated list to targets, each once, in the given order.
 pub fn resolve(names: &[String]) -> Result<Vec<Target>> {
@@ -24,7 +122,7 @@ pub fn resolve(names: &[String]) -> Result<Vec<Target>> {
 /// nothing.
 pub fn resolve_one(name: &str) -> Result<Target> {
     let name = if name == "auto" { "cpu" } else { name };
-    Ok(resolve_target(name.trim())?)
+    Ok(resolve_target(&full_name(name))?)
 }
 
 /// A target, with the name by which it was requested.
@@ -58,7 +156,7 @@ pub fn open(
         let target = resolve_one(name)?;
         check(&Asked { name, target })?;
     }
-    let engine = Engine::open(name, options)?;
+    let engine = Engine::open(&full_name(name), options)?;
     let target = engine.target();
     check(&Asked { name, target })?;
     Ok(engine)
@@ -71,13 +169,25 @@ pub fn unknown(error: &TargetError) -> Failure {
     let same_arch = Target::all()
         .into_iter()
         .find(|target| target.arch() == error.asked);
+    let asked = plain(error.asked.rsplit(':').next().unwrap_or_default());
+    let gpu = same_number(&asked, GPUS.iter().map(|(name, _)| *name));
     let near = same_arch
         .map(|target| target.to_string())
+        .or_else(|| gpu.map(str::to_string))
         .or_else(|| closest(&error.asked, names).map(str::to_string));
     let failure = Failure::input(format!("unknown target `{}`\n{}", error.asked, known()));
     match near {
         Some(near) => failure.hint(format!("did you mean `{near}`?")),
-        None => failure.hint("write it as backend:arch, such as cuda:sm_90a"),
+        None => failure.hint("write it as backend:arch, such as cuda:sm_90a, or as h100 or mi300x"),
+    }
+}
+
+impl From<TargetNameError> for Failure {
+    fn from(error: TargetNameError) -> Failure {
+        match error {
+            TargetNameError::Unknown(error) => unknown(&error),
+            other => Failure::input(other),
+        }
     }
 }
 
@@ -89,9 +199,11 @@ pub fn known() -> String {
         format!("{backend:<5} {}", names.join(" "))
     };
     let lines = ["cpu", "cuda", "rocm", "sim"].map(line);
+    let gpus: Vec<&str> = GPUS.iter().map(|(name, _)| *name).collect();
     format!(
-        "known targets (a bare `cpu` is this machine's):\n{}",
-        lines.join("\n")
+        "known targets (a bare `cpu` is this machine's):\n{}\nGPUs  {}",
+        lines.join("\n"),
+        gpus.join(" ")
     )
 }
 
@@ -109,6 +221,34 @@ mod tests {
         assert_eq!(hint("cuda:sm90a"), "did you mean `cuda:sm_90a`?");
         assert_eq!(hint("cpuu"), "did you mean `cpu`?");
         assert!(hint("quantum").contains("backend:arch"));
+    }
+
+    #[test]
+    fn gpus_have_the_names_that_people_say() {
+        for (name, target) in GPUS {
+            assert!(target.parse::<Target>().is_ok(), "{name}");
+            assert_eq!(resolve_one(name).unwrap().to_string(), *target);
+        }
+        for (name, target) in [
+            ("H100", "cuda:sm_90a"),
+            ("cuda:a100", "cuda:sm_80"),
+            ("sim:h100", "sim:sm_90a"),
+            ("NVIDIA GeForce RTX 4090", "cuda:sm_89"),
+            ("AMD Instinct MI300X", "rocm:gfx942"),
+        ] {
+            assert_eq!(resolve_one(name).unwrap().to_string(), target);
+        }
+        // Another number is another GPU, however close the words are.
+        assert_eq!(hint("mi300"), "did you mean `mi300a`?");
+        assert_eq!(hint("rtx-4090ti"), "did you mean `rtx4090`?");
+        assert_eq!(hint("rocm:h100"), "did you mean `h100`?");
+        for name in ["h900", "a500"] {
+            assert!(
+                hint(name).contains("backend:arch"),
+                "{name}: {}",
+                hint(name)
+            );
+        }
     }
 
     #[test]

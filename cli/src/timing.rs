@@ -59,6 +59,18 @@ pub fn median(mut times: Vec<Duration>) -> Duration {
     times.get(times.len() / 2).copied().unwrap_or_default()
 }
 
+/// Returns the spread of times: the range of the middle half of them over their median; 0 for an
+/// empty list.
+pub fn spread(times: &[Duration]) -> f64 {
+    let mut times: Vec<f64> = times.iter().map(Duration::as_secs_f64).collect();
+    times.sort_unstable_by(f64::total_cmp);
+    let at = |quarter: usize| times.get(times.len() * quarter / 4).copied();
+    match (at(1), at(2), at(3)) {
+        (Some(low), Some(middle), Some(high)) if middle > 0.0 => (high - low) / middle,
+        _ => 0.0,
+    }
+}
+
 /// Returns the median, which is the mean of two middle ratios; 1 for an empty list.
 pub fn middle(mut ratios: Vec<f64>) -> f64 {
     ratios.sort_unstable_by(f64::total_cmp);
@@ -73,6 +85,13 @@ pub fn middle(mut ratios: Vec<f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times_have_a_spread() {
+        let times = [10, 8, 9, 12, 11, 40, 7, 10].map(Duration::from_millis);
+        assert!((spread(&times) - 0.3).abs() < 1e-9, "{}", spread(&times));
+        assert_eq!(spread(&[]), 0.0);
+    }
 
     #[test]
     fn ratios_have_a_middle() {

@@ -1,13 +1,14 @@
 //! `moesaic toolchain`.
 
-use crate::console::Console;
+use crate::console::{Console, Verbosity};
 use crate::failure::Result;
+use crate::progress::Progress;
 use crate::table::Table;
+use crate::units;
 use clap::{Args, Subcommand};
-use indicatif::ProgressBar;
 use moesaic::toolchain::{Finding, InstallStep, Registered, Registry, ToolKind, doctor, install};
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Install or list compilers and MPI
 #[derive(Args, Debug)]
@@ -60,18 +61,36 @@ fn add(registry: &mut Registry, kinds: &[ToolKind], console: &Console) -> Result
         return console
             .print("this machine has a compiler for cpu, cuda and rocm; nothing to do\n");
     }
-    let bar = ProgressBar::new_spinner();
-    bar.enable_steady_tick(Duration::from_millis(120));
+    let bar = Progress::start("");
+    let mut began = Instant::now();
     let result = install(registry, &kinds, &mut |step| match step {
         InstallStep::AlreadyThere(_) | InstallStep::Installed(_) => {
-            bar.suspend(|| console.tell(&step.to_string()))
+            bar.beside(|| console.tell(&step.to_string()))
         }
-        step if bar.is_hidden() => console.tell(&step.to_string()),
-        step => bar.set_message(step.to_string()),
+        InstallStep::Received { what, bytes } => {
+            bar.next(received(what, *bytes, began.elapsed()));
+        }
+        step => {
+            began = Instant::now();
+            if bar.is_hidden() && console.verbosity > Verbosity::Quiet {
+                console.tell(&step.to_string());
+            }
+            bar.next(step.to_string());
+        }
     });
-    bar.finish_and_clear();
+    drop(bar);
     result?;
     console.print(&table(registry, console))
+}
+
+/// Describes the bytes of a download and their rate. Pip does not say how many there will be.
+fn received(what: &str, bytes: u64, time: Duration) -> String {
+    let rate = bytes as f64 / time.as_secs_f64().max(1e-3);
+    format!(
+        "downloading {what}: {}, {}",
+        units::traffic(bytes as f64),
+        units::byte_rate(rate)
+    )
 }
 
 /// Returns the kinds of compiler for which this machine has none that works.
@@ -131,4 +150,15 @@ fn as_json(registry: &Registry, tool: &Registered) -> Value {
         "version": tool.version,
         "file": registry.path(tool).display().to_string(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_download_shows_its_bytes() {
+        let text = received("ziglang==0.17.0", 34_200_000, Duration::from_secs(3));
+        assert_eq!(text, "downloading ziglang==0.17.0: 34.2 MB, 11.4 MB/s");
+    }
 }

@@ -25,3 +25,4 @@ mod run;
 #[cfg(target_os = "linux")]
 mod slurm;
 mod tune;
+mod usage;

@@ -457,7 +457,6 @@ const TABLE: &[(&str, &[Row])] = &[
             // Not beside `--tokens 0`, in tests/quantize.rs.
             ("layer", Always),
             ("tokens", Always),
-            ("verbose", Always),
             ("json", Always),
             ("cache", Always),
         ],

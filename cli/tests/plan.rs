@@ -246,10 +246,7 @@ fn what_cannot_be_says_what_can() {
     let fails = |more: &[&str], parts: &[&str]| plan.with(more).fails(2, parts);
     fails(
         &["--world", "16", "--machine", "h100ib"],
-        &[
-            "unknown machine `h100ib`; did you mean `h100-ib`?",
-            "known machines: ",
-        ],
+        &["hint: did you mean `h100-ib`?", "known machines: "],
     );
     fails(
         &["--world", "16", "--machine", "none.toml"],

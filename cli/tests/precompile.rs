@@ -1,11 +1,6 @@
 //! `moesaic precompile`: caches and packs.
 
 use crate::common::*;
-use std::path::Path;
-
-fn with_spec(args: &[&str], spec: &Path) -> Finished {
-    finish(command().args(args).arg("--spec").arg(spec))
-}
 
 #[test]
 fn precompile_fills_a_cache_and_a_pack_fills_another() {

@@ -147,7 +147,7 @@ fn inspect_run_and_precompile_use_what_was_kept() {
         .filter(|row| row["kernel"] == "grouped_gemm_up");
     assert_eq!(up.count(), 2, "{json}");
     assert_eq!(json["tunings"][0]["buckets"][1]["tokens"], 64);
-    for command in [&["doctor"][..], &["cache", "list"]] {
+    for command in [&["doctor", "-v"][..], &["cache", "list"]] {
         let mut said = common::command();
         said.args(command).arg("--cache").arg(cache.path());
         let said = finish(&mut said).ok();

@@ -104,8 +104,12 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
         weights = weights.with(name, shape, data);
     }
     let layer = engine.layer(&spec, &weights)?;
-    let limits = limits::measure(&CpuCompiler::find(None)?, &CpuDevice::new(), host_isa())?;
-    println!("{}", show::limits(&spec, &limits));
+    let measure = || {
+        let compiler = CpuCompiler::find(None)?;
+        Ok::<_, Box<dyn Error>>(limits::measure(&compiler, &CpuDevice::new(), host_isa())?)
+    };
+    let before = measure()?;
+    let mut runs = Vec::new();
     for tokens in [1, 64, 2048] {
         let x: Vec<f32> = Random::new(2)
             .vec(tokens * spec.shape.model_dim)
@@ -117,6 +121,12 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
             layer.forward(&input)?;
             layer.time_steps(tokens)
         })?;
+        runs.push((tokens, times));
+    }
+    // The machine may have been busy: a limit that moved makes the shares below uncertain.
+    let limits = show::Watched::new(&before, &measure()?);
+    println!("{}", show::limits(&spec, &limits, before.threads));
+    for (tokens, times) in runs {
         println!("{}", show::timing(&layer, tokens, &times, &limits));
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use moesaic::cpu::limits::Limits;
 use moesaic::engine::StepTime;
-use moesaic::plan::{LayerPlan, Role, Work};
+use moesaic::plan::{LayerPlan, MemoryLevel, Role, Roofs, Work};
 use moesaic::{Engine, EngineError, Layer, LayerSpec};
 use std::time::Duration;
 
@@ -61,15 +61,71 @@ fn made_by(plan: &LayerPlan, i: usize, name: &str) -> bool {
             .any(|step| plan.names(step).any(|other| other == name))
 }
 
+/// The limits of this machine, measured before and after the layer was timed.
+pub struct Watched {
+    flops_per_second: f64,
+    levels: Vec<MemoryLevel>,
+    /// The largest part by which a limit moved.
+    moved: f64,
+}
+
+impl Watched {
+    /// Takes the better of both measurements.
+    pub fn new(before: &Limits, after: &Limits) -> Watched {
+        let mut moved = 0f64;
+        let mut better = |before: f64, after: f64| {
+            moved = moved.max(before.max(after) / before.min(after) - 1.0);
+            before.max(after)
+        };
+        let flops_per_second = better(before.f32_gflops, after.f32_gflops) * 1e9;
+        let memory = better(before.read_gbps, after.read_gbps);
+        let caches = before.caches.iter().zip(&after.caches);
+        let caches = caches.map(|(before, after)| MemoryLevel {
+            name: format!("L{}", before.level),
+            capacity: Some(before.bytes),
+            bytes_per_second: Some(better(before.read_gbps, after.read_gbps).max(memory) * 1e9),
+        });
+        let mut levels: Vec<MemoryLevel> = caches.collect();
+        levels.push(MemoryLevel {
+            name: "memory".to_string(),
+            capacity: None,
+            bytes_per_second: Some(memory * 1e9),
+        });
+        Watched {
+            flops_per_second,
+            levels,
+            moved,
+        }
+    }
+
+    fn roofs(&self) -> Roofs<'_> {
+        Roofs {
+            flops_per_second: self.flops_per_second,
+            levels: &self.levels,
+            launch_seconds: 0.0,
+        }
+    }
+}
+
 /// Describes the limits of this machine, which rooflines follow from.
-pub fn limits(spec: &LayerSpec, limits: &Limits) -> String {
+pub fn limits(spec: &LayerSpec, limits: &Watched, threads: usize) -> String {
+    let rate = |level: &MemoryLevel| {
+        let rate = level.bytes_per_second.unwrap_or(0.0) / 1e9;
+        format!("{rate:.1} GB/s from {}", level.name)
+    };
+    let rates: Vec<String> = limits.levels.iter().rev().map(rate).collect();
+    let steady = match limits.moved {
+        moved if moved > 0.1 => format!(
+            "machine was not steady: a limit moved by {:.0} % during the run\n",
+            100.0 * moved
+        ),
+        _ => String::new(),
+    };
     format!(
-        "\nlimits of this machine: {:.0} GFLOP/s f32, {:.1} GB/s read from memory ({} threads)\n\
-         (what fits in a cache is read faster, so that small steps can do better than that)\n\
-         layer `{}` at {} x {} x {}, f32:\n",
-        limits.f32_gflops,
-        limits.read_gbps,
-        limits.threads,
+        "\nlimits of this machine: {:.0} GFLOP/s f32, {} ({threads} threads)\n\
+         {steady}layer `{}` at {} x {} x {}, f32:\n",
+        limits.flops_per_second / 1e9,
+        rates.join(", "),
         spec.name,
         spec.shape.model_dim,
         spec.shape.hidden_dim,
@@ -78,7 +134,7 @@ pub fn limits(spec: &LayerSpec, limits: &Limits) -> String {
 }
 
 /// Returns the time of each stage beside its roofline, the shortest time the machine allows.
-pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits) -> String {
+pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Watched) -> String {
     let plan = layer.plan();
     let mut text = format!(
         "  T = {tokens:<5} {:<22} {:>9} {:>11} {:>13}
@@ -88,10 +144,7 @@ pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits)
     let (mut sum, mut rooflines) = (0.0, 0.0);
     for (step, timed) in plan.steps.iter().zip(times) {
         let work = Work::of(plan, step, tokens as u64);
-        let floor = work
-            .floor(limits.f32_gflops * 1e9, limits.read_gbps * 1e9)
-            .seconds
-            * 1e3;
+        let floor = work.floor(&limits.roofs()).seconds * 1e3;
         text += &row(&timed.symbol, ms(timed.time), floor);
         sum += ms(timed.time);
         rooflines += floor;
@@ -99,9 +152,13 @@ pub fn timing(layer: &Layer, tokens: usize, times: &[StepTime], limits: &Limits)
     text + &row("the whole layer", sum, rooflines)
 }
 
+/// Formats a line; a time below its roofline has no share of it.
 fn row(name: &str, time: f64, roofline: f64) -> String {
-    let share = 100.0 * roofline / time;
-    format!("            {name:<22} {time:>9.3} {roofline:>11.3} {share:>13.0}\n")
+    let share = match 100.0 * roofline / time {
+        share if share > 100.5 => "in cache".to_string(),
+        share => format!("{:.0}", share.min(100.0)),
+    };
+    format!("            {name:<22} {time:>9.3} {roofline:>11.3} {share:>13}\n")
 }
 
 /// Returns the run with the least total time.

@@ -8,7 +8,7 @@ use crate::files::{Files, check_output};
 use crate::progress::Progress;
 use crate::table::Table;
 use crate::timing::Call;
-use crate::{emit, plan, random, targets, units};
+use crate::{plan, random, targets, units};
 use moesaic::collectives::measure::{Exchanged, LevelOptions, over_levels};
 use moesaic::collectives::{self, Collectives, Communicator, Topology, World, mpi, nccl, threads};
 use moesaic::plan::{Step, Work};
@@ -129,14 +129,14 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     // The ranks run at once, so each gets one thread unless the user asks for more.
     options.threads = options.threads.or(Some(1));
     let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
-    let tokens = args.tokens.iter().copied().max().unwrap_or_default();
+    let tokens = args.tokens.0.iter().copied().max().unwrap_or_default();
     engine.check_tokens(&spec, tokens)?;
     let job = Job {
         engine: &engine,
         spec: &spec,
         machine: &machine,
         tokens,
-        all_tokens: &args.tokens,
+        all_tokens: &args.tokens.0,
         budget,
         steps: !args.without_steps,
     };
@@ -145,7 +145,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     };
     found.check_quiet(path)?;
     write_whole(path, found.calibration.to_toml().as_bytes())
-        .map_err(|error| emit::unwritable(path, &error))?;
+        .map_err(|error| Failure::unwritable(path, &error))?;
     if args.json {
         console.json(&serde_json::to_value(&found.calibration).unwrap_or_default())
     } else {

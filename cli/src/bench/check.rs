@@ -32,7 +32,7 @@ pub fn check(layer: &Layer, spec: &LayerSpec, weights: &Tensors<'_>) -> Result<f
         return Err(Failure::work(format!(
             "the layer is wrong: y is off by {error:.1e} of its largest element, {allowed:.0e} is allowed"
         ))
-        .hint("please report it with the spec and the output of `moesaic doctor`"));
+        .hint("please report it with the spec and the output of `moesaic doctor -v`"));
     }
     Ok(error)
 }

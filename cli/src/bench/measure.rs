@@ -2,7 +2,7 @@
 
 use super::lead::busiest;
 use crate::failure::Result;
-use crate::timing::{Call, median, middle};
+use crate::timing::{Call, median, middle, spread};
 use moesaic::Layer;
 use moesaic::plan::{Step, Work};
 use std::time::{Duration, Instant};
@@ -16,6 +16,8 @@ pub struct Run {
     pub call: Duration,
     /// The times of the launches.
     pub launches: Vec<Launch>,
+    /// The spread of the times of all launches together.
+    pub spread: f64,
     /// The comparison with uniform routing, if the routing is skewed.
     pub against: Option<AgainstUniform>,
 }
@@ -30,6 +32,8 @@ pub struct Launch {
     pub work: Work,
     /// The median time.
     pub time: Duration,
+    /// The spread of its times.
+    pub spread: f64,
 }
 
 impl Run {
@@ -65,7 +69,7 @@ pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
     let tokens = calls.own.input.tokens;
     calls.own.run(layer)?;
     let launches = layer.time_steps(tokens)?.len();
-    let (mut whole, mut steps) = (Vec::new(), vec![Vec::new(); launches]);
+    let (mut whole, mut sums, mut steps) = (Vec::new(), Vec::new(), vec![Vec::new(); launches]);
     let (mut uniform, mut ratios) = (Vec::new(), Vec::new());
     let begun = Instant::now();
     while whole.len() < LEAST || (whole.len() < MOST && begun.elapsed() < budget) {
@@ -78,6 +82,7 @@ pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
         whole.push(started.elapsed());
         let times = layer.time_steps(tokens)?;
         let own: Duration = times.iter().map(|step| step.time).sum();
+        sums.push(own);
         let beside = |uniform: &Duration| uniform.as_secs_f64() / own.as_secs_f64().max(1e-9);
         ratios.extend(uniform.last().map(beside));
         let all = steps.iter_mut().zip(times);
@@ -94,19 +99,20 @@ pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
         }),
         None => None,
     };
-    let times = steps.into_iter().map(median).enumerate();
+    let steps = steps.into_iter().enumerate();
     Ok(Run {
         tokens,
         repeats: whole.len(),
         call: median(whole),
-        launches: times
-            .map(|(i, time)| launch(layer, i, tokens, time))
+        launches: steps
+            .map(|(i, times)| launch(layer, i, tokens, times))
             .collect(),
+        spread: spread(&sums),
         against,
     })
 }
 
-fn launch(layer: &Layer, i: usize, tokens: usize, time: Duration) -> Launch {
+fn launch(layer: &Layer, i: usize, tokens: usize, times: Vec<Duration>) -> Launch {
     let plan = layer.tilings().at(tokens);
     let step = plan.all_steps().nth(i).expect("one time per step");
     let Step::Launch(launched) = step;
@@ -114,6 +120,7 @@ fn launch(layer: &Layer, i: usize, tokens: usize, time: Duration) -> Launch {
         label: plan.label(step).to_string(),
         kernel: launched.entry.kernel,
         work: Work::of(plan, step, tokens as u64),
-        time,
+        spread: spread(&times),
+        time: median(times),
     }
 }

@@ -8,8 +8,9 @@ mod measure;
 mod report;
 
 use crate::console::Console;
+use crate::counts::{self, Counts};
 use crate::failure::{Failure, Result};
-use crate::machine::{self, Machine};
+use crate::machine::{self, Machine, Watched};
 use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
@@ -36,29 +37,24 @@ Examples:
   moesaic bench --spec layer.toml --ranks 4 --machine mpi-emulated --calibration measured.toml
 
 Weights and tokens are random. The result is checked once against the f64 reference; then each
-launch is timed on its own. Least times follow from the plan's arithmetic and traffic and the
-machine's limits: measured in the same run for a CPU, published for a GPU.")]
+launch is timed on its own. Rooflines follow from the plan's arithmetic and traffic and the
+machine's limits: measured before and after the run for a CPU, published for a GPU.")]
 pub struct BenchArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2; no simulator
-    #[arg(long, value_name = "T", default_value = "auto")]
+    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "auto")]
     target: String,
-    /// Token counts
-    #[arg(
-        long,
-        value_name = "N[,N]",
-        value_delimiter = ',',
-        default_value = "1,64,1024"
-    )]
-    tokens: Vec<usize>,
+    /// Token counts, and ranges of them such as 1-64
+    #[arg(long, value_name = counts::FORM, default_value = "1,64,1024", value_parser = str::parse::<Counts>)]
+    tokens: Counts,
     #[command(flatten)]
     threads: ThreadArgs,
     /// Seconds to repeat each token count for
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     seconds: f64,
     /// The GPU whose published limits are used; with --ranks a machine of `moesaic plan`
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = machine::MachineName, hide_possible_values = true)]
     machine: Option<String>,
     /// Measure N ranks at once instead, which are threads of this process or the processes of a
     /// launcher: links, GEMMs and other kernels, for `moesaic plan --calibrate`
@@ -96,7 +92,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let spec = args.layer.load(console)?.spec;
     let options = args.options(console);
     let engine = targets::open(&args.target, options, |asked| args.fits(asked))?;
-    for &tokens in &args.tokens {
+    for &tokens in &args.tokens.0 {
         engine.check_tokens(&spec, tokens)?;
     }
     let progress = Progress::start("making weights");
@@ -111,16 +107,22 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let error = check::check(&layer, &spec, &weights)?;
     let machine = args.machine(&engine)?;
     let mut runs = Vec::new();
-    for &tokens in &args.tokens {
+    for &tokens in &args.tokens.0 {
         progress.next(format!("timing {tokens} tokens"));
         let calls = args.calls(&layer, &weights, tokens)?;
         runs.push(measure::measure(&layer, &calls, budget)?);
     }
+    progress.next("measuring the machine again");
+    let limits = machine.map(|machine| args.watch(machine, &engine));
     drop(progress);
+    let limits = limits.transpose()?;
+    if let Some(warning) = limits.as_ref().and_then(Watched::warning) {
+        console.warn(&warning);
+    }
     let report = report::Report {
         engine: &engine,
         layer: &layer,
-        machine,
+        limits,
         error,
         skew: args.skew,
         runs,
@@ -188,6 +190,15 @@ impl BenchArgs {
             Target::Cpu(isa) => Machine::measure_cpu(&self.cpu()?, isa).map(Some),
             target => Ok(Machine::of_device(&engine.device_info().name, target)),
         }
+    }
+
+    /// Measures a CPU again, because another program may have taken part of it in the meantime.
+    fn watch(&self, machine: Machine, engine: &Engine) -> Result<Watched> {
+        let later = match engine.target() {
+            Target::Cpu(isa) => Machine::measure_cpu(&self.cpu()?, isa)?,
+            _ => machine.clone(),
+        };
+        Ok(machine.watched(&later))
     }
 
     fn cpu(&self) -> Result<CpuDevice> {

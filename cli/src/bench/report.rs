@@ -1,9 +1,9 @@
 //! The output of `bench`.
 
 use super::measure::{AgainstUniform, Launch, Run};
-use crate::console::Palette;
 use crate::inspect::{arithmetic, machine_json, roofs};
-use crate::machine::Machine;
+use crate::machine::{FASTER, Share, Watched};
+use crate::palette::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::reference::Skew;
@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 pub struct Report<'a> {
     pub engine: &'a Engine,
     pub layer: &'a Layer,
-    pub machine: Option<Machine>,
+    /// The limits of the machine, if they are known.
+    pub limits: Option<Watched>,
     /// The error of `y` against the reference.
     pub error: f64,
     /// The skew of the tokens, if one was requested.
@@ -27,8 +28,8 @@ impl Report<'_> {
     pub fn text(&self, palette: &Palette) -> String {
         let title = format!("{} on {}", self.layer.spec().name, self.engine.target());
         let device = self.engine.device_info();
-        let limits = match &self.machine {
-            Some(machine) => format!("limits: {}", roofs(machine)),
+        let limits = match &self.limits {
+            Some(limits) => format!("limits: {}", roofs(&limits.machine)),
             None => "limits: not known; --machine names a GPU".to_string(),
         };
         let mut text = format!(
@@ -63,6 +64,7 @@ impl Report<'_> {
         let titles = [
             "LAUNCH",
             ">TIME",
+            ">SPREAD",
             ">GFLOP/s",
             ">GB/s",
             ">ROOFLINE",
@@ -74,12 +76,18 @@ impl Report<'_> {
         }
         table.row(self.sum(run));
         let against = run.against.as_ref().map(|against| self.against(against));
+        let faster = self.shares(run).any(|share| share == Share::Faster);
         format!(
-            "\n{} ({} tokens/s; a call from host memory takes {})\n{}{}",
+            "\n{} ({} tokens/s; a call from host memory takes {})\n{}{}{}",
             palette.bold(&title),
             units::short(rate),
             units::seconds(run.call.as_secs_f64()),
             table.render(palette),
+            if faster {
+                format!("* {FASTER}\n")
+            } else {
+                String::new()
+            },
             against.unwrap_or_default(),
         )
     }
@@ -101,10 +109,11 @@ impl Report<'_> {
         vec![
             launch.label.as_str().into(),
             units::seconds(time).into(),
+            percent(launch.spread).into(),
             units::short(launch.work.flops / time / 1e9).into(),
             units::short(launch.work.bytes / time / 1e9).into(),
             roofline.map_or("-".to_string(), units::seconds).into(),
-            percent(roofline, time).into(),
+            Share::new(roofline, time).text().into(),
         ]
     }
 
@@ -119,19 +128,27 @@ impl Report<'_> {
         vec![
             bold("the layer".to_string()),
             bold(units::seconds(time)),
+            bold(percent(run.spread)),
             bold(units::short(work.flops / time / 1e9)),
             bold(units::short(work.bytes / time / 1e9)),
             bold(roofline.map_or("-".to_string(), units::seconds)),
-            bold(percent(roofline, time)),
+            bold(Share::new(roofline, time).text()),
         ]
     }
 
     /// Returns the roofline of a launch: the shortest time that the machine allows, in seconds.
     fn roofline(&self, launch: &Launch) -> Option<f64> {
-        let machine = self.machine.as_ref()?;
+        let machine = &self.limits.as_ref()?.machine;
         let plan = self.layer.plan();
-        let flops = machine.flops(arithmetic(&plan.kernels[launch.kernel], &plan.spec));
-        Some(launch.work.floor(flops, machine.bytes_per_second).seconds)
+        let roofs = machine.roofs(arithmetic(&plan.kernels[launch.kernel], &plan.spec));
+        Some(launch.work.floor(&roofs).seconds)
+    }
+
+    /// Returns the share of every launch, and that of the whole layer.
+    fn shares(&self, run: &Run) -> impl Iterator<Item = Share> {
+        let own = |launch: &Launch| Share::new(self.roofline(launch), launch.time.as_secs_f64());
+        let whole = Share::new(self.roofline_of(run), run.time().as_secs_f64());
+        run.launches.iter().map(own).chain([whole])
     }
 
     fn roofline_of(&self, run: &Run) -> Option<f64> {
@@ -149,7 +166,8 @@ impl Report<'_> {
             "target": self.engine.target().to_string(),
             "device": device.name,
             "units": device.units,
-            "machine": self.machine.as_ref().map(machine_json),
+            "machine": self.limits.as_ref().map(|limits| machine_json(&limits.machine)),
+            "steady": self.limits.as_ref().map(|limits| limits.moved.is_empty()),
             "y_error": self.error,
             "tuned_for": self.tuned().collect::<Vec<_>>(),
             "skew": self.skew.map(|skew| skew.to_string()),
@@ -164,10 +182,12 @@ impl Report<'_> {
                 "launch": launch.label,
                 "kernel": self.layer.plan().kernels[launch.kernel].name,
                 "seconds": time,
+                "spread": launch.spread,
                 "flops": launch.work.flops,
                 "bytes": launch.work.bytes,
                 "roofline_seconds": roofline,
-                "of_roofline": roofline.map(|roofline| roofline / time),
+                "of_roofline": Share::new(roofline, time).value(),
+                "no_share": no_share(roofline, time),
             })
         };
         let (time, roofline) = (run.time().as_secs_f64(), self.roofline_of(run));
@@ -186,15 +206,20 @@ impl Report<'_> {
             "call_seconds": run.call.as_secs_f64(),
             "tokens_per_second": run.tokens as f64 / time,
             "roofline_seconds": roofline,
-            "of_roofline": roofline.map(|roofline| roofline / time),
+            "spread": run.spread,
+            "of_roofline": Share::new(roofline, time).value(),
+            "no_share": no_share(roofline, time),
             "against_uniform": run.against.as_ref().map(against),
             "launches": run.launches.iter().map(launch).collect::<Vec<_>>(),
         })
     }
 }
 
-fn percent(roofline: Option<f64>, time: f64) -> String {
-    roofline.map_or("-".to_string(), |roofline| {
-        format!("{:.0}", 100.0 * roofline / time)
-    })
+fn percent(part: f64) -> String {
+    format!("{:.0} %", 100.0 * part)
+}
+
+/// Returns the reason that a time has no share of its roofline, if it has none.
+fn no_share(roofline: Option<f64>, time: f64) -> Option<&'static str> {
+    (Share::new(roofline, time) == Share::Faster).then_some(FASTER)
 }

@@ -59,7 +59,13 @@ pub fn machine(machine: &Machine) -> Value {
         "f32_flops": machine.f32_flops,
         "f16_flops": machine.f16_flops,
         "bf16_flops": machine.bf16_flops,
-        "bytes_per_second": machine.bytes_per_second,
+        "bytes_per_second": machine.bytes_per_second(),
+        "levels": machine.levels.iter().map(|level| json!({
+            "name": level.name,
+            "capacity": level.capacity,
+            "bytes_per_second": level.bytes_per_second,
+        })).collect::<Vec<_>>(),
+        "launch_seconds": machine.launch_seconds,
     })
 }
 
@@ -96,17 +102,18 @@ fn one_launch(inspection: &Inspection, launch: &Launch) -> Value {
         "grid": [x, y],
         "threads": entry.launch.threads,
         "shared_bytes": entry.launch.shared_bytes,
-        "at": launch.at.iter().map(one_point).collect::<Vec<_>>(),
+        "at": launch.at.iter().map(|at| one_point(inspection, at)).collect::<Vec<_>>(),
     })
 }
 
-fn one_point(at: &At) -> Value {
+fn one_point(inspection: &Inspection, at: &At) -> Value {
+    let machine = inspection.machine.as_ref();
     json!({
         "tokens": at.tokens,
         "grid": at.grid,
         "flops": at.work.flops,
         "bytes": at.work.bytes,
         "roofline_seconds": at.roofline.map(|roofline| roofline.seconds),
-        "bound_by": at.roofline.map(|_| super::text::bound(at)),
+        "bound_by": at.roofline.map(|_| super::text::bound(at, machine)),
     })
 }

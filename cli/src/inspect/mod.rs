@@ -9,6 +9,7 @@ mod text;
 
 use crate::caches::CacheArgs;
 use crate::console::Console;
+use crate::counts::{self, Counts};
 use crate::disassemble::disassemble;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
@@ -17,8 +18,8 @@ use crate::progress::Progress;
 use crate::rank::OneRankArgs;
 use crate::spec_source::{LayerArgs, needs_numbers};
 use crate::store::StoreArgs;
+use crate::targets;
 use crate::training::TrainingArgs;
-use crate::{emit, targets};
 use clap::Args;
 use counted::Counted;
 pub use json::machine as machine_json;
@@ -46,21 +47,16 @@ pub struct InspectArgs {
     #[command(flatten)]
     pub layer: LayerArgs,
     /// The target: cpu, or with an architecture, as in cuda:sm_90a, rocm:gfx942, sim:sm_90a
-    #[arg(long, value_name = "T", default_value = "cpu")]
+    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "cpu")]
     target: String,
     /// Only kernels of this stem or name, such as gate_topk or grouped_gemm_up
     #[arg(long, value_name = "STEM")]
     kernel: Option<String>,
-    /// Token counts for launches and roofline
-    #[arg(
-        long,
-        value_name = "N[,N]",
-        value_delimiter = ',',
-        default_value = "1,64,4096"
-    )]
-    tokens: Vec<u64>,
+    /// Token counts for launches and roofline, and ranges of them such as 1-8
+    #[arg(long, value_name = counts::FORM, default_value = "1,64,4096", value_parser = str::parse::<Counts>)]
+    tokens: Counts,
     /// The GPU whose published limits are used
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = machine::MachineName, hide_possible_values = true)]
     machine: Option<String>,
     /// Also run N random tokens on the GPU's simulator, and show what it counted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -122,7 +118,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
             caches: args.caches.here(target),
             ..PlanOptions::default()
         },
-        tokens: &args.tokens,
+        tokens: &args.tokens.wide(),
         kernel: args.kernel.as_deref(),
         machine,
         store: args.store.open(console),
@@ -144,12 +140,17 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     if let Some(trouble) = &inspection.trouble {
         console.warn(&trouble.replace('\n', "\n  "));
     }
-    let asm = args.asm.then(|| disassembly(&inspection)).transpose()?;
+    let asm = match (&args.html, args.asm) {
+        (_, true) => Some(disassembly(&inspection)?),
+        // The page has machine code where a disassembler is found, and does without elsewhere.
+        (Some(_), false) => disassembly(&inspection).ok(),
+        (None, false) => None,
+    };
     if args.json {
         console.json(&json::render(&inspection, asm.as_deref()))?;
     } else if let Some(path) = &args.html {
         let page = html::render(&inspection, asm.as_deref());
-        write_whole(path, page.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
+        write_whole(path, page.as_bytes()).map_err(|error| Failure::unwritable(path, &error))?;
         console.print(&format!("{}\n", path.display()))?;
     } else {
         console.print(&args.text(&inspection, asm.as_deref(), console))?;
@@ -186,9 +187,9 @@ impl InspectArgs {
         }
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
         if self.json {
-            return console.json(&ranks::json(&plan, &kernels, &self.tokens, per_node));
+            return console.json(&ranks::json(&plan, &kernels, &self.tokens.wide(), per_node));
         }
-        let mut text = ranks::text(&plan, &self.tokens, per_node, &console.out);
+        let mut text = ranks::text(&plan, &self.tokens.wide(), per_node, &console.out);
         text += &ranks::listing(&kernels, self.source, &console.out);
         console.print(&text)
     }

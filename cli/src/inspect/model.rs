@@ -10,7 +10,7 @@ use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
 use moesaic::engine::Untuned;
 use moesaic::kernel::{Entry, KernelSource, Stem};
-use moesaic::plan::{EntryId, Floor, KernelPlan, LayerPlan, Step, Tilings, Work, plan};
+use moesaic::plan::{Bound, EntryId, Floor, KernelPlan, LayerPlan, Step, Tilings, Work, plan};
 use moesaic::target::{Artifact, CompileOptions, Device, KernelReport};
 use moesaic::{
     Compilers, DType, EngineError, EngineOptions, LayerSpec, PlanOptions, Store, Target,
@@ -91,10 +91,8 @@ pub struct At {
 #[derive(Clone, Copy, Debug)]
 pub struct Roofline {
     pub seconds: f64,
-    /// Whether arithmetic takes this time, and not memory.
-    pub compute_bound: bool,
-    /// The arithmetic rate of the roofline, in FLOP/s.
-    pub flops: f64,
+    /// The limit that sets it.
+    pub bound: Bound,
 }
 
 impl Inspection {
@@ -345,16 +343,9 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
     let (entry, kernel) = (&plan[launch.entry], &plan.kernels[launch.entry.kernel]);
     let work = Work::of(plan, step, tokens);
     let roofline = machine.map(|machine| {
-        let flops = machine.flops(arithmetic(kernel, &plan.spec));
-        let Floor {
-            seconds,
-            compute_bound,
-        } = work.floor(flops, machine.bytes_per_second);
-        Roofline {
-            seconds,
-            compute_bound,
-            flops,
-        }
+        let roofs = machine.roofs(arithmetic(kernel, &plan.spec));
+        let Floor { seconds, bound } = work.floor(&roofs);
+        Roofline { seconds, bound }
     });
     let grid = [
         entry.launch.grid[0].eval(tokens),

@@ -1,9 +1,9 @@
 //! The steps of one rank and the bytes it sends.
 
 use super::model::unknown_kernel;
-use crate::console::Palette;
 use crate::disassemble;
 use crate::failure::{Failure, Result};
+use crate::palette::Palette;
 use crate::rank::OfRank;
 use crate::table::Table;
 use crate::units;

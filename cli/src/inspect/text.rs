@@ -1,7 +1,8 @@
 //! An inspection for the terminal.
 
 use super::model::{At, Inspection, Kernel, Launch};
-use crate::console::Palette;
+use crate::machine::Machine;
+use crate::palette::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::LayerSpec;
@@ -337,7 +338,22 @@ fn roofline_title(inspection: &Inspection) -> String {
 }
 
 /// Describes a machine and its limits in one line.
-pub fn roofs(machine: &crate::machine::Machine) -> String {
+pub fn roofs(machine: &Machine) -> String {
+    let levels = machine.levels.iter().map(|level| {
+        let rate = level.bytes_per_second.map(units::byte_rate);
+        match (rate, level.capacity) {
+            (Some(rate), None) => rate,
+            (Some(rate), Some(bytes)) => {
+                format!("{rate} from {} {}", units::bytes(bytes), level.name)
+            }
+            (None, _) => format!(
+                "{} {}",
+                units::bytes(level.capacity.unwrap_or(0)),
+                level.name
+            ),
+        }
+    });
+    let levels: Vec<String> = levels.rev().collect();
     let half = machine.half().map_or(String::new(), |(rate, name)| {
         format!(", {} {name}", units::flop_rate(rate))
     });
@@ -346,7 +362,7 @@ pub fn roofs(machine: &crate::machine::Machine) -> String {
         machine.name,
         machine.origin.name(),
         units::flop_rate(machine.f32_flops),
-        units::byte_rate(machine.bytes_per_second)
+        levels.join(", ")
     )
 }
 
@@ -362,7 +378,8 @@ fn roofline(inspection: &Inspection) -> Table {
     ]);
     for (i, tokens) in inspection.tokens.iter().enumerate() {
         for launch in &inspection.launches {
-            table.row(roofline_row(&launch.label, &launch.at[i]));
+            let bound = bound(&launch.at[i], inspection.machine.as_ref());
+            table.row(roofline_row(&launch.label, &launch.at[i], bound));
         }
         let total = inspection.total(i);
         let roofline = total.1.map_or("-".to_string(), units::seconds);
@@ -379,7 +396,7 @@ fn roofline(inspection: &Inspection) -> Table {
     table
 }
 
-fn roofline_row(symbol: &str, at: &At) -> Vec<Cell> {
+fn roofline_row(symbol: &str, at: &At, bound: &str) -> Vec<Cell> {
     let roofline = at
         .roofline
         .map_or("-".to_string(), |roofline| units::seconds(roofline.seconds));
@@ -390,18 +407,14 @@ fn roofline_row(symbol: &str, at: &At) -> Vec<Cell> {
         units::traffic(at.work.bytes).into(),
         units::short(intensity(&at.work)).into(),
         roofline.into(),
-        bound(at).into(),
+        bound.into(),
     ]
 }
 
 /// Returns the limit that bounds a launch.
-pub fn bound(at: &At) -> &'static str {
-    match at.roofline {
-        None => "-",
-        Some(roofline) if roofline.seconds == 0.0 => "nothing",
-        Some(roofline) if roofline.compute_bound => "arithmetic",
-        Some(_) => "memory",
-    }
+pub fn bound<'m>(at: &At, machine: Option<&'m Machine>) -> &'m str {
+    let bound = machine.zip(at.roofline);
+    bound.map_or("-", |(machine, roofline)| machine.bound(roofline.bound))
 }
 
 /// Returns the arithmetic intensity, in operations per byte.

@@ -6,9 +6,11 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
 use crate::spec_source::LayerArgs;
+use crate::suggest::same_number;
 use crate::training::TrainingArgs;
-use crate::{emit, experts, mesh};
+use crate::{experts, mesh};
 use clap::Args;
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use moesaic::plan::{CommDtype, ShadowModel, Strategy};
 use moesaic::planner::{
     self, Calibration, Machine, PlannerError, Ranked, ReadError, Routing, Scenario, Simulator,
@@ -16,6 +18,7 @@ use moesaic::planner::{
 };
 use moesaic::weights::write_whole;
 use moesaic::{LayerSpec, Parallel};
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -37,7 +40,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8192))]
     world: u32,
     /// The machine: the name of a built-in one, or a file that ends in .toml
-    #[arg(long, value_name = "NAME|FILE")]
+    #[arg(long, value_name = "NAME|FILE", value_parser = MachineName, hide_possible_values = true)]
     machine: String,
     /// Ranks per node, instead of the machine's number
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
@@ -111,7 +114,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
         .map_err(|error| args.failure(error))?;
     if let Some(path) = &args.trace {
         let text = planner::chrome(&timeline).to_string();
-        write_whole(path, text.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
+        write_whole(path, text.as_bytes()).map_err(|error| Failure::unwritable(path, &error))?;
     }
     let shown = Ranked {
         best: ranked
@@ -248,7 +251,54 @@ pub fn machine(name: &str) -> Result<Machine> {
         let machine = Machine::from_toml(&read("the machine", path)?);
         machine.map_err(|error| in_file(&error, path))
     } else {
-        planner::published(name).map_err(Failure::input)
+        built_in(name)
+    }
+}
+
+/// Returns the built-in machine of a name, or the only one whose name has it as a part: `h100` is
+/// `h100-ib`.
+fn built_in(name: &str) -> Result<Machine> {
+    let asked = name.to_lowercase();
+    let part = |known: &&str| known.split('-').any(|part| part == asked);
+    let mut fitting = planner::published_names().filter(part);
+    let name = match (fitting.next(), fitting.next()) {
+        (Some(only), None) => only,
+        _ => name,
+    };
+    planner::published(name).map_err(|error| match error {
+        // The planner suggests the nearest word, which for a number is another GPU.
+        ReadError::Unknown { name, known, .. } => {
+            let near = same_number(&name, planner::published_names());
+            let message =
+                format!("unknown machine `{name}`\nknown machines: {known}; a path ends in .toml");
+            let failure = Failure::input(message);
+            match near {
+                Some(near) => failure.hint(format!("did you mean `{near}`?")),
+                None => failure.hint("docs/SCALE.md says how you describe a machine of your own"),
+            }
+        }
+        other => Failure::input(other),
+    })
+}
+
+/// The names of machines that shells complete. Any text is a value, because it may be a file.
+#[derive(Clone, Copy, Debug)]
+pub struct MachineName;
+
+impl TypedValueParser for MachineName {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> std::result::Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(planner::published_names().map(PossibleValue::new)))
     }
 }
 

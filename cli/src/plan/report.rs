@@ -1,6 +1,6 @@
 //! The output of `plan`.
 
-use crate::console::Palette;
+use crate::palette::Palette;
 use crate::table::Table;
 use crate::{mesh, units};
 use moesaic::planner::{Bound, PhaseOf, Prediction, Ranked, Scenario};
@@ -37,6 +37,7 @@ impl Report<'_> {
             units::count(self.ranked.simulated, "configuration"),
             self.too_large()
         );
+        text += &self.legend(palette);
         text += &self.table(palette);
         text += &self.phases(palette);
         text + &self.band(palette)
@@ -60,9 +61,32 @@ impl Report<'_> {
             .map(|level| &*level.name)
     }
 
+    /// Says what the columns hold.
+    fn legend(&self, palette: &Palette) -> String {
+        let levels: Vec<&str> = self.levels().collect();
+        let lines = [
+            ("STEP", "time of one call of the layer on the slowest rank".to_string()),
+            ("MESH", "ranks that share the experts (ep), hold shards of each (expert_tp), hold copies (dp)".to_string()),
+            (
+                "STRATEGY",
+                "r: adaptive parallelism degree; overlap_degree: chunks, forward/backward; all_to_all: \
+                 its algorithm; docs/ADAPTIVE.md has the rest"
+                    .to_string(),
+            ),
+            ("BOUND BY", "what takes most of the step, and its part".to_string()),
+            ("MEMORY", "weights, rows and gradients of a rank".to_string()),
+            (
+                &*levels.join(", "),
+                "bytes that a rank sends in a step over links of that kind".to_string(),
+            ),
+        ];
+        let line = |(name, text): &(&str, String)| format!("  {name}: {text}\n");
+        palette.dim(&lines.iter().map(line).collect::<String>()) + "\n"
+    }
+
     fn table(&self, palette: &Palette) -> String {
         let levels: Vec<String> = self.levels().map(|name| format!(">{name}")).collect();
-        let mut titles = vec![">", ">step", "mesh", "strategy", "bound by", ">memory"];
+        let mut titles = vec![">", ">STEP", "MESH", "STRATEGY", "BOUND BY", ">MEMORY"];
         titles.extend(levels.iter().map(String::as_str));
         let mut table = Table::new(&titles);
         for (at, found) in self.ranked.best.iter().enumerate() {
@@ -87,7 +111,7 @@ impl Report<'_> {
 
     fn phases(&self, palette: &Palette) -> String {
         let levels: Vec<String> = self.levels().map(|name| format!(">{name}")).collect();
-        let mut titles = vec!["whose", "what", ">time"];
+        let mut titles = vec!["WHOSE", "WHAT", ">TIME"];
         titles.extend(levels.iter().map(String::as_str));
         let mut text =
             String::from("\nwhat the slowest rank does in the first of these, and sends\n");

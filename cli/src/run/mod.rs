@@ -12,7 +12,6 @@ mod record;
 mod report;
 
 use crate::console::Console;
-use crate::emit;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output, unwritable};
 use crate::keys::KeysArgs;
@@ -71,7 +70,7 @@ pub struct RunArgs {
     output: PathBuf,
     /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2, cuda:sm_90a; a
     /// GPU's simulator, as in sim:sm_90a, needs no GPU
-    #[arg(long, value_name = "T", default_value = "auto")]
+    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "auto")]
     target: String,
     #[command(flatten)]
     threads: ThreadArgs,
@@ -212,7 +211,8 @@ impl RunArgs {
         }
         if let Some(path) = &self.trace {
             let trace = chrome_trace(std::mem::take(&mut outcome.trace)).to_string();
-            write_whole(path, trace.as_bytes()).map_err(|error| emit::unwritable(path, &error))?;
+            write_whole(path, trace.as_bytes())
+                .map_err(|error| Failure::unwritable(path, &error))?;
         }
         if !limited {
             outcome.outputs.remove("locations");

@@ -3,8 +3,9 @@
 use super::check::Comparison;
 use super::outcome::Outcome;
 use super::ranks::Shared;
-use crate::console::{Palette, is_screen};
+use crate::console::is_screen;
 use crate::mesh::words;
+use crate::palette::Palette;
 use crate::units;
 use moesaic::{Engine, LayerSpec, Statistics, Tensor};
 use serde_json::{Value, json};

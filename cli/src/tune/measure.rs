@@ -98,7 +98,7 @@ impl Bench {
             "other tiles gave another result for {} tokens; nothing was kept",
             self.input.tokens
         ))
-        .hint("please report it with the spec and the output of `moesaic doctor`"))
+        .hint("please report it with the spec and the output of `moesaic doctor -v`"))
     }
 }
 

@@ -5,11 +5,13 @@ mod report;
 mod search;
 
 use crate::console::Console;
+use crate::counts::{self, Counts};
 use crate::failure::{Failure, Result};
 use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
+use crate::targets;
 use crate::threads::ThreadArgs;
 use crate::training::TrainingArgs;
 use clap::Args;
@@ -42,16 +44,11 @@ pub struct TuneArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// Where to measure: cpu, or with an instruction set, as in cpu:avx2
-    #[arg(long, value_name = "T", default_value = "cpu")]
+    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "cpu")]
     target: String,
     /// Token counts, each to be measured by itself
-    #[arg(
-        long,
-        value_name = "N[,N]",
-        value_delimiter = ',',
-        default_value = "1,64,1024"
-    )]
-    tokens: Vec<usize>,
+    #[arg(long, value_name = counts::FORM, default_value = "1,64,1024", value_parser = str::parse::<Counts>)]
+    tokens: Counts,
     #[command(flatten)]
     threads: ThreadArgs,
     /// Seconds for each size at each token count
@@ -71,14 +68,14 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
     refuse_others(&args.target)?;
-    if args.tokens.contains(&0) {
+    if args.tokens.0.contains(&0) {
         return Err(Failure::input("--tokens: no tokens take no time"));
     }
     let spec = args.layer.load(console)?.spec;
     let store = args.store.open(console);
     store.can_keep_tunings()?;
     let engine = Engine::open(&args.target, args.options())?;
-    let tokens: BTreeSet<usize> = args.tokens.iter().copied().collect();
+    let tokens: BTreeSet<usize> = args.tokens.0.iter().copied().collect();
     for &tokens in &tokens {
         engine.check_tokens(&spec, tokens)?;
     }

@@ -2,7 +2,7 @@
 
 use super::measure::Pairs;
 use super::search::{Candidate, Found, Tried};
-use crate::console::Palette;
+use crate::palette::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::{Engine, LayerSpec};

@@ -265,3 +265,8 @@ impl Small {
         assert!(!temporary, "a temporary file was left behind: {left:?}");
     }
 }
+
+/// Runs the program with these arguments and a spec.
+pub fn with_spec(args: &[&str], spec: &Path) -> Finished {
+    finish(command().args(args).arg("--spec").arg(spec))
+}

@@ -44,7 +44,7 @@ pub fn options(command: &str) -> BTreeSet<String> {
         long.split(|c: char| !c.is_alphanumeric() && c != '-')
             .next()
     });
-    let shared = ["color", "help", "version"];
+    let shared = ["color", "help", "quiet", "verbose", "version"];
     names
         .filter(|name| !shared.contains(name))
         .map(str::to_string)

@@ -38,7 +38,7 @@ pub use moesaic_dist::{ShadowForm, ShadowModel, shadows};
 pub use ops::*;
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
-pub use work::{Floor, Work};
+pub use work::{Bound, Floor, MemoryLevel, Roofs, Work};
 
 use moesaic_kernel::{Entry, Stem};
 use serde::{Deserialize, Serialize};

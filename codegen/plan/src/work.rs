@@ -32,13 +32,58 @@ impl Work {
         }
     }
 
-    /// Returns the roofline on a machine of these rates.
-    pub fn floor(&self, flops_per_second: f64, bytes_per_second: f64) -> Floor {
-        let (compute, memory) = (self.flops / flops_per_second, self.bytes / bytes_per_second);
-        Floor {
-            seconds: compute.max(memory),
-            compute_bound: compute >= memory,
+    /// Returns the roofline on a machine with these limits. The bytes are charged to the smallest
+    /// level that holds all of them, because a launch may find them there.
+    pub fn floor(&self, roofs: &Roofs<'_>) -> Floor {
+        if self.flops == 0.0 && self.bytes == 0.0 {
+            return Floor {
+                seconds: 0.0,
+                bound: Bound::Nothing,
+            };
         }
+        let compute = self.flops / roofs.flops_per_second;
+        let level = roofs
+            .levels
+            .iter()
+            .position(|level| level.holds(self.bytes));
+        let rate = level.and_then(|i| roofs.levels[i].bytes_per_second);
+        let memory = rate.map_or(0.0, |rate| self.bytes / rate);
+        let seconds = compute.max(memory).max(roofs.launch_seconds);
+        let bound = match level {
+            _ if seconds == compute => Bound::Arithmetic,
+            Some(level) if seconds == memory => Bound::Level(level),
+            _ => Bound::Launch,
+        };
+        Floor { seconds, bound }
+    }
+}
+
+/// The limits of a machine for one launch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Roofs<'a> {
+    /// The rate of its arithmetic, in FLOP/s.
+    pub flops_per_second: f64,
+    /// The caches that all cores or blocks have together, smallest first, then memory.
+    pub levels: &'a [MemoryLevel],
+    /// The shortest time of a launch that does nothing.
+    pub launch_seconds: f64,
+}
+
+/// A cache or the memory of a machine.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MemoryLevel {
+    /// The name, such as `L2` or `memory`.
+    pub name: String,
+    /// The bytes that it holds; `None` for memory, which holds every launch.
+    pub capacity: Option<u64>,
+    /// The rate of reads from it; `None` if nobody has measured or stated it.
+    pub bytes_per_second: Option<f64>,
+}
+
+impl MemoryLevel {
+    fn holds(&self, bytes: f64) -> bool {
+        self.capacity
+            .is_none_or(|capacity| bytes <= capacity as f64)
     }
 }
 
@@ -47,8 +92,21 @@ impl Work {
 pub struct Floor {
     /// The time.
     pub seconds: f64,
-    /// Whether arithmetic bounds it, and not memory.
-    pub compute_bound: bool,
+    /// The limit that sets the time.
+    pub bound: Bound,
+}
+
+/// The limit that sets the roofline of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bound {
+    /// The launch does nothing.
+    Nothing,
+    /// The rate of arithmetic.
+    Arithmetic,
+    /// The bandwidth of a level, by its index in [`Roofs::levels`].
+    Level(usize),
+    /// The time of an empty launch.
+    Launch,
 }
 
 impl std::ops::Add for Work {
@@ -88,4 +146,40 @@ fn active(plan: &LayerPlan, stack: &TensorPlan, tokens: u64) -> f64 {
     // The most that can be active: every assignment goes to an expert of its own, until all have
     // one.
     (slots / experts).min(1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn level(name: &str, capacity: Option<u64>, bytes_per_second: Option<f64>) -> MemoryLevel {
+        MemoryLevel {
+            name: name.to_string(),
+            capacity,
+            bytes_per_second,
+        }
+    }
+
+    #[test]
+    fn bytes_are_charged_to_the_level_that_holds_them() {
+        let levels = [
+            level("L2", Some(1_000), Some(1e9)),
+            level("L3", Some(10_000), None),
+            level("memory", None, Some(1e8)),
+        ];
+        let roofs = Roofs {
+            flops_per_second: 1e9,
+            levels: &levels,
+            launch_seconds: 1e-7,
+        };
+        let floor = |flops, bytes| Work { flops, bytes }.floor(&roofs);
+        let expect = |seconds, bound| Floor { seconds, bound };
+        assert_eq!(floor(0.0, 0.0), expect(0.0, Bound::Nothing));
+        assert_eq!(floor(0.0, 1e3), expect(1e-6, Bound::Level(0)));
+        assert_eq!(floor(5e3, 1e3), expect(5e-6, Bound::Arithmetic));
+        // A level of an unknown rate bounds nothing.
+        assert_eq!(floor(0.0, 1e4), expect(1e-7, Bound::Launch));
+        assert_eq!(floor(0.0, 1e5), expect(1e-3, Bound::Level(2)));
+        assert_eq!(floor(0.0, 1.0), expect(1e-7, Bound::Launch));
+    }
 }

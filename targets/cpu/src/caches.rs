@@ -1,6 +1,7 @@
 //! The caches of a core, as the system reports them.
 
 use moesaic_kernel::CpuCaches;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -29,19 +30,70 @@ pub fn read_caches(dir: &Path, processors: &[usize]) -> CpuCaches {
     each.fold(CpuCaches::default(), CpuCaches::least)
 }
 
-/// Returns one cache if data go through it and its level and size are known.
-fn one(dir: &Path) -> Option<CpuCaches> {
-    let read = |name: &str| Some(fs::read_to_string(dir.join(name)).ok()?.trim().to_string());
-    if !["Data", "Unified"].contains(&read("type")?.as_str()) {
+/// The caches of one level, as many as the threads of a device use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shared {
+    /// The level: 2 or higher.
+    pub level: u8,
+    /// The bytes of all of them.
+    pub bytes: u64,
+}
+
+/// Returns the caches from level 2 on that `threads` threads of this process
+/// use together, smallest first.
+pub fn shared_by(threads: usize) -> Vec<Shared> {
+    let mut processors = crate::affinity::processors().unwrap_or_default();
+    processors.truncate(threads);
+    read_shared(Path::new("/sys/devices/system/cpu"), &processors)
+}
+
+/// Reads the caches that some processors share, each once, from a folder with
+/// the layout of Linux: `cpu0/cache/index0/{level,type,size,shared_cpu_list}`.
+fn read_shared(dir: &Path, processors: &[usize]) -> Vec<Shared> {
+    let mut seen = BTreeSet::new();
+    let mut levels: BTreeMap<u8, u64> = BTreeMap::new();
+    for processor in processors {
+        let caches = dir.join(format!("cpu{processor}/cache"));
+        let entries = fs::read_dir(caches).into_iter().flatten().flatten();
+        for path in entries.map(|entry| entry.path()) {
+            let Some((level, size)) = level_and_size(&path) else {
+                continue;
+            };
+            let users = read(&path, "shared_cpu_list").unwrap_or(processor.to_string());
+            if level >= 2 && seen.insert((level, users)) {
+                *levels.entry(level).or_default() += size;
+            }
+        }
+    }
+    let each = levels.into_iter();
+    each.map(|(level, bytes)| Shared { level, bytes }).collect()
+}
+
+/// Returns a cache's level and bytes if data go through it and both are known.
+fn level_and_size(dir: &Path) -> Option<(u8, u64)> {
+    if !["Data", "Unified"].contains(&read(dir, "type")?.as_str()) {
         return None;
     }
+    Some((
+        read(dir, "level")?.parse().ok()?,
+        bytes(&read(dir, "size")?)?,
+    ))
+}
+
+fn read(dir: &Path, name: &str) -> Option<String> {
+    Some(fs::read_to_string(dir.join(name)).ok()?.trim().to_string())
+}
+
+/// Returns one cache if data go through it and its level and size are known.
+fn one(dir: &Path) -> Option<CpuCaches> {
+    let (level, size) = level_and_size(dir)?;
     let mut caches = CpuCaches::default();
-    let level = match read("level")?.as_str() {
-        "1" => &mut caches.l1_bytes,
-        "2" => &mut caches.l2_bytes,
+    let own = match level {
+        1 => &mut caches.l1_bytes,
+        2 => &mut caches.l2_bytes,
         _ => return None,
     };
-    *level = Some(bytes(&read("size")?)?);
+    *own = Some(size);
     Some(caches)
 }
 
@@ -94,6 +146,27 @@ mod tests {
             (0, 3, "3", "Unified", "1K"),
         ]);
         check(root.path(), &[0], Some(48), Some(2048));
+    }
+
+    #[test]
+    fn a_shared_cache_counts_once() {
+        let root = tree(&[
+            (0, 0, "1", "Data", "32K"),
+            (0, 2, "2", "Unified", "1M"),
+            (0, 3, "3", "Unified", "32M"),
+            (1, 2, "2", "Unified", "1M"),
+            (1, 3, "3", "Unified", "32M"),
+        ]);
+        for cpu in [0, 1] {
+            let file = format!("cpu{cpu}/cache/index3/shared_cpu_list");
+            fs::write(root.path().join(file), "0-1\n").unwrap();
+        }
+        let shared = |level, bytes| Shared { level, bytes };
+        let both = read_shared(root.path(), &[0, 1]);
+        assert_eq!(both, [shared(2, 2 << 20), shared(3, 32 << 20)]);
+        let one = read_shared(root.path(), &[0]);
+        assert_eq!(one, [shared(2, 1 << 20), shared(3, 32 << 20)]);
+        assert_eq!(read_shared(root.path(), &[7]), []);
     }
 
     #[test]

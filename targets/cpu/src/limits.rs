@@ -11,7 +11,7 @@ const TEXT: &str = include_str!("limits.c");
 
 /// The best rates of this machine with an instruction set, in a few short runs
 /// over all the device's threads.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Limits {
     /// Threads that took part.
     pub threads: usize,
@@ -25,6 +25,19 @@ pub struct Limits {
     pub read_gbps: f64,
     /// Rate of memory copies (each byte counts once), in 1e9 bytes per second.
     pub copy_gbps: f64,
+    /// Rates of reads from the caches, smallest cache first.
+    pub caches: Vec<CacheRate>,
+}
+
+/// The caches of one level and the rate of reads from them.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CacheRate {
+    /// The level: 2 or higher.
+    pub level: u8,
+    /// Bytes that the caches of the threads hold together.
+    pub bytes: u64,
+    /// Rate of reads by all threads at once, in 1e9 bytes per second.
+    pub read_gbps: f64,
 }
 
 /// A reason that the measurement failed.
@@ -62,6 +75,16 @@ pub fn measure(
             .transpose()?,
         read_gbps: memory.bandwidth(&probe, "limit_read", &probe.results)?,
         copy_gbps: memory.bandwidth(&probe, "limit_copy", &memory.to)?,
+        caches: crate::caches::shared_by(device.threads())
+            .into_iter()
+            .map(|cache| {
+                Ok(CacheRate {
+                    level: cache.level,
+                    bytes: cache.bytes,
+                    read_gbps: memory.cached(&probe, cache.bytes)?,
+                })
+            })
+            .collect::<Result<_, DeviceError>>()?,
     })
 }
 
@@ -71,6 +94,10 @@ const BUDGET: Duration = Duration::from_millis(40);
 /// Least number of bytes that a thread reads or copies, and the unit of its
 /// work.
 const PIECE: usize = 32 << 20;
+
+/// Bytes that a thread reads from a cache in a launch: long compared with the
+/// cost of a launch.
+const CACHED: usize = 64 << 20;
 
 /// Largest number of bytes that all threads read or copy, unless a cache is as
 /// large.
@@ -269,6 +296,22 @@ impl Memory {
         Ok(self.giga_bytes(probe.threads) / seconds)
     }
 
+    /// Returns the rate of reads of half of `bytes`, which caches of that size
+    /// hold whatever else is in them.
+    fn cached(&self, probe: &Probe, bytes: u64) -> Result<f64, DeviceError> {
+        let share = (bytes as usize / 2 / probe.threads).min(self.share) & !4095;
+        let share = share.max(4096);
+        let rounds = (CACHED / share).max(1);
+        let args = [
+            Arg::Ptr(probe.results.ptr()),
+            Arg::Ptr(self.from.ptr()),
+            Arg::I64(share as i64),
+            Arg::I64(rounds as i64),
+        ];
+        let seconds = best(|| probe.run("limit_reread", &args))?;
+        Ok((probe.threads * share * rounds) as f64 / 1e9 / seconds)
+    }
+
     fn args(&self, to: &Buffer) -> [Arg; 3] {
         [
             Arg::Ptr(to.ptr()),
@@ -328,6 +371,10 @@ fn entries() -> Vec<Entry> {
         ("limit_bf16", rate()),
         ("limit_read", stream()),
         ("limit_copy", stream()),
+        (
+            "limit_reread",
+            [stream(), vec![Param::i64("rounds")]].concat(),
+        ),
     ];
     params.map(|(symbol, params)| entry(symbol, params)).into()
 }

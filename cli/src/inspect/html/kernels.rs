@@ -2,6 +2,7 @@
 
 use super::super::model::{Inspection, Kernel};
 use super::escape;
+use super::highlight::lines;
 use crate::units;
 use moesaic::kernel::{Access, Entry, Param, ParamType, Scalar};
 
@@ -18,6 +19,7 @@ pub fn section(inspection: &Inspection, asm: Option<&[String]>) -> String {
 }
 
 fn one(kernel: &Kernel, asm: Option<&String>, open: bool) -> String {
+    let asm = asm.filter(|asm| !asm.trim().is_empty());
     let source = &kernel.source;
     let entries: String = source.entries.iter().map(entry).collect();
     let facts = format!(
@@ -28,13 +30,14 @@ fn one(kernel: &Kernel, asm: Option<&String>, open: bool) -> String {
     );
     format!(
         "<details class=\"card kernel {stem}\" id=\"{id}\"{open}><summary><b>{name}</b>\
-         <span class=\"soft\">{facts}</span></summary>{entries}<pre>{code}</pre>{asm}</details>\n",
+         <span class=\"soft\">{facts}</span></summary>{entries}<div class=\"{beside}\"><pre>{code}</pre>{asm}</div></details>\n",
         stem = source.stem,
         id = escape(&kernel.anchor()),
         name = escape(&kernel.label(&source.name)),
         open = if open { " open" } else { "" },
         facts = escape(&facts),
         code = lines(source.text.trim_end()),
+        beside = if asm.is_some() { "beside" } else { "alone" },
         asm = asm.map_or(String::new(), |asm| machine_code(asm)),
     )
 }
@@ -76,16 +79,11 @@ fn param(param: &Param) -> String {
     )
 }
 
-/// Renders each line as an element of its own, so that copied text has no line numbers.
-fn lines(text: &str) -> String {
-    let line = |line: &str| format!("<span class=\"l\">{}</span>", escape(line));
-    text.lines().map(line).collect()
-}
-
+/// Renders machine code, which stands beside its source on a wide screen.
 fn machine_code(asm: &str) -> String {
-    let lines = lines(asm);
     let count = units::count(asm.lines().count(), "line");
     format!(
-        "<details class=\"asm\"><summary>machine code, {count}</summary><pre>{lines}</pre></details>"
+        "<section class=\"asm\"><h4>machine code, {count}</h4><pre>{}</pre></section>",
+        lines(asm)
     )
 }

@@ -1,9 +1,12 @@
 //! An inspection as one self-contained page.
 //!
-//! The page loads nothing from outside: style and drawing are inline, and the only script switches
-//! between light and dark.
+//! The page loads nothing from outside: style and drawing are inline, and the only scripts switch
+//! between light and dark and between token counts.
 
+mod highlight;
 mod kernels;
+mod launches;
+mod origin;
 mod roofline;
 mod sections;
 
@@ -24,16 +27,17 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
         header(inspection),
         facts(inspection),
         trouble(inspection),
-        sections::plan(inspection),
+        slider(inspection),
         roof,
+        launches::section(inspection),
+        sections::plan(inspection),
         sections::resources(inspection),
-        sections::geometry(inspection),
         inspection
             .counted
             .as_ref()
             .map_or(String::new(), sections::counted),
         kernels::section(inspection, asm),
-        footer(),
+        origin::section(inspection),
     ];
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -84,8 +88,9 @@ fn navigation(inspection: &Inspection) -> String {
     };
     format!(
         "<nav><p class=\"brand\">moesaic <button title=\"light or dark\" onclick=\"{TOGGLE}\">◐</button></p>\
-         <a href=\"#plan\">Plan</a>{roof}<a href=\"#resources\">Resources</a>\
-         <a href=\"#launches\">Launches</a>{counted}<h4>Kernels</h4><div class=\"sub\">{kernels}</div></nav>\n"
+         {roof}<a href=\"#launches\">Launches</a><a href=\"#workspace\">Workspace</a>\
+         <a href=\"#plan\">Plan</a><a href=\"#resources\">Resources</a>{counted}\
+         <a href=\"#origin\">Origin</a><h4>Kernels</h4><div class=\"sub\">{kernels}</div></nav>\n"
     )
 }
 
@@ -178,16 +183,56 @@ fn trouble(inspection: &Inspection) -> String {
         .collect()
 }
 
-fn footer() -> String {
+/// Returns the attribute of what belongs to one token count. Without a script the page shows the
+/// last one.
+pub fn at(inspection: &Inspection, count: usize) -> String {
+    let last = count + 1 == inspection.tokens.len();
     format!(
-        "<footer>Made by moesaic {}.</footer>\n",
-        env!("CARGO_PKG_VERSION")
+        "data-t=\"{count}\"{}",
+        if last { "" } else { " class=\"off\"" }
     )
 }
+
+/// Renders the slider that picks one of the token counts.
+fn slider(inspection: &Inspection) -> String {
+    let last = inspection.tokens.len().saturating_sub(1);
+    let (Some(tokens), false) = (inspection.tokens.last(), last == 0) else {
+        return String::new();
+    };
+    let ticks: Vec<String> = inspection.tokens.iter().map(u64::to_string).collect();
+    format!(
+        "<div class=\"slider\"><label>T = <output id=\"t\">{tokens}</output> tokens \
+         <input type=\"range\" min=\"0\" max=\"{last}\" value=\"{last}\" aria-label=\"tokens of a \
+         call\" data-tokens=\"{}\" oninput=\"{PICK}\"></label></div>\n",
+        ticks.join(" ")
+    )
+}
+
+const PICK: &str = "document.querySelectorAll('[data-t]').forEach(e=>e.classList.toggle('off',\
+    e.dataset.t!=this.value));document.getElementById('t').value=\
+    this.dataset.tokens.split(' ')[this.value]";
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::inspect::text::role_name;
+    use moesaic::kernel::Stem;
+
+    /// Everything with a colour of its own has a rule.
+    #[test]
+    fn every_chip_and_every_stem_has_a_style() {
+        let style = include_str!("style.css");
+        let roles = Role::ALL.iter().map(|role| role_name(*role));
+        let classes = roles.flat_map(|name| name.split(' ').filter(|word| *word != "gradient"));
+        for class in classes {
+            let rule = format!(".{class} {{ --role:");
+            assert!(style.contains(&rule), "no {rule} }}");
+        }
+        for stem in Stem::all() {
+            let rule = format!(".{stem} {{ --stem:");
+            assert!(style.contains(&rule), "no {rule} }}");
+        }
+    }
 
     #[test]
     fn nothing_breaks_out_of_the_page() {

@@ -1,20 +1,51 @@
-//! The roofline as a drawing and a table.
+//! The roofline as a drawing, once for wide screens and once for narrow ones.
 
 use super::super::model::{Inspection, Launch, arithmetic};
-use super::super::text::{bound, intensity};
-use super::escape;
+use super::super::text::intensity;
+use super::{at, escape};
 use crate::machine::Machine;
 use crate::units;
 use moesaic::DType;
+use moesaic::plan::MemoryLevel;
+use std::f64::consts::FRAC_PI_6;
 
-const WIDTH: f64 = 980.0;
-const HEIGHT: f64 = 440.0;
-const LEFT: f64 = 76.0;
-const RIGHT: f64 = 24.0;
-const TOP: f64 = 22.0;
-const BOTTOM: f64 = 52.0;
+/// The size of a drawing and of its margins.
+struct Frame {
+    class: &'static str,
+    width: f64,
+    height: f64,
+    left: f64,
+}
 
-/// Renders the drawing and the table.
+const WIDE: Frame = Frame {
+    class: "wide",
+    width: 980.0,
+    height: 460.0,
+    left: 76.0,
+};
+
+const NARROW: Frame = Frame {
+    class: "narrow",
+    width: 400.0,
+    height: 360.0,
+    left: 52.0,
+};
+
+const RIGHT: f64 = 18.0;
+const TOP: f64 = 24.0;
+const BOTTOM: f64 = 50.0;
+
+impl Frame {
+    fn bottom(&self) -> f64 {
+        self.height - BOTTOM
+    }
+
+    fn right(&self) -> f64 {
+        self.width - RIGHT
+    }
+}
+
+/// Renders the drawing with its explanation.
 pub fn section(inspection: &Inspection, machine: &Machine) -> String {
     let idle: Vec<String> = inspection
         .launches
@@ -27,47 +58,57 @@ pub fn section(inspection: &Inspection, machine: &Machine) -> String {
     } else {
         format!(" Only moving bytes, and not drawn: {}.", idle.join(", "))
     };
+    let floor = match machine.launch_seconds {
+        0.0 => String::new(),
+        seconds => format!(
+            " A circle below every line is a launch that does less than fits into {}, the shortest \
+             time of a launch.",
+            units::seconds(seconds)
+        ),
+    };
     format!(
-        "<h2 id=\"roofline\">Roofline</h2><p>The roofline of each launch on {}: numbered \
-         circles stand for the largest token count, small ones for the others. The table shows \
-         arithmetic and traffic at the largest count, and the roofline time at each count with the \
-         limit that sets it.{idle}</p>\
-         <div class=\"card roof\">{}</div><p></p><div class=\"card\">{}</div>\n",
+        "<h2 id=\"roofline\">Roofline</h2><p>The most that each launch can reach on {}: its circle is \
+         at its arithmetic intensity and the FLOP/s of its shortest time. Its bytes are charged to \
+         the smallest cache that holds all of them.{floor} Faint circles are the other token \
+         counts.{idle}</p><div class=\"card roof\">{}{}</div>\n",
         escape(&machine.name),
-        drawing(inspection, machine),
-        table(inspection)
+        drawing(inspection, machine, &WIDE),
+        drawing(inspection, machine, &NARROW),
     )
 }
 
-/// The logarithmic axes of the drawing.
-struct Axes {
+/// The logarithmic axes of a drawing.
+struct Axes<'f> {
+    frame: &'f Frame,
     x: [f64; 2],
     y: [f64; 2],
 }
 
-impl Axes {
-    fn of(machine: &Machine, intensities: &[f64]) -> Axes {
+impl Axes<'_> {
+    fn of<'f>(machine: &Machine, points: &[Point<'_>], frame: &'f Frame) -> Axes<'f> {
         let top = machine.flops(DType::Bf16).max(machine.f32_flops);
-        let ridge = top / machine.bytes_per_second;
-        let lowest = intensities.iter().copied().fold(ridge / 10.0, f64::min);
-        let most = intensities.iter().copied().fold(ridge * 10.0, f64::max);
+        let ridge = top / machine.bytes_per_second();
+        let xs = points.iter().map(|point| point.intensity);
+        let lowest = xs.clone().fold(ridge / 10.0, f64::min);
+        let most = xs.fold(ridge * 10.0, f64::max);
         let x = [
             decade(lowest / 1.5, f64::floor),
             decade(most * 1.5, f64::ceil),
         ];
-        let y = [
-            decade(x[0] * machine.bytes_per_second, f64::floor),
-            decade(top * 1.3, f64::ceil),
-        ];
-        Axes { x, y }
+        let slow = x[0] * machine.bytes_per_second();
+        let slow = points.iter().map(|point| point.rate).fold(slow, f64::min);
+        let y = [decade(slow / 1.5, f64::floor), decade(top * 1.3, f64::ceil)];
+        Axes { frame, x, y }
     }
 
     fn px(&self, intensity: f64) -> f64 {
-        LEFT + (WIDTH - LEFT - RIGHT) * share(intensity, self.x)
+        let frame = self.frame;
+        frame.left + (frame.right() - frame.left) * share(intensity, self.x)
     }
 
     fn py(&self, rate: f64) -> f64 {
-        HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share(rate, self.y)
+        let frame = self.frame;
+        frame.bottom() - (frame.bottom() - TOP) * share(rate, self.y)
     }
 }
 
@@ -79,28 +120,61 @@ fn decade(value: f64, round: fn(f64) -> f64) -> f64 {
     10f64.powf(round(value.log10()))
 }
 
-fn decades([from, to]: [f64; 2]) -> impl Iterator<Item = f64> {
+fn decades([from, to]: [f64; 2], most: usize) -> impl Iterator<Item = f64> {
     let (first, last) = (from.log10().round() as i32, to.log10().round() as i32);
-    (first..=last).map(|power| 10f64.powi(power))
+    let step = ((last - first) as usize / most + 1).max(1);
+    (first..=last).step_by(step).map(|power| 10f64.powi(power))
 }
 
-fn drawing(inspection: &Inspection, machine: &Machine) -> String {
-    let launches = drawn(inspection);
-    let works = launches
-        .iter()
-        .flat_map(|launch| &launch.at)
-        .map(|at| intensity(&at.work));
-    let intensities: Vec<f64> = works.filter(|i| *i > 0.0).collect();
-    let axes = Axes::of(machine, &intensities);
+/// A launch at one token count.
+struct Point<'l> {
+    launch: &'l Launch,
+    /// The index of the token count.
+    count: usize,
+    intensity: f64,
+    /// The FLOP/s of the roofline's time.
+    rate: f64,
+}
+
+fn points(inspection: &Inspection) -> Vec<Point<'_>> {
+    let each = inspection.launches.iter().flat_map(|launch| {
+        let at = launch.at.iter().enumerate();
+        at.filter_map(move |(count, at)| {
+            let seconds = at.roofline?.seconds;
+            (at.work.flops > 0.0 && at.work.bytes > 0.0 && seconds > 0.0).then(|| Point {
+                launch,
+                count,
+                intensity: intensity(&at.work),
+                rate: at.work.flops / seconds,
+            })
+        })
+    });
+    each.collect()
+}
+
+fn drawing(inspection: &Inspection, machine: &Machine, frame: &Frame) -> String {
+    let points = points(inspection);
+    let axes = Axes::of(machine, &points, frame);
     let half = machine.half().filter(|_| half_is_used(inspection, machine));
+    let top = half.map_or(machine.f32_flops, |(rate, _)| rate.max(machine.f32_flops));
     let mut parts = vec![grid(&axes)];
-    parts.push(roof(&axes, machine, machine.f32_flops, "f32", ""));
+    parts.extend(diagonals(&axes, machine, top));
+    parts.push(ceiling(&axes, machine, machine.f32_flops, "f32", ""));
     if let Some((rate, name)) = half {
-        parts.push(roof(&axes, machine, rate, name, "half"));
+        parts.push(ceiling(&axes, machine, rate, name, "half"));
     }
-    parts.extend(points(&launches, inspection, machine, &axes));
+    parts.extend(points.iter().map(|point| faint(inspection, &axes, point)));
+    for count in 0..inspection.tokens.len() {
+        let own = points.iter().filter(|point| point.count == count);
+        let own: Vec<&Point<'_>> = own.collect();
+        let circles = numbered(inspection, &axes, &own, texts(&axes, machine));
+        parts.push(format!("<g {}>{circles}</g>", at(inspection, count)));
+    }
     format!(
-        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"roofline\">{}</svg>",
+        "<svg class=\"{}\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"roofline\">{}</svg>",
+        frame.class,
+        frame.width,
+        frame.height,
         parts.concat()
     )
 }
@@ -114,15 +188,10 @@ fn half_is_used(inspection: &Inspection, machine: &Machine) -> bool {
     })
 }
 
-fn drawn(inspection: &Inspection) -> Vec<&Launch> {
-    let works = |launch: &&Launch| launch.at.iter().any(|at| at.work.flops > 0.0);
-    inspection.launches.iter().filter(works).collect()
-}
-
-fn grid(axes: &Axes) -> String {
+fn grid(axes: &Axes<'_>) -> String {
     let mut svg = String::new();
-    let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
-    for value in decades(axes.x) {
+    let (bottom, right, left) = (axes.frame.bottom(), axes.frame.right(), axes.frame.left);
+    for value in decades(axes.x, 8) {
         let x = axes.px(value);
         svg += &format!(
             "<line class=\"grid\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{bottom}\"/>\
@@ -131,22 +200,22 @@ fn grid(axes: &Axes) -> String {
             plain(value)
         );
     }
-    for value in decades(axes.y) {
+    for value in decades(axes.y, 10) {
         let y = axes.py(value);
         svg += &format!(
-            "<line class=\"grid\" x1=\"{LEFT}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
+            "<line class=\"grid\" x1=\"{left}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
              <text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-            LEFT - 8.0,
+            left - 8.0,
             y + 4.0,
-            units::flops(value).replace("FLOP", "")
+            units::flops(value).replace("FLOP", "").trim_end()
         );
     }
-    let middle = (LEFT + right) / 2.0;
+    let middle = (left + right) / 2.0;
     svg + &format!(
         "<text class=\"axis\" x=\"{middle}\" y=\"{:.1}\" text-anchor=\"middle\">FLOP per byte</text>\
-         <text class=\"axis\" transform=\"translate(14 {:.1}) rotate(-90)\" text-anchor=\"middle\">FLOP/s</text>",
-        HEIGHT - 10.0,
-        (TOP + bottom) / 2.0
+         <text class=\"axis\" x=\"4\" y=\"{:.1}\">FLOP/s</text>",
+        axes.frame.height - 10.0,
+        TOP - 10.0
     )
 }
 
@@ -159,171 +228,168 @@ fn plain(value: f64) -> String {
     }
 }
 
-fn roof(axes: &Axes, machine: &Machine, flops: f64, name: &str, class: &str) -> String {
-    let ridge = flops / machine.bytes_per_second;
-    let start = (axes.x[0], axes.x[0] * machine.bytes_per_second);
-    let corner = (axes.px(ridge), axes.py(flops));
-    let end = WIDTH - RIGHT;
-    let memory = match class {
-        "" => format!(
-            "<text class=\"label\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
-            axes.px(start.0) + 10.0,
-            axes.py(start.1 * 1.6) - 22.0,
-            units::byte_rate(machine.bytes_per_second)
-        ),
-        _ => String::new(),
+/// Draws the line of each level whose rate is known, up to the highest ceiling, and their names in
+/// the corner below all lines, in the order of the lines.
+fn diagonals(axes: &Axes<'_>, machine: &Machine, top: f64) -> Vec<String> {
+    let known = machine.levels.iter().rev();
+    let known = known.filter_map(|level| Some((level, level.bytes_per_second?)));
+    let line = |(i, (level, rate)): (usize, (&MemoryLevel, f64))| {
+        let from = axes.x[0].max(axes.y[0] / rate);
+        let to = (top / rate).min(axes.x[1]);
+        let class = if level.capacity.is_none() {
+            ""
+        } else {
+            "cache"
+        };
+        let held = level
+            .capacity
+            .map_or(String::new(), |bytes| format!("{} ", units::bytes(bytes)));
+        format!(
+            "<path class=\"roofline {class}\" d=\"M{:.1} {:.1} L{:.1} {:.1}\"/>\
+             <text class=\"label {class}\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{held}{}: {}</text>",
+            axes.px(from),
+            axes.py(from * rate),
+            axes.px(to),
+            axes.py(to * rate),
+            axes.frame.right() - 8.0,
+            axes.frame.bottom() - 10.0 - 15.0 * i as f64,
+            escape(&level.name),
+            units::byte_rate(rate)
+        )
     };
+    known.enumerate().map(line).collect()
+}
+
+/// Draws the rate of one kind of arithmetic, from where the fastest level reaches it.
+fn ceiling(axes: &Axes<'_>, machine: &Machine, flops: f64, name: &str, class: &str) -> String {
+    let rates = machine
+        .levels
+        .iter()
+        .filter_map(|level| level.bytes_per_second);
+    let fastest = rates.fold(f64::MIN_POSITIVE, f64::max);
+    let (y, end) = (axes.py(flops), axes.frame.right());
     format!(
-        "<path class=\"roofline {class}\" d=\"M{:.1} {:.1} L{:.1} {:.1} L{end:.1} {:.1}\"/>\
-         <text class=\"label {class}\" x=\"{end:.1}\" y=\"{:.1}\" text-anchor=\"end\">{} {name}</text>{memory}",
-        axes.px(start.0),
-        axes.py(start.1),
-        corner.0,
-        corner.1,
-        corner.1,
-        corner.1 - 15.0,
+        "<path class=\"roofline {class}\" d=\"M{:.1} {y:.1} L{end:.1} {y:.1}\"/>\
+         <text class=\"label {class}\" x=\"{end:.1}\" y=\"{:.1}\" text-anchor=\"end\">{} {name}</text>",
+        axes.px(flops / fastest),
+        ceiling_label(y, class),
         units::flop_rate(flops)
     )
 }
 
-/// Draws each launch at each token count, with the numbers on top.
-fn points(
-    launches: &[&Launch],
-    inspection: &Inspection,
-    machine: &Machine,
-    axes: &Axes,
-) -> Vec<String> {
-    let (mut small, mut large, mut taken) = (Vec::new(), Vec::new(), Vec::new());
-    for launch in launches {
-        let stem = inspection.kernels[launch.kernel].source.stem;
-        let places: Vec<(f64, f64, String)> = launch
-            .at
-            .iter()
-            .filter(|at| at.work.flops > 0.0)
-            .map(|at| {
-                let intensity = intensity(&at.work);
-                let flops = at
-                    .roofline
-                    .map_or(machine.f32_flops, |roofline| roofline.flops);
-                let rate = flops.min(intensity * machine.bytes_per_second);
-                (
-                    axes.px(intensity),
-                    axes.py(rate),
-                    title(launch, at.tokens, intensity, rate),
-                )
-            })
-            .collect();
-        let Some(((x, y, name), smaller)) = places.split_last() else {
-            continue;
-        };
-        for (x, y, name) in smaller {
-            small.push(format!(
-                "<circle class=\"small {stem}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\"><title>{name}</title></circle>"
-            ));
-        }
-        large.push(numbered(
-            launch.number,
-            &stem.to_string(),
-            (*x, *y),
-            name,
-            &mut taken,
-        ));
-    }
-    small.into_iter().chain(large).collect()
+/// Returns the height of a ceiling's text: above the line of tensor cores, below the other.
+fn ceiling_label(y: f64, class: &str) -> f64 {
+    if class.is_empty() { y + 15.0 } else { y - 7.0 }
 }
 
-fn title(launch: &Launch, tokens: u64, intensity: f64, rate: f64) -> String {
+/// Returns places that the texts of ceilings take.
+fn texts(axes: &Axes<'_>, machine: &Machine) -> Vec<(f64, f64)> {
+    let half = machine.half().map(|(rate, _)| (rate, "half"));
+    let each = [(machine.f32_flops, "")].into_iter().chain(half);
+    let places = each.flat_map(|(rate, class)| {
+        let y = ceiling_label(axes.py(rate), class) - 4.0;
+        (0..8).map(move |i| (axes.frame.right() - 8.0 - 14.0 * f64::from(i), y))
+    });
+    places.collect()
+}
+
+fn faint(inspection: &Inspection, axes: &Axes<'_>, point: &Point<'_>) -> String {
+    format!(
+        "<circle class=\"small {}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3\"><title>{}</title></circle>",
+        inspection.kernels[point.launch.kernel].source.stem,
+        axes.px(point.intensity),
+        axes.py(point.rate),
+        title(inspection, point)
+    )
+}
+
+fn title(inspection: &Inspection, point: &Point<'_>) -> String {
     escape(&format!(
-        "{} at T = {tokens}: {} FLOP/byte, at most {}",
-        launch.label,
-        units::short(intensity),
-        units::flop_rate(rate)
+        "{}. {} at T = {}: {} FLOP/byte, at most {}",
+        point.launch.number,
+        point.launch.label,
+        inspection.tokens[point.count],
+        units::short(point.intensity),
+        units::flop_rate(point.rate)
     ))
 }
 
-/// Draws a circle with a number, moved down if another circle is in the way.
+/// Draws circles at their places, each with its number beside it: numbers move out of each other's
+/// way, circles do not.
 fn numbered(
-    number: usize,
-    stem: &str,
-    (x, y): (f64, f64),
-    title: &str,
-    taken: &mut Vec<(f64, f64)>,
+    inspection: &Inspection,
+    axes: &Axes<'_>,
+    points: &[&Point<'_>],
+    texts: Vec<(f64, f64)>,
 ) -> String {
-    let mut at = (x, y);
-    while taken
-        .iter()
-        .any(|other| (other.0 - at.0).hypot(other.1 - at.1) < 20.0)
-    {
-        at.1 += 21.0;
+    let place = |point: &&Point<'_>| (axes.px(point.intensity), axes.py(point.rate));
+    let places: Vec<(f64, f64)> = points.iter().map(place).collect();
+    let mut labels = texts;
+    let mut svg = String::new();
+    for (point, &(x, y)) in points.iter().zip(&places) {
+        let label = free_place(axes.frame, (x, y), &places, &labels);
+        labels.push(label);
+        svg += &format!(
+            "<g class=\"{}\"><title>{}</title><line class=\"pointer\" x1=\"{x:.1}\" y1=\"{y:.1}\" \
+             x2=\"{:.1}\" y2=\"{:.1}\"/><circle class=\"point\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"5\"/>\
+             <circle class=\"halo\" cx=\"{2:.1}\" cy=\"{3:.1}\" r=\"9\"/>\
+             <text class=\"digit\" x=\"{2:.1}\" y=\"{4:.1}\">{5}</text></g>",
+            inspection.kernels[point.launch.kernel].source.stem,
+            title(inspection, point),
+            label.0,
+            label.1,
+            label.1 + 4.0,
+            point.launch.number,
+        );
     }
-    taken.push(at);
-    let pointer = if at.1 > y {
-        format!(
-            "<line class=\"pointer {stem}\" x1=\"{x:.1}\" y1=\"{y:.1}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>",
-            at.1
-        )
-    } else {
-        String::new()
+    svg
+}
+
+/// Returns a place near a circle that no other circle or number takes.
+fn free_place(
+    frame: &Frame,
+    (x, y): (f64, f64),
+    circles: &[(f64, f64)],
+    labels: &[(f64, f64)],
+) -> (f64, f64) {
+    let far = |from: (f64, f64), others: &[(f64, f64)], least: f64| {
+        let mut gaps = others.iter().map(|o| (o.0 - from.0).hypot(o.1 - from.1));
+        gaps.all(|gap| gap >= least)
     };
-    format!(
-        "{pointer}<g class=\"{stem}\"><title>{title}</title><circle class=\"point\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"9.5\"/>\
-         <text class=\"digit\" x=\"{:.1}\" y=\"{:.1}\">{number}</text></g>",
-        at.0,
-        at.1,
-        at.0,
-        at.1 + 4.0
-    )
+    let rings = (0..8).flat_map(|ring| (0..12).map(move |turn| (ring, turn)));
+    let places = rings.map(|(ring, turn)| {
+        let (radius, angle) = (
+            17.0 + 12.0 * f64::from(ring),
+            f64::from(turn) * FRAC_PI_6 + 1.0,
+        );
+        (x + radius * angle.cos(), y + radius * angle.sin())
+    });
+    let inside = |place: &(f64, f64)| {
+        let across = frame.left + 10.0..frame.right() - 8.0;
+        across.contains(&place.0) && (TOP..frame.bottom() - 8.0).contains(&place.1)
+    };
+    let mut free = places.filter(inside);
+    free.find(|&place| far(place, labels, 19.0) && far(place, circles, 14.5))
+        .unwrap_or((x, y - 17.0))
 }
 
-fn table(inspection: &Inspection) -> String {
-    let counts = inspection.tokens.iter();
-    let counts: String = counts
-        .map(|t| format!("<th class=\"n\">T = {t}</th>"))
-        .collect();
-    let rows: String = inspection
-        .launches
-        .iter()
-        .map(|launch| row(inspection, launch))
-        .collect();
-    let sums: String = (0..inspection.tokens.len())
-        .map(|i| {
-            let roofline = inspection
-                .total(i)
-                .1
-                .map_or("–".to_string(), units::seconds);
-            format!("<td class=\"n\">{roofline}</td>")
-        })
-        .collect();
-    format!(
-        "<table><thead><tr><th class=\"n\"></th><th>Entry</th><th class=\"n\">Arithmetic</th>\
-         <th class=\"n\">Traffic</th><th class=\"n\">FLOP/byte</th>{counts}</tr></thead>\
-         <tbody>{rows}<tr class=\"sum\"><td></td><td>sum of rooflines</td><td></td><td></td><td></td>{sums}</tr></tbody></table>"
-    )
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn row(inspection: &Inspection, launch: &Launch) -> String {
-    let cells: String = launch
-        .at
-        .iter()
-        .map(|at| {
-            let roofline = at.roofline.map_or("–".to_string(), |roofline| {
-                units::seconds(roofline.seconds)
-            });
-            format!(
-                "<td class=\"n\">{roofline}<span class=\"by\">{}</span></td>",
-                bound(at)
-            )
-        })
-        .collect();
-    let work = launch.at.last().map(|at| at.work).unwrap_or_default();
-    format!(
-        "<tr class=\"{}\"><td class=\"n soft\">{}</td><td><span class=\"dot\"></span><code>{}</code></td>\
-         <td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>{cells}</tr>",
-        inspection.kernels[launch.kernel].source.stem,
-        launch.number,
-        escape(&launch.label),
-        units::flops(work.flops),
-        units::traffic(work.bytes),
-        units::short(intensity(&work)),
-    )
+    #[test]
+    fn numbers_keep_away_from_circles_and_each_other() {
+        let circles = [(200.0, 200.0), (203.0, 200.0), (206.0, 203.0)];
+        let mut labels = Vec::new();
+        for circle in circles {
+            let place = free_place(&WIDE, circle, &circles, &labels);
+            let gap = |other: &(f64, f64)| (other.0 - place.0).hypot(other.1 - place.1);
+            assert!(labels.iter().all(|label| gap(label) >= 19.0), "{place:?}");
+            assert!(
+                circles.iter().all(|circle| gap(circle) >= 14.5),
+                "{place:?}"
+            );
+            labels.push(place);
+        }
+    }
 }

@@ -2,32 +2,67 @@
 
 use super::super::counted::{Counted, TITLES};
 use super::super::model::{Inspection, Kernel, Launch};
-use super::super::text::{compile_time, grid, grid_formula, registers, role_name, spills};
+use super::super::text::{compile_time, registers, role_name, spills};
 use super::escape;
+use crate::occupancy::Unit;
+use moesaic::Target;
 use moesaic::plan::Role;
 use moesaic::target::KernelReport;
 
-/// Renders the launches in order, with the tensors that flow through them.
+/// Renders the launches in order, with the tensors that flow through them: one list for calls of
+/// few tokens and one for calls of many, if other kernels run there.
 pub fn plan(inspection: &Inspection) -> String {
-    let steps: String = inspection
-        .launches
+    let key: String = Role::ALL
         .iter()
-        .map(|launch| step(inspection, launch))
-        .collect();
-    let key: String = [Role::Input, Role::Weight, Role::Scratch, Role::Output]
+        .filter(|role| inspection.plan.tensors.iter().any(|t| t.role == **role))
         .map(|role| {
-            format!(
-                "<span class=\"chip {0}\"><code>{0}</code></span>",
-                role_name(role)
-            )
+            let name = role_name(*role);
+            format!("<span class=\"chip {name}\"><code>{name}</code></span>")
         })
-        .concat();
+        .collect();
+    let lists = match last_of_few(inspection) {
+        None => steps(inspection, |_| true),
+        Some(few) => format!(
+            "<h3>Decode: calls of up to {few} tokens</h3>{}<h3>Prefill: calls of more than {few} \
+             tokens</h3>{}",
+            steps(inspection, |launch| blocks(inspection, launch, few) > 0),
+            steps(inspection, |launch| blocks(inspection, launch, few + 1) > 0),
+        ),
+    };
+    let pass = match inspection.plan.training {
+        None => "forward pass",
+        Some(_) => "forward and a backward pass",
+    };
     format!(
-        "<h2 id=\"plan\">Plan</h2><p>The launches of a forward pass, in order. \
-         <code>T</code> is the number of tokens of a call; nothing is specialised by it.</p>\
-         <ol class=\"card steps\">{steps}</ol><div class=\"key\">{key}</div>\n"
+        "<h2 id=\"plan\">Plan</h2><p>The launches of a {pass}, in order. <code>T</code> is the \
+         number of tokens of a call: one binary of a kernel serves every T that it is for, and its \
+         grid follows from T.</p>{lists}<div class=\"key\">{key}</div>\n"
     )
 }
+
+/// Renders the launches that `runs` accepts.
+fn steps(inspection: &Inspection, runs: impl Fn(&Launch) -> bool) -> String {
+    let launches = inspection.launches.iter().filter(|launch| runs(launch));
+    let steps: String = launches.map(|launch| step(inspection, launch)).collect();
+    format!("<ol class=\"card steps\">{steps}</ol>")
+}
+
+fn blocks(inspection: &Inspection, launch: &Launch, tokens: u64) -> u64 {
+    inspection.entry(launch).launch.blocks(tokens)
+}
+
+/// Returns the largest number of tokens for which decode kernels run, if the layer has some.
+fn last_of_few(inspection: &Inspection) -> Option<u64> {
+    let launches = inspection.launches.iter();
+    let mut decode = launches.filter(|launch| {
+        blocks(inspection, launch, 1) > 0 && blocks(inspection, launch, MANY) == 0
+    });
+    let first = decode.next()?;
+    (1..MANY).find(|&tokens| blocks(inspection, first, tokens + 1) == 0)
+}
+
+/// A number of tokens that no decode kernel serves.
+const MANY: u64 = 1 << 16;
 
 fn step(inspection: &Inspection, launch: &Launch) -> String {
     let kernel = &inspection.kernels[launch.kernel].source;
@@ -85,7 +120,7 @@ const FACTS: [&str; 7] = [
 pub fn resources(inspection: &Inspection) -> String {
     let facts: Vec<[String; 7]> = inspection
         .launched()
-        .map(|(launch, kernel)| facts(launch, kernel))
+        .map(|(launch, kernel)| facts(inspection.target, launch, kernel))
         .collect();
     let known = |i: &usize| facts.iter().any(|facts| facts[*i] != "–");
     let columns: Vec<usize> = (0..FACTS.len()).filter(known).collect();
@@ -105,22 +140,26 @@ pub fn resources(inspection: &Inspection) -> String {
         format!(" Compiled by {}.", escape(&a.report.compiler))
     });
     format!(
-        "<h2 id=\"resources\">Resources</h2><p>Read from the binaries.{by}</p>\
+        "<h2 id=\"resources\">Resources</h2><p>Read from the binaries; shared memory beside the most that a block may have.{by}</p>\
          <div class=\"card\"><table><thead><tr><th>Entry</th>{titles}<th>Cache</th></tr></thead>\
          <tbody>{rows}</tbody></table></div>\n"
     )
 }
 
-fn facts(launch: &Launch, kernel: &Kernel) -> [String; 7] {
+fn facts(target: Target, launch: &Launch, kernel: &Kernel) -> [String; 7] {
     let (report, entry) = (kernel.report(launch), kernel.entry(launch));
     let bytes = |n: Option<u64>| n.map_or("–".to_string(), |n| format!("{n} B"));
     let of = |fact: fn(&KernelReport) -> Option<u32>| report.and_then(fact).map(u64::from);
     let shared = of(|r| r.shared_bytes).map(|n| n + u64::from(entry.launch.shared_bytes));
+    let shared = match (shared, Unit::of(target)) {
+        (Some(bytes), Some(unit)) => format!("{bytes} of {} B", unit.block_shared),
+        (shared, _) => bytes(shared),
+    };
     [
         registers(report).replace('-', "–"),
         spills(report).replace('-', "–"),
         bytes(of(|r| r.stack_bytes)),
-        bytes(shared),
+        shared,
         bytes(report.and_then(|r| r.code_bytes)),
         entry.params.len().to_string(),
         compile_time(kernel).replace('-', "–"),
@@ -147,43 +186,6 @@ fn resource(launch: &Launch, kernel: &Kernel, facts: &[String; 7], columns: &[us
         "<tr class=\"{}\"><td><span class=\"dot\"></span><code>{}</code></td>{cells}<td>{state}</td></tr>",
         kernel.source.stem,
         escape(&kernel.label(&launch.label)),
-    )
-}
-
-/// Renders the blocks and threads of the launches.
-pub fn geometry(inspection: &Inspection) -> String {
-    let counts = inspection.tokens.iter();
-    let counts: String = counts
-        .map(|t| format!("<th class=\"n\">T = {t}</th>"))
-        .collect();
-    let rows: String = inspection
-        .launches
-        .iter()
-        .map(|launch| launch_row(inspection, launch))
-        .collect();
-    format!(
-        "<h2 id=\"launches\">Launches</h2><p>Blocks of the grid as a formula over the tokens, and at \
-         the token counts asked for.</p><div class=\"card\"><table><thead><tr><th>Entry</th>\
-         <th>Grid</th><th class=\"n\">Threads</th><th class=\"n\">Dynamic shared</th>{counts}\
-         </tr></thead><tbody>{rows}</tbody></table></div>\n"
-    )
-}
-
-fn launch_row(inspection: &Inspection, launch: &Launch) -> String {
-    let geometry = &inspection.entry(launch).launch;
-    let cells: String = launch
-        .at
-        .iter()
-        .map(|at| format!("<td class=\"n\">{}</td>", grid(at).replace('x', "×")))
-        .collect();
-    format!(
-        "<tr class=\"{}\"><td><span class=\"dot\"></span><code>{}</code></td><td><code>{}</code></td>\
-         <td class=\"n\">{}</td><td class=\"n\">{} B</td>{cells}</tr>",
-        inspection.kernels[launch.kernel].source.stem,
-        escape(&launch.label),
-        escape(&grid_formula(geometry).replace(" x ", " × ")),
-        geometry.threads,
-        geometry.shared_bytes,
     )
 }
 

@@ -130,6 +130,20 @@ pub enum Role {
     WeightGradient,
 }
 
+impl Role {
+    /// Every role.
+    pub const ALL: [Role; 8] = [
+        Role::Input,
+        Role::Weight,
+        Role::Packed,
+        Role::Output,
+        Role::Scratch,
+        Role::OutputGradient,
+        Role::InputGradient,
+        Role::WeightGradient,
+    ];
+}
+
 impl LayerPlan {
     /// Returns the tensors that a forward pass leaves for backward, inputs included: those that
     /// backward reads before it writes them.

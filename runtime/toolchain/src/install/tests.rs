@@ -60,7 +60,11 @@ impl Place {
     fn install(&self, kinds: &[ToolKind]) -> Result<Vec<String>, ToolchainError> {
         let mut steps = Vec::new();
         let mut registry = self.registry();
-        let mut progress = |step: &InstallStep| steps.push(step.to_string());
+        let mut progress = |step: &InstallStep| match step {
+            // They depend on time; `bytes_of_a_download_are_counted` looks at them.
+            InstallStep::Received { .. } => {}
+            step => steps.push(step.to_string()),
+        };
         let python = self.python();
         Installer {
             registry: &mut registry,
@@ -86,6 +90,26 @@ impl Place {
         names.sort();
         names
     }
+}
+
+#[test]
+fn bytes_of_a_download_are_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("python.sh");
+    // The first bytes lie in a folder of pip's own.
+    let text = "case \"$*\" in *'pip --version'*) exit 0;; esac\n\
+        while [ \"$1\" != --dest ]; do shift; done\n\
+        mkdir \"$TMPDIR/part\"; printf 12345 > \"$TMPDIR/part/a\"; sleep 1\n\
+        mv \"$TMPDIR/part/a\" \"$2/a.whl\"; printf 678 >> \"$2/a.whl\"; sleep 1\n";
+    std::fs::write(&script, text).unwrap();
+    let wheels = folder.path().join("wheels");
+    std::fs::create_dir(&wheels).unwrap();
+    let mut seen = Vec::new();
+    let mut received = |bytes| seen.push(bytes);
+    let wheel = Python::shell(&script).download(ToolKind::C, &wheels, &mut received);
+    assert_eq!(wheel.unwrap(), wheels.join("a.whl"));
+    assert_eq!(seen.first(), Some(&5), "{seen:?}");
+    assert_eq!(seen.last(), Some(&8), "{seen:?}");
 }
 
 #[test]
