@@ -133,6 +133,7 @@ class _Plan(NamedTuple):
     interleaved: bool
     transposed: bool
     bias: bool
+    names: tuple[str, ...]
 
 
 _plans: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, _Plan]] = weakref.WeakKeyDictionary()
@@ -162,7 +163,12 @@ def _new_plan(experts: torch.nn.Module, top_k: int) -> _Plan:
         f"experts = {form.toml(bool(experts.has_bias))}\n"
     )
     return _Plan(
-        spec.toml, form.gated, form.interleaved, experts.is_transposed, bool(experts.has_bias)
+        spec.toml,
+        form.gated,
+        form.interleaved,
+        bool(experts.is_transposed),
+        bool(experts.has_bias),
+        tuple(ops.weight_names(spec.toml)),
     )
 
 
@@ -248,7 +254,7 @@ def _weights(experts: torch.nn.Module, plan: _Plan) -> list[torch.Tensor]:
     named["experts.down.weight"] = unpack(down, False, False, True)[0] if plan.transposed else down
     if plan.bias:
         named |= _biases(experts, plan)
-    return [named[name] for name in ops.weight_names(plan.text)]
+    return [named[name] for name in plan.names]
 
 
 def _biases(experts: torch.nn.Module, plan: _Plan) -> dict[str, torch.Tensor]:
@@ -346,7 +352,7 @@ def experts_forward(
     hidden_states [T, d]; top_k_index [T, K], in which an id beyond the experts masks a slot;
     top_k_weights [T, K]. Returns [T, d].
     """
-    plan = _plan_of(self, top_k_index.shape[-1])
+    plan = _Plan(*_plan_of(self, top_k_index.shape[-1]))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     ids = top_k_index.reshape(x.shape[0], -1)
     ids = torch.where(ids < self.down_proj.shape[0], ids, -1).to(torch.int32)
@@ -367,8 +373,9 @@ def _is_differentiated(experts: torch.nn.Module, *tensors: torch.Tensor) -> bool
 
 
 @torch.compiler.assume_constant_result
-def _plan_of(experts: torch.nn.Module, top_k: int) -> _Plan:
-    return _plan(experts, top_k)
+def _plan_of(experts: torch.nn.Module, top_k: int) -> tuple:
+    # A plain tuple: torch.compile takes no other kind as a constant.
+    return tuple(_plan(experts, top_k))
 
 
 def register(name: str = NAME) -> None:
