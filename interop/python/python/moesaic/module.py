@@ -87,7 +87,11 @@ class MoE(nn.Module):
             )
         self._text = self.spec.toml
         self._names = ops.weight_names(self._text)
+        self._width, self._top_k = self.spec.model_dim, self.spec.top_k
+        self._experts = self.spec.experts
         self._losses: Optional[torch.Tensor] = None
+        # The owner of each weight, and its name there: walking the path costs more than the call.
+        self._owners: list[tuple[nn.Module, str]] = []
         trained = frozenset(self.spec.trained)
         for name, kind, shape in self.spec.weights:
             own = ops.TORCH_DTYPES[kind]
@@ -103,16 +107,14 @@ class MoE(nn.Module):
             if part not in owner._modules:
                 owner.add_module(part, _Weights())
             owner = owner._modules[part]
+        self._owners.append((owner, last))
         if trained:
             owner.register_parameter(last, nn.Parameter(tensor))
         else:
             owner.register_buffer(last, tensor)
 
     def _weight(self, name: str) -> torch.Tensor:
-        *path, last = name.split(".")
-        owner: nn.Module = self
-        for part in path:
-            owner = owner._modules[part]
+        owner, last = self._owners[self._names.index(name)]
         return getattr(owner, last)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -204,12 +206,11 @@ class MoE(nn.Module):
 
         Returns y [.., output_dim], and with return_routing also the `Routing`.
         """
-        if x.dim() == 0 or x.shape[-1] != self.spec.model_dim:
-            raise InvalidError(
-                f"x has shape {tuple(x.shape)}, expected [.., {self.spec.model_dim}]"
-            )
+        width = self._width
+        if x.dim() == 0 or x.shape[-1] != width:
+            raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
         leading = x.shape[:-1]
-        rows = x.reshape(-1, self.spec.model_dim)
+        rows = x if x.dim() == 2 else x.reshape(-1, width)
         tokens = rows.shape[0]
         names: list[str] = []
         inputs: list[torch.Tensor] = []
@@ -219,28 +220,29 @@ class MoE(nn.Module):
                 names.append(name)
                 inputs.append(tensor.reshape(shape))
 
-        k = self.spec.top_k
+        k = self._top_k
         take("token_ids", token_ids, (tokens,))
         take("topk_ids", topk_ids, (tokens, k))
         take("topk_weights", topk_weights, (tokens, k))
         take("token_mask", token_mask, (tokens,))
         take("active_k", active_k, (1,))
         take("sequence_ids", sequence_ids, (tokens,))
-        take("global_counts", global_counts, (self.spec.experts,))
+        take("global_counts", global_counts, (self._experts,))
         take("global_tokens", global_tokens, (1,))
-        weights = [self._weight(name) for name in self._names]
+        weights = [getattr(owner, last) for owner, last in self._owners]
         y, ids, chosen, counts, losses = ops.layer(
-            self._text, rows, names, inputs, weights, self.training, rng_key, capacity_factor
+            self._text, rows, names, inputs, weights, self.training, rng_key, capacity_factor,
+            return_routing,
         )
         if self.training:
             self._losses = losses
-        y = y.reshape(*leading, self.spec.output_dim)
+        y = y if x.dim() == 2 else y.reshape(*leading, y.shape[-1])
         if not return_routing:
             return y
         if topk_ids is not None and topk_weights is not None:
             decided = topk_ids.reshape(-1)
             decided = decided[decided >= 0].long()
-            counts = torch.bincount(decided, minlength=self.spec.experts)
+            counts = torch.bincount(decided, minlength=self._experts)
             return y, Routing(topk_ids, topk_weights.detach(), counts)
         return y, Routing(ids.view(*leading, k), chosen.view(*leading, k), counts)
 

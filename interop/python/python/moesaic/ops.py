@@ -21,6 +21,7 @@ DTYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+FLOATS = ("f32", "f16", "bf16")
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 # What a call returns beside y where the layer routes by itself.
@@ -33,10 +34,13 @@ class Compiled:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.layer = Layer(spec)
+        # Read once: each look at a property of the extension builds its lists anew.
         self.weights = {name: TORCH_DTYPES[dtype] for name, dtype, _ in spec.weights}
         self.inputs = {name: TORCH_DTYPES[dtype] for name, dtype, _ in spec.inputs}
         self.trained = frozenset(spec.trained)
         self.external = "topk_ids" in self.inputs
+        self.output_dim, self.top_k, self.experts = spec.output_dim, spec.top_k, spec.experts
+        self.losses, self.rescales = spec.losses, spec.rescales
 
 
 @functools.lru_cache(maxsize=None)
@@ -60,24 +64,20 @@ def _compiled(text: str, weights: str, activations: str, training: bool) -> Comp
 def compiled(
     text: str, x: torch.Tensor, weights: Sequence[torch.Tensor], training: bool
 ) -> Compiled:
-    """Returns the layer in the dtypes of its experts (the last weights) and of x."""
-    spec = read_spec(text)
-    names = [name for name, _, _ in spec.weights]
-    dtypes = {w.dtype for name, w in zip(names, weights) if not name.startswith("router.")}
-    dtypes = {d for d in dtypes if d.is_floating_point} or {x.dtype}
-    shared = [w for n, w in zip(names, weights) if n.startswith("experts.")]
-    dtype = shared[0].dtype if shared else dtypes.pop()
-    for found in (dtype, x.dtype):
-        if found not in (torch.float32, torch.float16, torch.bfloat16):
+    """Returns the layer in the dtypes of its experts and of x."""
+    at = _expert_weight(text)
+    own, tokens = DTYPES.get(weights[at].dtype), DTYPES.get(x.dtype)
+    for found, dtype in ((own, weights[at].dtype), (tokens, x.dtype)):
+        if found not in FLOATS:
             raise InvalidError(
-                f"a layer computes in f32, f16 and bf16, not in {found}: convert x and the module"
+                f"a layer computes in f32, f16 and bf16, not in {dtype}: convert x and the module"
             )
-    return _compiled(text, DTYPES[dtype], DTYPES[x.dtype], training)
+    return _compiled(text, own, tokens, training)
 
 
 def given(name: str, tensor: torch.Tensor) -> tuple[str, int, str, tuple[int, ...]]:
     """Returns what the extension takes of a tensor, which must outlive the call."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise InvalidError(
             f"tensor `{name}` is on {tensor.device}: this package runs layers on the CPU"
         )
@@ -86,10 +86,12 @@ def given(name: str, tensor: torch.Tensor) -> tuple[str, int, str, tuple[int, ..
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidError(f"tensor `{name}` is {tensor.dtype}, which no layer has")
-    return (name, tensor.data_ptr(), dtype, tuple(tensor.shape))
+    return (name, tensor.data_ptr(), dtype, tensor.shape)
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        return tensor
     return tensor.detach().to(dtype).contiguous()
 
 
@@ -126,7 +128,7 @@ class _Call:
             if tensor.dtype.is_floating_point != dtype.is_floating_point:
                 raise InvalidError(f"input `{name}` is {tensor.dtype}, expected {dtype}")
             taken = _as(tensor, dtype)
-            if name == "topk_weights" and of.spec.rescales:
+            if name == "topk_weights" and of.rescales:
                 taken = taken.clone()
             self.add(name, taken)
 
@@ -137,19 +139,29 @@ def read_spec_inputs(text: str) -> frozenset[str]:
     return frozenset(name for name, _, _ in read_spec(text).inputs)
 
 
-def weight_names(text: str) -> list[str]:
+@functools.lru_cache(maxsize=None)
+def weight_names(text: str) -> tuple[str, ...]:
     """Returns the names of a spec's weights, in the order in which operations take them."""
-    return [name for name, _, _ in read_spec(text).weights]
+    return tuple(name for name, _, _ in read_spec(text).weights)
 
 
-def _outputs(of: Compiled, call: _Call, x: torch.Tensor) -> list[torch.Tensor]:
-    spec, tokens = of.spec, x.shape[0]
-    y = call.add("y", x.new_empty((tokens, spec.output_dim)))
+@functools.lru_cache(maxsize=None)
+def _expert_weight(text: str) -> int:
+    """Returns the place of a weight in the dtype of the experts."""
+    return weight_names(text).index("experts.up.weight")
+
+
+def _outputs(
+    of: Compiled, call: _Call, x: torch.Tensor, routing: bool = True
+) -> list[torch.Tensor]:
+    tokens, k = x.shape[0], of.top_k
+    y = call.add("y", x.new_empty((tokens, of.output_dim)))
     if of.external:
         return [y, *_no_routing(x)]
-    k = spec.top_k
+    if not routing:
+        return [y, None, None, None]
     shapes = [((tokens, k), torch.int32), ((tokens, k), torch.float32)]
-    shapes += [((spec.experts,), torch.int64)]
+    shapes += [((of.experts,), torch.int64)]
     routing = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
     for name, tensor in zip(ROUTING, routing):
         call.add(name, tensor)
@@ -168,13 +180,17 @@ def evaluate(
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     capacity_factor: Optional[float],
+    routing: bool = True,
 ) -> list[torch.Tensor]:
-    """Evaluates x [T, d] to y [T, d_out], topk_ids, topk_weights and counts, without autograd."""
+    """Evaluates x [T, d] to y [T, d_out], topk_ids, topk_weights and counts, without autograd.
+
+    Without `routing` the last three are None.
+    """
     of, call = compiled(text, x, weights, False), _Call()
-    call.add("x", x.detach().contiguous())
+    call.add("x", x.contiguous())
     call.add_inputs(of, names, inputs)
     call.add_weights(of, weight_names(text), weights)
-    results = _outputs(of, call, x)
+    results = _outputs(of, call, x, routing)
     of.layer.forward(x.shape[0], call.given, capacity_factor)
     return results
 
@@ -190,12 +206,12 @@ def _layer(
     capacity_factor: Optional[float],
 ) -> tuple[torch.Tensor, ...]:
     of, call = compiled(spec, x, weights, training), _Call()
-    call.add("x", x.detach().contiguous())
+    call.add("x", x.contiguous())
     call.add_inputs(of, names.split(), inputs)
     call.add_weights(of, weight_names(spec), weights)
     results = _outputs(of, call, x)
-    losses = torch.empty(len(of.spec.losses))
-    for at, kind in enumerate(of.spec.losses):
+    losses = torch.empty(len(of.losses))
+    for at, kind in enumerate(of.losses):
         call.add(f"loss.{kind}", losses[at : at + 1])
     key = rng_key or _draw(of, training)
     state = of.layer.forward_train(x.shape[0], call.given, tuple(key), capacity_factor)
@@ -240,7 +256,7 @@ def _layer_backward(
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     of, call = compiled(spec, x, weights, training), _Call()
-    call.add("x", x.detach().contiguous())
+    call.add("x", x.contiguous())
     call.add("dy", _as(dy, x.dtype))
     call.add_inputs(of, names.split(), inputs)
     call.add_weights(of, weight_names(spec), weights)
@@ -250,7 +266,7 @@ def _layer_backward(
     dx = call.add("dx", torch.empty_like(x, memory_format=torch.contiguous_format))
     dtopk = torch.empty((0,))
     if of.external:
-        dtopk = call.add("grad.topk_weights", torch.empty((x.shape[0], of.spec.top_k)))
+        dtopk = call.add("grad.topk_weights", torch.empty((x.shape[0], of.top_k)))
     gradients = []
     for name, weight in zip(weight_names(spec), weights):
         if name in of.trained:
@@ -330,18 +346,20 @@ def layer(
     training: bool,
     rng_key: Sequence[int] = (),
     capacity_factor: Optional[float] = None,
+    routing: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """Runs a layer of x [T, d]: y [T, d_out], topk_ids, topk_weights, counts and losses.
 
-    A call that nobody differentiates, of a layer in evaluation, goes past torch's dispatcher.
+    A call that nobody differentiates, of a layer in evaluation, goes past torch's dispatcher; it has
+    no losses, and without `routing` y alone.
     """
     if not training and not torch.compiler.is_compiling():
         wanted = torch.is_grad_enabled() and any(
             t.requires_grad for t in (x, *inputs, *weights)
         )
         if not wanted and type(x) is torch.Tensor:
-            results = evaluate(text, x, names, inputs, weights, capacity_factor)
-            return (*results, x.new_empty((0,), dtype=torch.float32))
+            results = evaluate(text, x, names, inputs, weights, capacity_factor, routing)
+            return (*results, None)
     y, _, ids, chosen, counts, losses = torch.ops.moesaic.layer(
         text, x, " ".join(names), list(inputs), list(weights), training, list(rng_key),
         capacity_factor,
