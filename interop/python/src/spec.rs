@@ -153,13 +153,13 @@ impl Spec {
         )
     }
 
-    /// Whether experts are stored as codes.
+    /// Returns whether experts are stored as codes.
     #[getter]
     fn quantized(&self) -> bool {
         self.spec.precision.experts.is_some()
     }
 
-    /// Whether a training call draws random numbers.
+    /// Returns whether a training call draws random numbers.
     #[getter]
     fn draws(&self) -> bool {
         let router = &self.spec.router;
@@ -167,7 +167,7 @@ impl Spec {
         noise || router.random_second || self.spec.capacity.order == CapacityOrder::Random
     }
 
-    /// Whether a call rescales the topk_weights that the caller gives, in place.
+    /// Returns whether a call rescales the topk_weights that the caller gives, in place.
     #[getter]
     fn rescales(&self) -> bool {
         self.spec.capacity.renormalize_after_drop

@@ -64,7 +64,7 @@ class MoE(nn.Module):
 
     `spec` is TOML text, a dict of the same keys, or a `Spec`. Parameters have moesaic's canonical
     names, such as `experts.up.weight [E, h, d]`; what has no gradient is a buffer. The layer
-    computes in the dtype of x and of its experts, f32, f16 or bf16: `.to` converts it as any module.
+    computes in the dtype of x and of its experts, f32, f16 or bf16: `.to` converts it.
 
     In training mode the layer draws the noise of its spec from torch's generator, and backward adds
     the gradient of every auxiliary loss, `coefficient * loss`; `losses` has the values of the last
@@ -199,7 +199,7 @@ class MoE(nn.Module):
         """Runs the layer.
 
         x: [.., model_dim], f32, f16 or bf16. Inputs with a value per token have its leading sizes.
-        token_ids [..]: for `router.kind = "table"`. topk_ids, topk_weights [.., K]: the decision for
+        token_ids [..]: for `router.kind = "table"`. topk_ids, topk_weights [.., K]: decision for
         `router.kind = "external"`, differentiable in the weights. token_mask [..], active_k [1],
         sequence_ids [..], global_counts [E], global_tokens [1]: as the spec's keys say.
         rng_key: (seed, step, layer, first token) instead of numbers from torch's generator.

@@ -350,8 +350,8 @@ def layer(
 ) -> tuple[torch.Tensor, ...]:
     """Runs a layer of x [T, d]: y [T, d_out], topk_ids, topk_weights, counts and losses.
 
-    A call that nobody differentiates, of a layer in evaluation, goes past torch's dispatcher; it has
-    no losses, and without `routing` y alone.
+    A call that nobody differentiates, of a layer in evaluation, goes past torch's dispatcher; it
+    has no losses, and without `routing` y alone.
     """
     if not training and not torch.compiler.is_compiling():
         wanted = torch.is_grad_enabled() and any(

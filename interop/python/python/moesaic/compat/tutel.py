@@ -98,7 +98,8 @@ class FusedExperts(nn.Module):
         size = hidden_size_per_expert
         self.batched_fc1_w = nn.Parameter(torch.empty(num_experts, size, model_dim))
         self.batched_fc2_w = nn.Parameter(torch.empty(num_experts, size, output_dim))
-        self.batched_fc1_bias = nn.Parameter(torch.empty(num_experts, size)) if has_fc1_bias else None
+        bias = torch.empty(num_experts, size) if has_fc1_bias else None
+        self.batched_fc1_bias = nn.Parameter(bias) if bias is not None else None
         bias = torch.empty(num_experts, output_dim) if has_fc2_bias else None
         self.batched_fc2_bias = nn.Parameter(bias) if bias is not None else None
         self.sizes = (model_dim, size, output_dim, num_experts)
@@ -247,8 +248,9 @@ class MOELayer(nn.Module):
         if k > 1 and self.normalize_gate:
             least = torch.finfo(chosen.dtype).eps
             chosen = chosen / chosen.sum(1, keepdim=True).clamp(min=least)
-        factor = getattr(gate, "capacity_factor", 1.0) if capacity_factor is None else capacity_factor
-        factor = 0.0 if megablocks_size > 0 else float(factor)
+        if capacity_factor is None:
+            capacity_factor = getattr(gate, "capacity_factor", 1.0)
+        factor = 0.0 if megablocks_size > 0 else float(capacity_factor)
         y = self._experts(rows, ids, chosen, scores, factor)
         model_out = self.experts.sizes[2]
         width = x.shape[-reserve_dims:] if model_out == self.model_dim else (model_out,)
