@@ -98,6 +98,16 @@ def test_half_types(dtype):
     assert all(p.grad.dtype == dtype for p in moe.parameters())
 
 
+def test_autocast_keeps_masters_in_f32():
+    moe = seeded()
+    x = torch.randn(9, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = moe(torch.nn.Linear(24, 24)(x))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert moe.experts.up.weight.grad.dtype == torch.float32
+
+
 def test_changed_weights_are_seen_however_they_change():
     moe, x = seeded().eval(), torch.randn(4, 24)
     with torch.no_grad():

@@ -103,6 +103,13 @@ def test_generation_is_that_of_eager():
     assert torch.equal(*made)
 
 
+def test_inference_mode():
+    with torch.inference_mode():
+        eager, ours = (model.eval() for model in models("Mixtral"))
+        ids = torch.randint(3, 64, (1, 5))
+        torch.testing.assert_close(ours(ids).logits, eager(ids).logits, rtol=2e-4, atol=2e-5)
+
+
 def test_compile_of_a_whole_model():
     eager, ours = models("Qwen3Moe")
     ids = torch.randint(3, 64, (2, 11))

@@ -12,11 +12,16 @@ import torch
 SAMPLED = 4
 
 
+def _version(tensor: torch.Tensor) -> int:
+    # Tensors of inference mode count no versions: their sample tells alone.
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Stamp:
     """The state of a tensor's values, as far as a cheap look tells."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._version = tensor._version
+        self._version = _version(tensor)
         self._address = tensor.data_ptr()
         self._sample = self._look(tensor)
 
@@ -31,7 +36,7 @@ class Stamp:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether the tensor is as it was."""
-        same = self._version == tensor._version and self._address == tensor.data_ptr()
+        same = self._version == _version(tensor) and self._address == tensor.data_ptr()
         return same and torch.equal(self._sample, self._look(tensor))
 
 
