@@ -8,7 +8,7 @@ use moesaic::kernel::{KernelSource, Stem};
 use moesaic::plan::{
     Both, CommDtype, KernelPlan, LayerPlan, Parallel, PlanOptions, Training, plan, plan_rank,
 };
-use moesaic::spec::LayerSpec;
+use moesaic::spec::{ActivationFormat, LayerSpec, WeightFormat};
 use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::toolchain::{Registry, ToolKind};
@@ -39,6 +39,11 @@ const IN_FULL: [&str; 3] = ["cpu:avx2", "cuda:sm_90a", "rocm:gfx942"];
 
 /// The layer whose kernels are kept for every instruction set of CPUs.
 const KEPT_ON_CPUS: &str = "small-bf16";
+
+/// The layer whose products of codes are kept for every instruction set of CPUs, and the one
+/// whose text is in full.
+const KEPT_OF_CODES: &str = "gpt-oss-20b";
+const CODES_IN_FULL: &str = "cpu:avx512bf16";
 
 /// Targets whose matrix products are kept; the rest is the text of another.
 const KEPT_GEMMS: [&str; 2] = ["cuda:sm_80", "cpu:amx"];
@@ -109,6 +114,22 @@ fn training_sources(spec_name: &str, target: &str) -> Vec<Emitted> {
     list
 }
 
+/// The products of a layer with MXFP4 experts and int8 rows.
+fn code_sources(target: &str) -> Vec<Emitted> {
+    let parsed: Target = target.parse().expect("a known target");
+    let mut spec = spec(KEPT_OF_CODES);
+    spec.precision.experts = WeightFormat::named("mxfp4");
+    spec.precision.expert_activations = Some(ActivationFormat::Int8);
+    let plan = plan(&spec, parsed, &PlanOptions::default()).expect("it can be planned");
+    let mut list = emitted(&codes_case(), &plan);
+    list.retain(|kernel| is_product(kernel.source.stem));
+    list
+}
+
+fn codes_case() -> String {
+    format!("{KEPT_OF_CODES}.mxfp4-int8")
+}
+
 /// Layers, and what their rows are between nodes.
 const ON_THE_WIRE: [(&str, CommDtype); 4] = [
     ("deepseek-v3", CommDtype::Fp8),
@@ -148,10 +169,14 @@ fn kept() -> Vec<Emitted> {
         all.filter(wanted).collect::<Vec<_>>()
     };
     let of_layers = KEPT.iter().chain(&KEPT_GEMMS).flat_map(of_target);
-    let of_cpus = cpus()
-        .into_iter()
-        .flat_map(|cpu| sources(KEPT_ON_CPUS, &cpu));
-    of_layers.chain(of_cpus).collect()
+    let of_cpu = |cpu: String| {
+        sources(KEPT_ON_CPUS, &cpu)
+            .into_iter()
+            .chain(code_sources(&cpu))
+    };
+    of_layers
+        .chain(cpus().into_iter().flat_map(of_cpu))
+        .collect()
 }
 
 /// Every instruction set there is.
@@ -173,6 +198,9 @@ fn is_product(stem: Stem) -> bool {
 /// Whether a kernel's text is a file. Digests alone hold the text of all other targets.
 fn in_full(kernel: &Emitted) -> bool {
     let target = kernel.source.target.to_string();
+    if kernel.case == codes_case() {
+        return target == CODES_IN_FULL;
+    }
     kernel.case != KEPT_ON_CPUS && IN_FULL.contains(&target.as_str())
 }
 

@@ -24,6 +24,7 @@ pub const CPU: &[Template] = index![
     "prelude/cpu_lanes.h",
     "prelude/cpu_stream.h",
     "prelude/cpu_bf16.h",
+    "prelude/cpu_bytes.h",
     "prelude/cpu_f16.h",
     "prelude/cpu_half.h",
     "prelude/cpu_exp.h",

@@ -29,6 +29,15 @@ typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
 typedef vec vec_in_memory __attribute__((aligned(4)));
 typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
 
+// Vectors of 64 bytes: avx512bf16.
+enum { LANES = 16 };
+typedef f32 vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef i32 vec_i32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u32 vec_u32 __attribute__((vector_size(4 * LANES), may_alias));
+typedef u16 vec_u16 __attribute__((vector_size(2 * LANES), may_alias));
+typedef vec vec_in_memory __attribute__((aligned(4)));
+typedef vec_u16 vec_u16_in_memory __attribute__((aligned(2)));
+
 INLINE vec broadcast(f32 value) { return value - (vec){0}; }
 
 // Selects by lane: `a` where the mask is all ones, `b` where it is zero.
@@ -98,6 +107,16 @@ INLINE f32 sum_lanes(vec v)
     v += SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
     v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 0, 1);
     v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 0);
+    return v[0];
+}
+
+// Returns the sum of all lanes, as a binary tree.
+INLINE f32 sum_lanes(vec v)
+{
+    v += SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += SHUFFLE(v, v, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3);
+    v += SHUFFLE(v, v, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1);
+    v += SHUFFLE(v, v, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0);
     return v[0];
 }
 
@@ -235,8 +254,32 @@ INLINE vec_u16 bf16_of_f32(vec v)
     return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
 }
 
+// Rounds to nearest, ties to even. A NaN stays one: it is made quiet. The
+// instruction of AVX512-BF16 would make subnormals zero.
+INLINE vec_u16 bf16_of_f32(vec v)
+{
+    vec_u32 bits = (vec_u32)v;
+    vec_u32 nearest = bits + 0x7fff + ((bits >> 16) & 1);
+    vec rounded = select(v == v, (vec)nearest, (vec)(bits | 0x400000));
+    return __builtin_convertvector((vec_u32)rounded >> 16, vec_u16);
+}
+
 INLINE vec load_bf16(const bf16 *from) { return f32_of_bf16(*(const vec_u16_in_memory *)from); }
 INLINE void store_bf16(bf16 *to, vec v) { *(vec_u16_in_memory *)to = bf16_of_f32(v); }
+
+// ==== prelude/cpu_bytes.h ====
+
+// Bytes as wider integers, in one instruction: gcc would insert them one by one.
+typedef __UINT8_TYPE__ u8;
+typedef __INT8_TYPE__ i8;
+typedef u8 vec_u8_in_memory __attribute__((vector_size(LANES), aligned(1)));
+typedef i8 vec_i8_in_memory __attribute__((vector_size(LANES), aligned(1)));
+INLINE vec_u32 load_u8(const u8 *from)
+{
+    vec_u32 wide;
+    __asm__("vpmovzxbd %1, %0" : "=v"(wide) : "m"(*(const vec_u8_in_memory *)from));
+    return wide;
+}
 
 // ==== prelude/cpu_f16.h ====
 
@@ -259,6 +302,26 @@ INLINE vec load_f16(const f16 *from) { return f32_of_f16(*(const vec_u16_in_memo
 INLINE void store_f16(f16 *to, vec v) { *(vec_u16_in_memory *)to = f16_of_f32(v); }
 
 // ==== prelude/cpu_exp.h ====
+
+// e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
+// x = n ln 2 + r, a Taylor polynomial for r, and a scaling by 2 to the n.
+INLINE vec exp_f32(vec x)
+{
+    x = at_most(at_least(x, broadcast(-105.0f)), broadcast(90.0f));
+    const f32 to_integer = 0x1.8p23f; // adding it leaves no bits for a fraction
+    vec n = (x * 0x1.715476p0f + to_integer) - to_integer;
+    vec r = x - n * 0x1.62e4p-1f; // ln 2 in two parts; the first product is exact
+    r = r - n * 0x1.7f7d1cp-20f;
+    vec p = broadcast(1.0f / 5040);
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = (p * r) * r + r + 1.0f;
+    __asm__("vscalefps %1, %0, %0" : "+v"(p) : "v"(n));
+    return p;
+}
 
 // e to the x, to about 1 ulp, into the subnormals; inf, zero and NaN as usual.
 // x = n ln 2 + r, a Taylor polynomial for r, and two steps to 2 to the n,
@@ -286,11 +349,48 @@ INLINE vec sigmoid_f32(vec x) { return 1.0f / (1.0f + exp_f32(-x)); }
 
 // ==== prelude/cpu_multiply.h ====
 
+// Operands of products. A word is what one 32-bit lane multiplies: four bytes, whose
+// products are added to an integer together.
+enum { WORD = 4 }; // elements per word
+typedef vec_i32 sum_vec;
+typedef vec_u32 word_vec;
+
+// Signed bytes of rows by bytes of weights that have no sign.
+INLINE sum_vec multiply_add(sum_vec sum, word_vec rows, word_vec weights)
+{
+    __asm__("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(rows), "v"(weights));
+    return sum;
+}
+
 INLINE vec multiply_add(vec sum, vec a, vec b) { return sum + a * b; }
 
 // The same word in every lane.
 typedef i32 word_t __attribute__((may_alias));
 INLINE vec broadcast_word(const f32 *word) { return (vec)((vec_i32){0} + *(const word_t *)word); }
+
+// The same word in every lane.
+typedef i32 word_t __attribute__((may_alias));
+INLINE word_vec broadcast_word(const f32 *word) { return (word_vec)((vec_i32){0} + *(const word_t *)word); }
+
+// Turns LANES vectors, as the rows of a matrix, into its columns. A round
+// shuffles vector i with vector i + LANES / 2, as a deck of cards is.
+INLINE void transpose(vec v[LANES])
+{
+#pragma GCC unroll 4
+    for (int round = 1; round < LANES; round *= 2) {
+        vec next[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            vec a = v[i], b = v[i + LANES / 2];
+            next[2 * i] = SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] =
+                SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            v[i] = next[i];
+    }
+}
 
 // Turns LANES vectors, as the rows of a matrix, into its columns. A round
 // shuffles vector i with vector i + LANES / 2, as a deck of cards is.

@@ -92,6 +92,8 @@ pub(crate) enum Decode {
     Counted,
     /// A table of 16 bytes, four of which are looked up for each word.
     TableOfBytes,
+    /// Half a byte is multiplied as it is.
+    Nibbles,
     /// Bytes are multiplied as they are.
     Bytes,
     /// E4M3, 256 times smaller: as the upper byte of an f16, or as bf16 by way of a table of the
@@ -105,6 +107,7 @@ impl Decode {
     fn of(code: WeightCode, unit: Unit) -> Decode {
         match code {
             WeightCode::Int8 | WeightCode::Uint8 if unit == Unit::Bytes => Decode::Bytes,
+            _ if unit == Unit::Bytes && ByteTable::of(code).is_count() => Decode::Nibbles,
             _ if unit == Unit::Bytes => Decode::TableOfBytes,
             WeightCode::Int8 | WeightCode::Uint8 if unit == Unit::Pairs => Decode::Counted,
             WeightCode::Int8 => Decode::Signed,
@@ -140,6 +143,11 @@ impl ByteTable {
             factor,
         }
     }
+
+    /// Returns whether the byte of each code is the code.
+    fn is_count(&self) -> bool {
+        self.bytes.iter().copied().eq(0..16)
+    }
 }
 
 impl CodesText {
@@ -173,7 +181,7 @@ impl CodesText {
             0
         };
         let byte_table = match decode {
-            Decode::TableOfBytes => ByteTable::of(code),
+            Decode::TableOfBytes | Decode::Nibbles => ByteTable::of(code),
             _ => ByteTable {
                 bytes: Vec::new(),
                 bias: flip,
@@ -264,6 +272,7 @@ pub(crate) fn texts(field: &str) -> Vec<String> {
             Decode::Unsigned,
             Decode::Counted,
             Decode::TableOfBytes,
+            Decode::Nibbles,
             Decode::Bytes,
             Decode::E4m3,
             Decode::E5m2,
