@@ -101,7 +101,7 @@ def _candidates(experts: torch.nn.Module) -> Iterator[Form]:
 def _form(experts: torch.nn.Module) -> Form:
     """Finds the form of an expert by its values on numbers small and large."""
     generator = torch.Generator().manual_seed(0)
-    scale = torch.tensor([0.1, 1.0, 4.0, 30.0]).repeat_interleave(8)[:, None]
+    scale = torch.tensor([0.1, 1.0, 30.0, 3000.0]).repeat_interleave(8)[:, None]
     pre = scale * torch.randn(32, 16, generator=generator)
     own = experts._apply_gate if experts.has_gate else experts.act_fn
     try:
