@@ -136,3 +136,52 @@ pub fn engine_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     info.set_item("compiled", stats.compiled)?;
     Ok(info)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic::spec::canonical_tensors;
+    use moesaic::target::Ptr;
+    use moesaic::{Input, RawCall, Tensor, Tensors};
+
+    #[test]
+    fn a_layer_without_weights_reads_those_of_its_call() {
+        let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let wave = |elements: usize| -> Vec<f32> {
+            (0..elements).map(|i| (i as f32 * 0.7).sin()).collect()
+        };
+        let mut weights = Tensors::new();
+        for tensor in canonical_tensors(&spec) {
+            let values = wave(tensor.shape.iter().product());
+            weights.insert(tensor.name, Tensor::owned(&tensor.shape, values));
+        }
+        let x = wave(3 * 8);
+        let owning = engine().unwrap().layer(&spec, &weights).unwrap();
+        let wanted = owning.forward(&Input::new(3, &x)).unwrap().y().to_f32();
+
+        let layer = layer(&spec, text).ok().unwrap();
+        let mut y = vec![0f32; 3 * 8];
+        let mut tensors = vec![
+            ("x", Ptr(x.as_ptr() as u64)),
+            ("y", Ptr(y.as_mut_ptr() as u64)),
+        ];
+        let call = |tensors: &[(&str, Ptr)]| {
+            let call = RawCall {
+                tokens: 3,
+                tensors,
+                capacity_factor: None,
+            };
+            // SAFETY: x, y and weights have the sizes of the spec, and outlive the call.
+            unsafe { layer.forward_raw(&call) }
+        };
+        let error = call(&tensors).unwrap_err().to_string();
+        assert!(error.contains("has no memory"), "{error}");
+        let weights = weights.iter();
+        tensors.extend(weights.map(|(n, t)| (n.as_str(), Ptr(t.data.as_ptr() as u64))));
+        call(&tensors).unwrap();
+        for (found, wanted) in y.iter().zip(wanted) {
+            assert!((found - wanted).abs() < 1e-5, "{found} is not {wanted}");
+        }
+    }
+}
