@@ -36,6 +36,9 @@ of torch; any of their interpreters can start this script. It was written for th
     cmake $options -S ik_llama_cpp_python-0.1.5/vendor/ik_llama.cpp -B $ROOT/ik/build
     ninja -C $ROOT/llama/build ggml ggml-cpu
     ninja -C $ROOT/ik/build ggml
+    # Without flash attention the library of ik lacks a symbol: set LD_PRELOAD to this file.
+    echo 'int iqk_flash_attn_noalibi(void) { return 0; }' > missing.c
+    gcc -shared -fPIC missing.c -o $ROOT/ik/missing.so
 
 What is timed? `y = sum over K of weight * down(silu(gate(x)) * up(x))` with ids and weights given,
 no biases, no shared expert. x and y are bf16, for llama and ik f32, which is what they take.

@@ -91,9 +91,10 @@ fn outside(manifest: &str, before: &[&str], after: &[&str]) -> Result<(), String
 
 /// Crates whose unit tests are worth a newcomer's minute: what reads, plans, writes and runs a
 /// layer. Those of simulators, ranks and tuning wait for the whole run.
-const UNITS: [&str; 10] = [
+const UNITS: [&str; 11] = [
     "moesaic-cache",
     "moesaic-cpu",
+    "moesaic-dist",
     "moesaic-engine",
     "moesaic-kernel",
     "moesaic-plan",

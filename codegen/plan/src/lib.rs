@@ -15,7 +15,6 @@ mod caches;
 mod layer;
 mod mesh;
 mod ops;
-mod placement;
 mod tilings;
 mod tuning;
 mod work;
@@ -26,19 +25,17 @@ pub use layer::{
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
-pub use mesh::{AdaptiveMesh, Chunk, Overlap, ShardRegion, Sharing};
-pub use mesh::{
-    AllToAll, Both, CommDtype, Distance, MAX_CHUNKS, OverlapBy, Strategy, StrategyError,
-};
-pub use mesh::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep, Sent};
-pub use mesh::{Lane, Packed, SATURATED};
-pub use mesh::{MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
-pub use mesh::{experts_of, plan_rank, shared_shards};
+pub use mesh::{Exchange, FromTo, Lane, Packed, PartTensor, RankPlan, RankStep, SATURATED};
+pub use mesh::{ShardRegion, Sharing, experts_of, plan_rank, shared_shards};
+pub use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
+pub use moesaic_dist::{AllToAll, Both, CommDtype, MAX_CHUNKS, Strategy, StrategyError};
+pub use moesaic_dist::{Balancer, Balancing, ExpertSlot, Kept, Move, Moves, moves, moves_from};
+pub use moesaic_dist::{Chunk, Distance, Overlap, OverlapBy};
+pub use moesaic_dist::{CollectiveOp, Payload, PlanPart, Sent};
+pub use moesaic_dist::{Eplb, Replication, balanced, rebalance};
+pub use moesaic_dist::{Placement, PlacementError, RowSource, Split};
+pub use moesaic_dist::{ShadowForm, ShadowModel, shadows};
 pub use ops::*;
-pub use placement::{Balancer, Balancing, ExpertSlot, Kept, Move, Moves, moves, moves_from};
-pub use placement::{Eplb, Replication, balanced, rebalance};
-pub use placement::{Placement, PlacementError, RowSource, Split};
-pub use placement::{ShadowForm, ShadowModel, shadows};
 pub use tilings::Tilings;
 pub use tuning::{Choice, Knob, Tuning};
 pub use work::{Floor, Work};

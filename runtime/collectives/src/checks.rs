@@ -1,7 +1,8 @@
 //! Argument checks before anything is sent.
 
-use crate::api::{Algorithm, Transfer};
+use crate::api::Transfer;
 use crate::eager::OpKind;
+use crate::plan::Algorithm;
 use crate::plan::{GroupRank, HopOrder};
 use crate::{CollectiveError, Slice};
 

@@ -1,6 +1,6 @@
 //! Collectives over any transport.
 
-use crate::api::{Algorithm, Call, Collectives, Transfer};
+use crate::api::{Call, Collectives, Transfer};
 use crate::checks::{self, Counted, Parts};
 use crate::core::{Core, Shared};
 use crate::eager::{OpKind, Signature};
@@ -8,6 +8,7 @@ use crate::groups::{SubGroup, numbers};
 use crate::handle::{Handle, lock};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
+use crate::plan::Algorithm;
 use crate::plan::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
 use crate::transport::Transport;
 use crate::{CollectiveError, ProgressThread, Reduction, Slice, hierarchical};

@@ -1,9 +1,10 @@
 //! Plans of all-to-all exchanges over intermediate ranks, shared by every executor of plans.
 
-use crate::api::{Algorithm, Transfer};
+use crate::api::Transfer;
 use crate::checks;
 use crate::eager::OpKind;
 use crate::operation::{Next, Unequal};
+use crate::plan::Algorithm;
 use crate::plan::{self, HopCounts, HopOrder, HopSchedule, Plan};
 use crate::{CollectiveError, Levels};
 use std::sync::{Arc, OnceLock};

@@ -1,44 +1,7 @@
 //! Reductions in rank order: the same bytes whatever arrives first.
 
-use crate::Element;
+use crate::{Element, Reduction};
 use half::{bf16, f16};
-use std::fmt;
-
-/// The operator of a reduction.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Reduction {
-    /// `((x0 + x1) + x2) + ...` in the order of the ranks.
-    Sum = 1,
-    /// The largest value; NaN if there is one.
-    Max = 2,
-    /// The smallest value; NaN if there is one.
-    Min = 3,
-}
-
-impl Reduction {
-    /// Every reduction.
-    pub const ALL: [Reduction; 3] = [Reduction::Sum, Reduction::Max, Reduction::Min];
-
-    /// Returns the lower-case name: `sum`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Reduction::Sum => "sum",
-            Reduction::Max => "max",
-            Reduction::Min => "min",
-        }
-    }
-
-    pub(crate) fn from_code(code: u8) -> Option<Reduction> {
-        Reduction::ALL.into_iter().find(|r| *r as u8 == code)
-    }
-}
-
-impl fmt::Display for Reduction {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// Folds consecutive rows of `row_bytes` bytes into the first of them.
 pub(crate) fn fold(element: Element, reduction: Reduction, rows: &mut [u8], row_bytes: usize) {

@@ -1,71 +1,8 @@
 //! Element ranges of device buffers.
 
-use crate::CollectiveError;
+use crate::{CollectiveError, Element};
 use moesaic_target::Buffer;
-use std::fmt;
 use std::sync::Arc;
-
-/// The type of exchanged elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum Element {
-    /// IEEE binary32.
-    F32 = 1,
-    /// The upper half of a binary32; sums are taken in f32 and rounded once.
-    Bf16 = 2,
-    /// IEEE binary16; sums are taken in f32 and rounded once.
-    F16 = 3,
-    /// Two's complement, 32 bits; sums wrap around.
-    I32 = 4,
-    /// Two's complement, 64 bits; sums wrap around.
-    I64 = 5,
-    /// A byte, or opaque data that are only moved; sums wrap around.
-    U8 = 6,
-}
-
-impl Element {
-    /// Every type.
-    pub const ALL: [Element; 6] = [
-        Element::F32,
-        Element::Bf16,
-        Element::F16,
-        Element::I32,
-        Element::I64,
-        Element::U8,
-    ];
-
-    /// Returns the bytes per element.
-    pub const fn size(self) -> usize {
-        match self {
-            Element::U8 => 1,
-            Element::Bf16 | Element::F16 => 2,
-            Element::F32 | Element::I32 => 4,
-            Element::I64 => 8,
-        }
-    }
-
-    /// Returns the lower-case name: `bf16`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Element::F32 => "f32",
-            Element::Bf16 => "bf16",
-            Element::F16 => "f16",
-            Element::I32 => "i32",
-            Element::I64 => "i64",
-            Element::U8 => "u8",
-        }
-    }
-
-    pub(crate) fn from_code(code: u8) -> Option<Element> {
-        Element::ALL.into_iter().find(|e| *e as u8 == code)
-    }
-}
-
-impl fmt::Display for Element {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// A contiguous range of elements of a device buffer. It keeps the buffer alive, so dropping an
 /// operation's handle is safe.

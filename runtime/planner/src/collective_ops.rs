@@ -2,17 +2,19 @@
 
 use crate::Machine;
 use crate::chunks::ChunkShare;
-use crate::exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime};
+use crate::exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime, to_range};
 use crate::geometry::{PhaseLoad, Rank};
 use crate::plan_parts::Costs;
 use crate::shadows::times;
-use crate::traffic::{self, to_range};
-use moesaic_kernel::DType;
-use moesaic_plan::{
-    AllToAll, CollectiveOp, CommDtype, Exchange, LayerPlan, OverlapBy, Parallel, PlanPart,
-    RankPlan, RankStep, Role, TensorPlan,
+use crate::traffic;
+use moesaic_dist::schedules::ONE_PHASE_BYTES;
+use moesaic_dist::{
+    Amount, Collective, CollectiveOp, NUMBER_BYTES, OpGroup, OpRow, Payload, PlanPart,
 };
-use moesaic_spec::WeightSite;
+use moesaic_plan::{
+    AllToAll, CommDtype, Exchange, LayerPlan, OverlapBy, Parallel, PartTensor, RankPlan, RankStep,
+    Role, TensorPlan,
+};
 
 /// The names of the gradient sums after a backward pass.
 pub(crate) const SUMS: [&str; 4] = [
@@ -71,10 +73,6 @@ pub(crate) struct CommConfig<'a> {
     pub chunk: ChunkShare,
 }
 
-/// The most bytes that an all-reduce sends to every rank at once (`ONE_PHASE_BYTES` of the
-/// collectives' plans).
-const ONE_PHASE_BYTES: f64 = 2048.0;
-
 impl CommConfig<'_> {
     /// Returns the chunks of the pass.
     pub fn chunk_shares(&self) -> Vec<ChunkShare> {
@@ -120,14 +118,14 @@ impl CommConfig<'_> {
         let (bytes, element) = rows.fold((0.0, 0), |(bytes, element), (row, size)| {
             (bytes + row, element.max(size))
         });
-        let there = matches!(first.op, CollectiveOp::Dispatch { .. });
+        let there = first.op == CollectiveOp::Dispatch;
         self.rows(rank, (bytes, element), there, false)
     }
 
     /// Returns whether rows go directly to other ranks, uncast.
     pub fn is_straight(&self) -> bool {
         self.adaptive_r > 0
-            && self.all_to_all == AllToAll::Linear
+            && self.all_to_all.row().is_direct()
             && self.comm_dtype == CommDtype::Unchanged
     }
 
@@ -140,109 +138,125 @@ impl CommConfig<'_> {
 
     /// Returns the bytes of a row that goes to experts or back, and of one of its elements.
     fn row_of(&self, exchange: &Exchange) -> Option<(f64, usize)> {
-        let (part, tensor) = match exchange.op {
-            CollectiveOp::Dispatch { from, .. } => (PlanPart::Dispatch, from),
-            CollectiveOp::Combine { from, .. } => (PlanPart::Experts, from),
-            _ => return None,
-        };
-        let element = self.plan.part(part)[tensor].dtype.size();
-        Some((self.plan.row_bytes(part, tensor) as f64, element))
+        let rows = exchange.reads().filter(|_| exchange.op.exchanges_rows())?;
+        let element = self.plan.part(rows.part)[rows.tensor].dtype.size();
+        Some((self.plan.row_bytes(rows.part, rows.tensor) as f64, element))
     }
 
     /// Returns the cost of an exchange for a rank.
     pub fn cost_of(&self, exchange: &Exchange, rank: &Rank) -> OpCost {
-        let world = 0..self.mesh.ranks();
-        let group = rank.group * self.mesh.group()..(rank.group + 1) * self.mesh.group();
-        let row = |part, id| self.plan.row_bytes(part, id) as f64;
-        let tokens = &self.plan.tokens;
-        let experts = &self.plan.experts;
-        match exchange.op {
-            CollectiveOp::TokenCounts | CollectiveOp::CountLiveTokens { .. } => {
-                self.each(rank, world, 1, 8.0)
+        let row = exchange.op.row();
+        let bytes = self.bytes_of(exchange, rank);
+        match (row.amount, row.collective) {
+            (Amount::Nothing, _) => OpCost::default(),
+            (Amount::ExpertRows, Collective::AllToAll) => self.expert_rows(exchange, rank),
+            // Both directions copy the rows that stay.
+            (Amount::ShadowRows, _) => self.own(rank.stay.iter().sum::<f64>() * bytes),
+            (Amount::ShadowTensor, Collective::Broadcast) => self.spread(rank, bytes),
+            (Amount::ShadowTensor, _) => self.over(times(&rank.sums, bytes)),
+            (_, Collective::AllReduce) => {
+                let Peers { ranks, step } = self.peers(row, rank);
+                self.sum(rank, ranks, step, bytes)
             }
-            CollectiveOp::AllReduceMax { tensor } => {
-                self.sum(rank, world, 1, tokens[tensor].bytes(0) as f64)
-            }
-            // Routes the gathered tokens on every rank and moves nothing itself.
-            CollectiveOp::GlobalRouting => OpCost::default(),
-            CollectiveOp::ReduceLossParts { tensor } => {
-                self.sum(rank, world, 1, row(PlanPart::Dispatch, tensor))
-            }
-            CollectiveOp::AllReduceSum { from, .. } => {
-                let bytes = tokens[from].bytes(rank.tokens.ceil() as u64);
-                self.sum(rank, world, 1, bytes as f64)
-            }
-            // Rows that stay are counted locally.
-            CollectiveOp::RowCounts if self.adaptive_r == 0 => OpCost::default(),
-            CollectiveOp::RowCounts => self.each(rank, group, 1, 8.0 * rank.arriving.len() as f64),
-            CollectiveOp::Dispatch { .. } => {
-                let wide = self.row_of(exchange).unwrap_or_default();
-                let mut cost =
-                    self.rows(rank, wide, true, self.crosses_deduplicated(&exchange.name));
-                if self.all_to_all == AllToAll::Dedup && exchange.name == "rows" {
-                    // The indices that say which rows belong to one token.
-                    cost += self.rows(rank, (4.0, 4), true, false);
-                }
-                cost
-            }
-            CollectiveOp::Combine { .. } => {
-                let wide = self.row_of(exchange).unwrap_or_default();
-                self.rows(rank, wide, false, self.returns_summed(&exchange.name))
-            }
-            CollectiveOp::AllReduceTp { tensor } => {
-                let arriving: f64 = rank.arriving.iter().sum();
-                // The sum over shards covers the rows of one chunk, since ranks sum each chunk by
-                // itself.
-                let rows = arriving * self.part() * self.chunk.products;
-                let (shards, step) = self.shards(rank);
-                self.sum(rank, shards, step, rows * row(PlanPart::Experts, tensor))
-            }
-            CollectiveOp::TpTokenCounts => self.tp_peers(rank, 8.0),
-            CollectiveOp::AllGatherTp { from, .. } => {
-                self.tp_peers(rank, rank.tokens * row(PlanPart::Dispatch, from))
-            }
-            CollectiveOp::ReduceScatterTp { to, .. } => {
-                self.tp_peers(rank, rank.tokens * row(PlanPart::Dispatch, to))
-            }
-            CollectiveOp::BroadcastTp { to, .. } => self.tp_peers(rank, tokens[to].bytes(0) as f64),
-            CollectiveOp::AllGatherWeight { weight, .. } => {
-                self.block(rank, experts[weight].bytes(0) as f64)
-            }
-            CollectiveOp::ReduceScatterGradient { gradient, .. } => {
-                self.block(rank, experts[gradient].bytes(0) as f64)
-            }
-            CollectiveOp::AllGatherExperts { from, .. } if self.adaptive_r > 0 => self.each(
-                rank,
-                group,
-                self.mesh.expert_tp,
-                experts[from].bytes(0) as f64,
-            ),
-            // With r = 0 a rank gathers whole weights, biases included, in the exchanges above.
-            CollectiveOp::AllGatherExperts { .. } => OpCost::default(),
-            CollectiveOp::TokensPerExpert => {
-                let experts = tokens.spec.shape.experts as f64;
-                self.each(rank, group, 1, 8.0 * experts)
-            }
-            CollectiveOp::KeepShadowRows { from, .. } => {
-                self.stays(rank, row(PlanPart::Dispatch, from))
-            }
-            CollectiveOp::ReturnShadowRows { to, .. } => {
-                self.stays(rank, row(PlanPart::Dispatch, to))
-            }
-            CollectiveOp::BroadcastShadowWeight { from, .. } => {
-                let weight = &experts[from];
-                self.spread(rank, of_expert(weight) * weight.dtype.size() as f64)
-            }
-            CollectiveOp::ReduceShadowGradient { to, .. } => {
-                let bytes = of_expert(&experts[to]) * DType::F32.size() as f64;
-                self.over(times(&rank.sums, bytes))
+            _ => {
+                let Peers { ranks, step } = self.peers(row, rank);
+                self.each(rank, ranks, step, bytes)
             }
         }
     }
 
-    /// Returns the cost of copying rows that stay, in either direction.
-    fn stays(&self, rank: &Rank, row: f64) -> OpCost {
-        self.own(rank.stay.iter().sum::<f64>() * row)
+    /// Returns the bytes that a rank has in an exchange for each other rank, or adds to a sum; of
+    /// shadows those of one row or of one expert.
+    fn bytes_of(&self, exchange: &Exchange, rank: &Rank) -> f64 {
+        let row = exchange.op.row();
+        let of = |tensor: Option<PartTensor>, bytes: &dyn Fn(PartTensor) -> f64| {
+            tensor.map_or(0.0, bytes)
+        };
+        let row_bytes = |at: PartTensor| self.plan.row_bytes(at.part, at.tensor) as f64;
+        let tensor = |at: PartTensor| &self.plan.part(at.part)[at.tensor];
+        let (reads, number) = (exchange.reads(), NUMBER_BYTES as f64);
+        match row.amount {
+            Amount::Nothing => 0.0,
+            Amount::Number => number,
+            Amount::NumberPerExpert => number * self.plan.tokens.spec.shape.experts as f64,
+            Amount::NumberPerOwnExpert => number * rank.arriving.len() as f64,
+            Amount::ExpertRows => {
+                let arriving: f64 = rank.arriving.iter().sum();
+                // The sum over shards covers the rows of one chunk, since ranks sum each chunk by
+                // itself.
+                arriving * self.part() * self.chunk.products * of(reads, &row_bytes)
+            }
+            Amount::ShadowRows | Amount::OneRow => of(reads, &row_bytes),
+            // The shadow part's tensor has room for more experts than have shadows.
+            Amount::ShadowTensor => {
+                let ends = [reads, exchange.writes()].into_iter().flatten();
+                let mut owned = ends.filter(|at| at.part == PlanPart::Experts);
+                of(owned.next(), &|at| {
+                    of_expert(tensor(at)) * tensor(at).dtype.size() as f64
+                })
+            }
+            Amount::TokenRows => rank.tokens * of(reads, &row_bytes),
+            Amount::Tensor => of(reads, &|at| {
+                tensor(at).bytes(rank.tokens.ceil() as u64) as f64
+            }),
+            // Each rank contributes only what it owns, and receives the rest.
+            Amount::Region => of(reads, &|at| tensor(at).bytes(0) as f64 * self.owned_part()),
+        }
+    }
+
+    /// Returns the ranks that a rank exchanges with in an operation.
+    fn peers(&self, row: &OpRow, rank: &Rank) -> Peers {
+        let (own, expert_tp) = (rank.rank, self.mesh.expert_tp);
+        let from = |first: usize, ranks: usize, step: usize| Peers {
+            ranks: first..first + ranks,
+            step,
+        };
+        // The shards of an expert are on consecutive ranks.
+        let first_shard = own - own % expert_tp;
+        let group = self.mesh.group();
+        match row.group {
+            OpGroup::World => from(0, self.mesh.ranks(), 1),
+            // Where rows stay, a rank is a group of its own.
+            OpGroup::Own => from(own, 1, 1),
+            OpGroup::Ep if self.adaptive_r == 0 => from(own, 1, 1),
+            OpGroup::Ep => {
+                // Of the shards of an expert only the first sends in a broadcast.
+                let is_broadcast = row.collective == Collective::Broadcast;
+                let step = if is_broadcast { expert_tp } else { 1 };
+                from(rank.group * group, group, step)
+            }
+            OpGroup::ExpertTp => {
+                let block = traffic::block(self.mesh, self.adaptive_r);
+                from(first_shard + own % block, self.adaptive_r * block, block)
+            }
+            OpGroup::GatherGroup if self.adaptive_r == 0 => from(rank.group * group, group, 1),
+            OpGroup::GatherGroup => {
+                let block = traffic::block(self.mesh, self.adaptive_r);
+                from(own - own % block, block, 1)
+            }
+            OpGroup::SharedTp => from(first_shard, expert_tp, 1),
+        }
+    }
+
+    /// Returns the cost of rows that go to experts or back.
+    fn expert_rows(&self, exchange: &Exchange, rank: &Rank) -> OpCost {
+        let wide = self.row_of(exchange).unwrap_or_default();
+        let there = exchange.op == CollectiveOp::Dispatch;
+        let mut cost = self.rows(rank, wide, there, deduplicates(exchange));
+        let is_first = self
+            .first_dispatch()
+            .is_some_and(|first| first.tensors == exchange.tensors);
+        if self.all_to_all.row().deduplicates && there && is_first {
+            // The indices that say which rows belong to one token go once, before forward's rows.
+            cost += self.rows(rank, (4.0, 4), true, false);
+        }
+        cost
+    }
+
+    /// Returns the exchange that brings the rows of tokens to experts in forward.
+    fn first_dispatch(&self) -> Option<&Exchange> {
+        let mut exchanges = self.plan.steps.iter().filter_map(RankStep::exchange);
+        exchanges.find(|exchange| exchange.op == CollectiveOp::Dispatch)
     }
 
     /// Returns the cost of a shadow's weights, broadcast to all ranks of the group over a tree; a
@@ -256,24 +270,6 @@ impl CommConfig<'_> {
             all += each.max_by(slowest).unwrap_or_default();
         }
         all
-    }
-
-    /// Returns the cost for the ranks of a block to gather a weight of `bytes` bytes that they
-    /// own in parts, or to reduce its gradient back to the owners.
-    fn block(&self, rank: &Rank, bytes: f64) -> OpCost {
-        // Each rank contributes only what it owns, and receives the rest.
-        let own = bytes * self.owned_part();
-        match self.adaptive_r {
-            0 => {
-                let first = rank.group * self.mesh.group();
-                self.each(rank, first..first + self.mesh.group(), 1, own)
-            }
-            adaptive_r => {
-                let block = traffic::block(self.mesh, adaptive_r);
-                let first = rank.rank - rank.rank % block;
-                self.each(rank, first..first + block, 1, own)
-            }
-        }
     }
 
     /// Returns the bytes of the gradients of all expert weights of the plan.
@@ -312,19 +308,6 @@ impl CommConfig<'_> {
         both
     }
 
-    fn tp_peers(&self, rank: &Rank, bytes: f64) -> OpCost {
-        // The shards of an expert are on consecutive ranks.
-        let first = rank.rank - rank.rank % self.mesh.expert_tp;
-        self.each(rank, first..first + self.mesh.expert_tp, 1, bytes)
-    }
-
-    /// Returns the ranks that processed the same rows with the shards of an expert.
-    fn shards(&self, rank: &Rank) -> (std::ops::Range<usize>, usize) {
-        let block = traffic::block(self.mesh, self.adaptive_r);
-        let first = rank.rank - rank.rank % self.mesh.expert_tp + rank.rank % block;
-        (first..first + self.adaptive_r * block, block)
-    }
-
     fn over(&self, loads: [LevelLoad; MOST_LEVELS]) -> OpCost {
         let phase = Phase {
             loads,
@@ -349,28 +332,12 @@ impl CommConfig<'_> {
         if bytes == 0.0 || ranks == 1.0 {
             return OpCost::default();
         }
-        if bytes <= ONE_PHASE_BYTES {
+        if bytes <= ONE_PHASE_BYTES as f64 {
             return self.each(rank, over, step, bytes);
         }
         let mut both = self.each(rank, over.clone(), step, bytes / ranks);
         both += self.each(rank, over, step, bytes / ranks);
         both
-    }
-
-    /// Returns whether the rows of a token to one node are equal and so cross once
-    /// (docs/adaptive/all_to_all.md).
-    fn crosses_deduplicated(&self, name: &str) -> bool {
-        let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
-        (name == "rows" && !weighted) || name == "dout"
-    }
-
-    /// Returns whether a node sums its expert outputs of a token before they cross.
-    fn returns_summed(&self, name: &str) -> bool {
-        match self.plan.tokens.spec.router.weight_on {
-            WeightSite::Input => name == "out",
-            WeightSite::Output => name == "drows",
-            WeightSite::Activation => name == "drows" || name == "out",
-        }
     }
 
     /// Returns the cost of rows that go to experts or back. With `once`, an algorithm that
@@ -399,19 +366,12 @@ impl CommConfig<'_> {
     /// Returns the bytes of a message with token rows to experts in forward; 0 where there is
     /// none.
     pub fn message(&self, rank: &Rank) -> f64 {
-        let rows = self.plan.steps.iter().find_map(|step| match step {
-            RankStep::Exchange(exchange) if exchange.name == "rows" => match exchange.op {
-                CollectiveOp::Dispatch { from, .. } => Some(from),
-                _ => None,
-            },
-            _ => None,
-        });
-        rows.map_or(0.0, |from| {
-            let row = self.plan.row_bytes(PlanPart::Dispatch, from) as f64;
-            let wide = (row, self.plan.tokens[from].dtype.size());
-            let carried = self.carried(rank, wide, true, self.crosses_deduplicated("rows"));
-            carried.message(rank)
-        })
+        let Some(first) = self.first_dispatch() else {
+            return 0.0;
+        };
+        let wide = self.row_of(first).unwrap_or_default();
+        let carried = self.carried(rank, wide, true, deduplicates(first));
+        carried.message(rank)
     }
 
     fn carried(
@@ -438,7 +398,7 @@ impl CommConfig<'_> {
             cast_ratio: comm_dtype_part(self.comm_dtype, row, element),
             there,
             dedup: once,
-            side_by_side: self.all_to_all == AllToAll::TwoDhConcurrent,
+            side_by_side: self.all_to_all.row().orders.len() > 1,
         }
     }
 
@@ -452,6 +412,22 @@ impl CommConfig<'_> {
             sent: LevelTime::default(),
         }
     }
+}
+
+/// Ranks at equal distances.
+struct Peers {
+    ranks: std::ops::Range<usize>,
+    step: usize,
+}
+
+/// Returns whether an algorithm that deduplicates sends one row for each token and node: equal rows
+/// cross once, and a node adds up the rows that are only read as a sum
+/// (docs/adaptive/all_to_all.md).
+fn deduplicates(exchange: &Exchange) -> bool {
+    matches!(
+        exchange.payload,
+        Some(Payload::PerToken | Payload::PartialSums)
+    )
 }
 
 /// Returns the elements of one expert in a tensor of all experts.
@@ -562,17 +538,13 @@ impl ExchangedRows {
 /// Returns the bytes between nodes for each byte of a row of `row` bytes in memory. A single
 /// element, such as a weight, is not cast.
 pub(crate) fn comm_dtype_part(comm_dtype: CommDtype, row: f64, element: usize) -> f64 {
-    let element = element as f64;
-    let width = row / element;
+    let width = row / element as f64;
     if width < 2.0 {
         return 1.0;
     }
-    let part = match comm_dtype {
-        CommDtype::Unchanged => 1.0,
-        CommDtype::F16 | CommDtype::Bf16 => 2.0 / element,
-        CommDtype::Fp8 => (width + 4.0 * (width / 128.0).ceil()) / row,
-    };
-    part.min(1.0)
+    let (table, width) = (comm_dtype.row(), width as usize);
+    let packed = table.values(width, element) + table.scales(width);
+    (packed as f64 / row).min(1.0)
 }
 
 #[cfg(test)]

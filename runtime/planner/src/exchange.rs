@@ -197,6 +197,32 @@ fn transfer(level: &Level, load: &LevelLoad) -> TransferTime {
     }
 }
 
+/// Returns the load of equal bytes from a rank to each of some consecutive ranks, by level.
+pub(crate) fn to_range(
+    machine: &Machine,
+    rank: usize,
+    range: std::ops::Range<usize>,
+    step: usize,
+    bytes: f64,
+) -> [LevelLoad; MOST_LEVELS] {
+    let mut loads = [LevelLoad::default(); MOST_LEVELS];
+    let units = machine.units();
+    let count = |from: usize, to: usize| {
+        // Counts the ranks `range.start + i * step` below a bound.
+        let below = |bound: usize| bound.saturating_sub(range.start).div_ceil(step);
+        let last = range.end.min(to);
+        below(last).saturating_sub(below(from.max(range.start))) as f64
+    };
+    let mut inner = count(rank, rank + 1);
+    for (load, unit) in loads.iter_mut().zip(&units) {
+        let first = rank - rank % unit;
+        let all = count(first, first.saturating_add(*unit));
+        *load = LevelLoad::even(all - inner, (all - inner) * bytes);
+        inner = all;
+    }
+    loads
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -90,7 +90,7 @@ pub(crate) fn ranks(
         let replicas = group.sums_of_replicas();
         let traffic = group.traffic(all_to_all);
         // In two dimensions, the answers of shards are assumed to be spread evenly over them.
-        let each = (all_to_all == AllToAll::Dedup && group.has_nodes())
+        let each = (all_to_all.row().deduplicates && group.has_nodes())
             .then(|| group.traffic(AllToAll::TwoDhInterFirst));
         // On the way there every shard gets a row; on the way back one shard per expert answers,
         // so the two directions differ.

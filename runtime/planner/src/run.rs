@@ -9,7 +9,8 @@ use crate::memory::Memory;
 use crate::plan_parts::{PartCosts, PartStep, StepsOf, cost, name, part_costs, whose};
 use crate::scenario::{Bound, PassTime, PhaseOf, Prediction, Simulated};
 use crate::schedule::{Chunk, Timeline, meet, pipeline};
-use moesaic_plan::{CollectiveOp, Exchange, Parallel, PlanPart, RankStep, Strategy};
+use moesaic_dist::{CollectiveOp, OpGroup, PlanPart};
+use moesaic_plan::{Exchange, Parallel, RankStep, Strategy};
 
 /// The state of all ranks within a step.
 pub(crate) struct Run<'r> {
@@ -139,13 +140,8 @@ impl<'r> Run<'r> {
                 }
             }
             RankStep::Exchange(exchange) => {
-                let over = match exchange.op {
-                    CollectiveOp::TokenCounts
-                    | CollectiveOp::CountLiveTokens { .. }
-                    | CollectiveOp::AllReduceMax { .. }
-                    | CollectiveOp::GlobalRouting
-                    | CollectiveOp::ReduceLossParts { .. }
-                    | CollectiveOp::AllReduceSum { .. } => self.world.clone(),
+                let over = match exchange.op.row().group {
+                    OpGroup::World => self.world.clone(),
                     _ => self.groups.clone(),
                 };
                 self.together(&exchange.name, &over, |rank| comm.cost_of(exchange, rank));
@@ -414,7 +410,7 @@ impl ChunkedWork<'_> {
                     }),
                 },
                 RankStep::Exchange(exchange) => match exchange.op {
-                    CollectiveOp::Dispatch { .. } => work.there.push(exchange),
+                    CollectiveOp::Dispatch => work.there.push(exchange),
                     _ if stays(exchange) => work.stay.push(exchange),
                     _ => work.back.push(exchange),
                 },
@@ -481,15 +477,12 @@ fn total_cost(list: &[&Exchange], comm: &CommConfig, rank: &Rank) -> OpCost {
 
 /// Returns whether rows stay on their rank.
 fn stays(exchange: &Exchange) -> bool {
-    matches!(
-        exchange.op,
-        CollectiveOp::KeepShadowRows { .. } | CollectiveOp::ReturnShadowRows { .. }
-    )
+    exchange.op.row().group == OpGroup::Own
 }
 
 /// Returns whether rows go back to their tokens; sums over shards are excluded.
 fn goes_back(exchange: &Exchange) -> bool {
-    matches!(exchange.op, CollectiveOp::Combine { .. })
+    exchange.op == CollectiveOp::Combine
 }
 
 /// Returns the seconds saved where rows return while others arrive, because links carry both
@@ -556,8 +549,8 @@ fn largest(spent: &[f64; BOUNDS]) -> (Bound, f64) {
 fn chunked_range(steps: &[RankStep]) -> (usize, usize) {
     let of = |step: &RankStep, there: bool| match step {
         RankStep::Exchange(exchange) => match exchange.op {
-            CollectiveOp::Dispatch { .. } => there,
-            CollectiveOp::Combine { .. } => !there,
+            CollectiveOp::Dispatch => there,
+            CollectiveOp::Combine => !there,
             _ => false,
         },
         RankStep::Launch { .. } => false,
@@ -573,7 +566,7 @@ fn chunked_range(steps: &[RankStep]) -> (usize, usize) {
 fn first_name(list: &[&Exchange]) -> String {
     let last = list
         .iter()
-        .find(|exchange| !exchange.name.ends_with("of shards"));
+        .find(|exchange| exchange.op != CollectiveOp::AllReduceTp);
     last.or(list.first())
         .map_or_else(String::new, |exchange| exchange.name.clone())
 }

@@ -2,6 +2,7 @@
 
 use crate::scenario::PlannerError;
 use crate::{Prediction, Scenario, Simulator};
+use moesaic_dist::ALL_TO_ALLS;
 use moesaic_plan::{
     AllToAll, Both, CommDtype, OverlapBy, Parallel, Placement, SharedExperts, Strategy,
 };
@@ -266,7 +267,7 @@ fn strategies(space: &Space, mesh: Parallel, nodes: bool) -> Vec<Strategy> {
 
 /// Returns the simulated ways to split rows into chunks.
 fn cuts(adaptive_r: Option<usize>, all_to_all: AllToAll) -> &'static [OverlapBy] {
-    if all_to_all == AllToAll::Linear && adaptive_r != Some(0) {
+    if all_to_all.row().is_direct() && adaptive_r != Some(0) {
         &[OverlapBy::Rows, OverlapBy::Peers]
     } else {
         &[OverlapBy::Rows]
@@ -285,10 +286,7 @@ fn adaptive_r(mesh: Parallel) -> Vec<Option<usize>> {
 }
 
 fn algorithms(nodes: bool) -> Vec<AllToAll> {
-    let mut list = vec![AllToAll::Linear];
-    if nodes {
-        list.extend([AllToAll::TwoDh, AllToAll::TwoDhInterFirst]);
-        list.extend([AllToAll::TwoDhConcurrent, AllToAll::Dedup]);
-    }
-    list
+    let rows = ALL_TO_ALLS.iter();
+    let possible = rows.filter(|row| nodes || row.is_direct());
+    possible.map(|row| row.all_to_all).collect()
 }

@@ -178,7 +178,7 @@ impl<'q> Simulator<'q> {
     /// Returns the mean number of chunks in which a token that crosses to a node appears; 1
     /// unless rows are deduplicated.
     fn repeats(&self, mesh: Parallel, all_to_all: AllToAll, overlap_degree: usize) -> f64 {
-        if all_to_all != AllToAll::Dedup {
+        if !all_to_all.row().deduplicates {
             return 1.0;
         }
         let Scenario { spec, machine, .. } = self.scenario;
@@ -234,11 +234,11 @@ impl<'q> Simulator<'q> {
             return Err(PlannerError::World { wanted, world });
         }
         strategy.check(&mesh)?;
-        if strategy.all_to_all != AllToAll::Linear && strategy.overlap_by != OverlapBy::Rows {
+        if !strategy.all_to_all.row().is_direct() && strategy.overlap_by != OverlapBy::Rows {
             let all_to_all = strategy.all_to_all.to_string();
             return Err(PlannerError::OverlapBy { all_to_all });
         }
-        if strategy.all_to_all != AllToAll::Linear && !self.has_nodes(mesh) {
+        if !strategy.all_to_all.row().is_direct() && !self.has_nodes(mesh) {
             return Err(PlannerError::AllToAll {
                 all_to_all: strategy.all_to_all.to_string(),
                 group: mesh.group(),

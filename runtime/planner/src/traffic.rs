@@ -7,7 +7,7 @@
 use crate::Machine;
 use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::routing::Routing;
-use moesaic_plan::{AllToAll, Parallel, Placement, RowSource};
+use moesaic_dist::{AllToAll, Hop, Parallel, Placement, RowSource};
 
 /// The loads of a rank in one phase by level, in rows.
 pub(crate) type LevelLoads = [LevelLoad; MOST_LEVELS];
@@ -232,7 +232,7 @@ impl<'a> MeshGroup<'a> {
 
     /// Returns whether an algorithm is a single exchange of such messages.
     pub fn is_straight(&self, all_to_all: AllToAll) -> bool {
-        self.is_by_place(all_to_all) && !(all_to_all == AllToAll::Dedup && self.has_nodes())
+        self.is_by_place(all_to_all) && !(all_to_all.row().deduplicates && self.has_nodes())
     }
 
     pub fn traffic(&self, all_to_all: AllToAll) -> Traffic {
@@ -242,12 +242,13 @@ impl<'a> MeshGroup<'a> {
         let each = if by_place { self.block as f64 } else { 1.0 };
         let own = (0..self.ranks()).map(|rank| each * all.rows(rank, rank));
         let own = own.collect();
-        let mut steps = match all_to_all {
-            AllToAll::TwoDhConcurrent if !straight => all.concurrent(),
-            AllToAll::TwoDh if !straight => all.intra_first(),
-            AllToAll::TwoDhInterFirst if !straight => all.inter_first(),
-            AllToAll::Dedup if !straight => all.once(),
-            _ => vec![all.linear(self.block, each)],
+        let row = all_to_all.row();
+        let mut steps = match row.orders {
+            _ if straight => vec![all.linear(self.block, each)],
+            _ if row.deduplicates => all.once(),
+            [] => vec![all.linear(self.block, each)],
+            [order] => all.in_order(order),
+            [one, other, ..] => all.concurrent([one, other]),
         };
         steps.iter_mut().for_each(|step| self.share(step));
         Traffic { steps, own }
@@ -449,10 +450,18 @@ impl All<'_> {
         })
     }
 
+    /// Returns the phases of hops in one order.
+    fn in_order(&self, order: &[Hop; 2]) -> Vec<TrafficPhase> {
+        match order[0] {
+            Hop::IntraNode => self.intra_first(),
+            Hop::InterNode => self.inter_first(),
+        }
+    }
+
     /// Sends half of the bytes in each order: in each phase one half is inside nodes and the
     /// other between them.
-    fn concurrent(&self) -> Vec<TrafficPhase> {
-        let (a, b) = (self.intra_first(), self.inter_first());
+    fn concurrent(&self, orders: [&[Hop; 2]; 2]) -> Vec<TrafficPhase> {
+        let [a, b] = orders.map(|order| self.in_order(order));
         // The first half is inside nodes while the second is between them; then they change
         // places.
         let both = |(a, b): (TrafficPhase, TrafficPhase)| TrafficPhase {
@@ -542,11 +551,8 @@ pub(crate) fn block(mesh: Parallel, adaptive_r: usize) -> usize {
 /// ranks. Two-dimensional algorithms are assumed to spread rows over a block, unless a node has
 /// one rank of each place.
 pub(crate) fn by_place(all_to_all: AllToAll, node: usize, block: usize) -> bool {
-    match all_to_all {
-        AllToAll::Linear => true,
-        AllToAll::Dedup => node == block,
-        AllToAll::TwoDh | AllToAll::TwoDhInterFirst | AllToAll::TwoDhConcurrent => node <= block,
-    }
+    let row = all_to_all.row();
+    row.is_direct() || node == block || (node < block && !row.deduplicates)
 }
 
 /// Returns the ranks of a range that have a rank's place in blocks.
@@ -567,32 +573,6 @@ fn running(list: &[f64], places: usize) -> Vec<f64> {
         sums[i] += sums[i - places];
     }
     sums
-}
-
-/// Returns the load of equal bytes from a rank to each of some consecutive ranks, by level.
-pub(crate) fn to_range(
-    machine: &Machine,
-    rank: usize,
-    range: std::ops::Range<usize>,
-    step: usize,
-    bytes: f64,
-) -> LevelLoads {
-    let mut loads = LevelLoads::default();
-    let units = machine.units();
-    let count = |from: usize, to: usize| {
-        // Counts the ranks `range.start + i * step` below a bound.
-        let below = |bound: usize| bound.saturating_sub(range.start).div_ceil(step);
-        let last = range.end.min(to);
-        below(last).saturating_sub(below(from.max(range.start))) as f64
-    };
-    let mut inner = count(rank, rank + 1);
-    for (load, unit) in loads.iter_mut().zip(&units) {
-        let first = rank - rank % unit;
-        let all = count(first, first.saturating_add(*unit));
-        *load = LevelLoad::even(all - inner, (all - inner) * bytes);
-        inner = all;
-    }
-    loads
 }
 
 #[cfg(test)]

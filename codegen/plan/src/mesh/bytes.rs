@@ -1,147 +1,111 @@
 //! Bytes that a rank sends under an even load: every expert gets equally many rows.
 
-use super::{CollectiveOp, Distance, Exchange, PlanPart, RankPlan, RankStep, ShardRegion};
+use super::{Exchange, PartTensor, RankPlan, RankStep, ShardRegion};
 use crate::TensorId;
-
-/// Bytes that a rank sends in an exchange, by distance.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sent {
-    /// Bytes that a rank copies to itself.
-    pub here: u64,
-    /// Bytes to other ranks of the same node.
-    pub node: u64,
-    /// Bytes to other nodes.
-    pub network: u64,
-}
+use moesaic_dist::{
+    Amount, Collective, CollectiveOp, Distance, NUMBER_BYTES, NodeShape, OpGroup, RankCoords,
+    Sends, Sent,
+};
 
 impl RankPlan {
     /// Returns the bytes that this rank sends in an exchange when each rank has `tokens` tokens and
     /// every expert gets equally many rows, spread evenly over its replicas. `per_node` consecutive
-    /// ranks share a node. A reduction counts the bytes of its shortest form: every rank sends each
-    /// foreign part to the part's owner and, where all ranks get the result, the owner sends it
-    /// back.
+    /// ranks share a node. [`OpRow::sent`](moesaic_dist::OpRow::sent) says how reductions count.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
-        let (group, among) = (self.members(), self.sharing_rows());
-        let own = self.mesh.rank(self.place);
-        let block: Vec<usize> = self.by().block(own).collect();
-        let world: Vec<usize> = (0..self.mesh.ranks()).collect();
-        let rows = tokens * self.tokens.spec.shape.top_k as u64;
-        let (placement, experts) = (self.row_placement(), self.tokens.spec.shape.experts);
-        // Replicas share an expert's rows, so a group with two halves of experts gets the rows of
-        // one.
-        let loads = placement.loads(&vec![1.0; experts]);
-        let ep = |rank: usize| self.by().place(rank).ep;
-        let part = |ep: usize| (rows as f64 * loads[ep] / experts as f64) as u64;
-        let row = |part, id| self.row_bytes(part, id) as u64;
-        // Only rows of tokens have another size between nodes, where the exchange packs them.
-        let row_to = |rank: usize, part, id| match &exchange.packed {
-            Some(packed) if self.distance(rank, per_node) > 1 => packed.row_bytes as u64,
-            _ => row(part, id),
+        let (row, nodes) = (exchange.op.row(), self.nodes(per_node));
+        let place = match row.group {
+            OpGroup::SharedTp => self.place,
+            _ => self.by().place(self.own()),
         };
-        let owned = |rank: usize| placement.count(ep(rank)) as u64;
-        let groups = self.by().mesh().ep;
-        let of_chunk = |from: usize, to: usize| match exchange.chunk {
-            None => part(to),
-            Some(chunk) => {
-                let distance = Distance::between(from, to, groups);
-                chunk.rows(part(to) as usize, distance).len() as u64
+        row.sent(&Sends {
+            rank: self.own(),
+            group: &self.members(row.group),
+            nodes,
+            in_place: exchange.is_in_place(),
+            is_root: place.tp == 0,
+            bytes: &|rank| self.bytes_to(exchange, rank, tokens, nodes),
+        })
+    }
+
+    /// Returns the bytes that this rank has in an exchange for one rank of the process group.
+    fn bytes_to(&self, exchange: &Exchange, rank: usize, tokens: u64, nodes: NodeShape) -> u64 {
+        let row = exchange.op.row();
+        let of = |bytes: &dyn Fn(PartTensor) -> u64| exchange.reads().map_or(0, bytes);
+        match row.amount {
+            // An even load has no hot expert, so the shadow model chooses none.
+            Amount::Nothing | Amount::ShadowRows | Amount::ShadowTensor => 0,
+            Amount::Number => NUMBER_BYTES,
+            Amount::NumberPerExpert => NUMBER_BYTES * self.tokens.spec.shape.experts as u64,
+            Amount::NumberPerOwnExpert => {
+                let ep = self.by().place(rank).ep;
+                NUMBER_BYTES * self.row_placement().count(ep) as u64
             }
+            Amount::ExpertRows => self.expert_row_bytes(exchange, rank, tokens, nodes),
+            Amount::TokenRows => of(&|at| tokens * self.row_bytes(at.part, at.tensor) as u64),
+            Amount::OneRow => of(&|at| self.row_bytes(at.part, at.tensor) as u64),
+            Amount::Tensor => of(&|at| self.part(at.part)[at.tensor].bytes(tokens)),
+            Amount::Region => {
+                let first = self.by().block(self.own()).start;
+                // Parts of a sum go to their owners, parts of a weight come from them.
+                let owner = match row.collective {
+                    Collective::ReduceScatter => rank - first,
+                    _ => self.own() - first,
+                };
+                of(&|at| self.region_bytes(at.tensor, exchange.dim, owner))
+            }
+        }
+    }
+
+    /// Returns the bytes of rows of tokens that this rank has for a rank of the group.
+    fn expert_row_bytes(
+        &self,
+        exchange: &Exchange,
+        rank: usize,
+        tokens: u64,
+        nodes: NodeShape,
+    ) -> u64 {
+        let (by, own) = (self.by(), self.own());
+        let Some(PartTensor { part, tensor }) = exchange.reads() else {
+            return 0;
         };
-        // The distance of a chunk counts from the sender for dispatch and from the expert for
-        // combine, so both directions need their own count.
-        let to = |rank: usize| of_chunk(ep(own), ep(rank));
-        let from = |rank: usize| of_chunk(ep(rank), ep(own));
-        let shards: Vec<usize> = (0..self.mesh.expert_tp).map(|s| self.shard(s)).collect();
-        let each = |ranks: &[usize], bytes: &dyn Fn(usize) -> u64| {
-            let mut sent = Sent::default();
-            for &rank in ranks {
-                let bytes = bytes(rank);
-                match self.distance(rank, per_node) {
-                    0 => sent.here += bytes,
-                    1 => sent.node += bytes,
-                    _ => sent.network += bytes,
-                }
-            }
-            sent
+        let row = match &exchange.packed {
+            // Only between nodes have rows another size, where the exchange packs them.
+            Some(packed) if !nodes.share(rank, own) => packed.row_bytes as u64,
+            _ => self.row_bytes(part, tensor) as u64,
         };
-        let summed = |ranks: &[usize], bytes: u64| {
-            // Every part goes to its owner once and comes back once. A rank's own part is summed
-            // where it lies.
-            let part = 2 * bytes / ranks.len().max(1) as u64;
-            Sent {
-                here: 0,
-                ..each(ranks, &|_| part)
-            }
+        // The distance of a chunk counts from the tokens' rank to the experts', so both directions
+        // need their own count.
+        let rows = |from: usize, to: usize| {
+            let ep = |rank: usize| by.place(rank).ep;
+            self.even_rows(exchange, tokens, [ep(from), ep(to)])
         };
         match exchange.op {
-            CollectiveOp::TokenCounts | CollectiveOp::CountLiveTokens { .. } => {
-                each(&world, &|_| 8)
+            CollectiveOp::Dispatch => rows(own, rank) * row,
+            // The shard with a rank's own number answers it.
+            CollectiveOp::Combine if by.place(rank).tp != by.place(own).tp => 0,
+            CollectiveOp::Combine => rows(rank, own) * row,
+            _ => {
+                let group = self.members(OpGroup::Ep);
+                row * group.iter().map(|&from| rows(from, own)).sum::<u64>()
             }
-            CollectiveOp::RowCounts => each(&group, &|rank| 8 * owned(rank)),
-            CollectiveOp::TokensPerExpert => each(&group, &|_| 8 * experts as u64),
-            // An even load has no hot expert, so the shadow model chooses none.
-            CollectiveOp::KeepShadowRows { .. }
-            | CollectiveOp::ReturnShadowRows { .. }
-            | CollectiveOp::BroadcastShadowWeight { .. }
-            | CollectiveOp::ReduceShadowGradient { .. } => Sent::default(),
-            CollectiveOp::Dispatch { from, .. } => each(&group, &|rank| {
-                to(rank) * row_to(rank, PlanPart::Dispatch, from)
-            }),
-            CollectiveOp::Combine { from: tensor, .. } => {
-                let shard = |rank: usize| self.by().place(rank).tp;
-                let same = |rank: usize| shard(rank) == shard(own);
-                each(&group, &|rank| {
-                    if same(rank) {
-                        from(rank) * row_to(rank, PlanPart::Experts, tensor)
-                    } else {
-                        0
-                    }
-                })
+        }
+    }
+
+    /// Returns the rows of an exchange between a rank of one group of experts' ranks and one of
+    /// another, under an even load.
+    fn even_rows(&self, exchange: &Exchange, tokens: u64, [from, to]: [usize; 2]) -> u64 {
+        let shape = &self.tokens.spec.shape;
+        let rows = tokens * shape.top_k as u64;
+        // Replicas share an expert's rows, so a group with two halves of experts gets the rows of
+        // one.
+        let loads = self.row_placement().loads(&vec![1.0; shape.experts]);
+        let all = (rows as f64 * loads[to] / shape.experts as f64) as u64;
+        match exchange.chunk {
+            None => all,
+            Some(chunk) => {
+                let distance = Distance::between(from, to, self.by().mesh().ep);
+                chunk.rows(all as usize, distance).len() as u64
             }
-            CollectiveOp::AllReduceTp { tensor } => {
-                let arriving: u64 = group.iter().map(|&rank| from(rank)).sum();
-                summed(&among, arriving * row(PlanPart::Experts, tensor))
-            }
-            CollectiveOp::TpTokenCounts => each(&shards, &|_| 8),
-            CollectiveOp::AllGatherTp { from, .. } => {
-                each(&shards, &|_| tokens * row(PlanPart::Dispatch, from))
-            }
-            CollectiveOp::ReduceScatterTp { to, .. } => Sent {
-                here: 0,
-                ..each(&shards, &|_| tokens * row(PlanPart::Dispatch, to))
-            },
-            CollectiveOp::BroadcastTp { to, .. } if self.place.tp == 0 => {
-                each(&shards, &|_| self.tokens[to].bytes(0))
-            }
-            CollectiveOp::BroadcastTp { .. } => Sent::default(),
-            CollectiveOp::AllReduceSum { from, .. } => {
-                summed(&world, self.tokens[from].bytes(tokens))
-            }
-            // Every rank gathered the router's inputs before the pass.
-            CollectiveOp::GlobalRouting => Sent::default(),
-            CollectiveOp::ReduceLossParts { tensor } => {
-                summed(&world, row(PlanPart::Dispatch, tensor))
-            }
-            CollectiveOp::AllReduceMax { tensor } => {
-                summed(&world, self.tokens[tensor].bytes(tokens))
-            }
-            CollectiveOp::AllGatherWeight { weight, dim } => {
-                let bytes = self.region_bytes(weight, dim, own - block[0]);
-                Sent {
-                    here: 0,
-                    ..each(&block, &|_| bytes)
-                }
-            }
-            CollectiveOp::ReduceScatterGradient { gradient, dim } => Sent {
-                here: 0,
-                ..each(&block, &|rank| {
-                    self.region_bytes(gradient, dim, rank - block[0])
-                })
-            },
-            CollectiveOp::AllGatherExperts { from, .. } if self.by().place(own).tp == 0 => {
-                each(&group, &|_| self.experts[from].bytes(0))
-            }
-            CollectiveOp::AllGatherExperts { .. } => Sent::default(),
         }
     }
 
@@ -149,26 +113,29 @@ impl RankPlan {
     pub fn bytes_of(&self, steps: &[RankStep], tokens: u64, per_node: usize) -> Sent {
         let mut all = Sent::default();
         for exchange in steps.iter().filter_map(RankStep::exchange) {
-            let sent = self.bytes(exchange, tokens, per_node);
-            all.here += sent.here;
-            all.node += sent.node;
-            all.network += sent.network;
+            all += self.bytes(exchange, tokens, per_node);
         }
         all
     }
 
-    /// Returns the ranks that exchange rows with this rank, by their numbers in the world.
-    fn members(&self) -> Vec<usize> {
-        let (by, own) = (self.by(), self.mesh.rank(self.place));
-        let same = |rank: &usize| by.place(*rank).dp == by.place(own).dp;
-        (0..self.mesh.ranks()).filter(same).collect()
-    }
-
-    /// Returns the members that hold a shard of the same experts.
-    fn sharing_rows(&self) -> Vec<usize> {
-        let (by, own) = (self.by(), self.mesh.rank(self.place));
-        let same = |rank: &usize| by.place(*rank).ep == by.place(own).ep;
-        self.members().into_iter().filter(same).collect()
+    /// Returns the ranks of a process group of this rank, by their numbers in the world.
+    pub(super) fn members(&self, group: OpGroup) -> Vec<usize> {
+        let (by, own, world) = (self.by(), self.own(), 0..self.mesh.ranks());
+        let place = by.place(own);
+        let exchange_rows = |rank: &usize| by.place(*rank).dp == place.dp;
+        match group {
+            OpGroup::Own => vec![own],
+            OpGroup::World => world.collect(),
+            OpGroup::Ep => world.filter(exchange_rows).collect(),
+            OpGroup::ExpertTp => {
+                let same_experts = |rank: &usize| by.place(*rank).ep == place.ep;
+                world.filter(exchange_rows).filter(same_experts).collect()
+            }
+            OpGroup::GatherGroup => by.block(own).collect(),
+            OpGroup::SharedTp => (0..self.mesh.expert_tp)
+                .map(|tp| self.mesh.rank(RankCoords { tp, ..self.place }))
+                .collect(),
+        }
     }
 
     /// Returns the bytes of a tensor of the expert part that one rank of the block owns.
@@ -179,27 +146,26 @@ impl RankPlan {
         (elements * self.experts[tensor].dtype.size()) as u64
     }
 
-    /// Returns the rank that holds another shard of the same experts.
-    fn shard(&self, tp: usize) -> usize {
-        self.mesh.rank(super::RankCoords { tp, ..self.place })
+    /// Returns the nodes of all ranks; the last one may lack some.
+    fn nodes(&self, per_node: usize) -> NodeShape {
+        let per_node = per_node.max(1);
+        NodeShape {
+            nodes: self.mesh.ranks().div_ceil(per_node),
+            per_node,
+        }
     }
 
-    /// Returns 0 for this rank, 1 for its node, 2 for other nodes.
-    fn distance(&self, rank: usize, per_node: usize) -> usize {
-        let own = self.mesh.rank(self.place);
-        match rank {
-            _ if rank == own => 0,
-            _ if rank / per_node.max(1) == own / per_node.max(1) => 1,
-            _ => 2,
-        }
+    fn own(&self) -> usize {
+        self.mesh.rank(self.place)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Parallel, SharedExperts, plan_rank};
+    use crate::mesh::plan_rank;
     use crate::{PlanOptions, Training};
+    use moesaic_dist::{Parallel, SharedExperts};
     use moesaic_spec::LayerSpec;
 
     #[test]

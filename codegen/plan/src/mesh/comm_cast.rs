@@ -10,10 +10,11 @@
 //! Weights of rows and the parts of their gradients are few, so they travel as they are. Sums are
 //! always made of rows in their own dtype, never of cast ones.
 
-use super::{Both, CollectiveOp, CommDtype, Exchange, PlanPart, RankPlan, RankStep};
+use super::{Exchange, PartTensor, RankPlan, RankStep};
 use crate::ops::CommCastDesc;
 use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Machine, Operator, Role, Step};
 use crate::{TensorId, TensorPlan};
+use moesaic_dist::{Both, CommDtype};
 use moesaic_kernel::DType::{self, I32, I64};
 use moesaic_kernel::Size;
 use serde::{Deserialize, Serialize};
@@ -21,10 +22,6 @@ use serde::{Deserialize, Serialize};
 /// The output with the number of values, of all that this rank cast in a call, that were too large
 /// for the dtype: `[1]`, i64.
 pub const SATURATED: &str = "comm_cast.saturated";
-
-/// The exchanges that move rows of tokens or of their gradients; all other exchanges move a few
-/// numbers for each row.
-const OF_TOKENS: [&str; 4] = ["rows", "out", "dout", "drows"];
 
 /// The cast of an exchange's rows between nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,20 +112,11 @@ impl CastPlan {
         exchange: &Exchange,
         comm_dtype: CommDtype,
     ) -> Option<Packed> {
-        let (part, tensor) = match exchange.op {
-            CollectiveOp::Dispatch { from, .. } => (PlanPart::Dispatch, from),
-            CollectiveOp::Combine { from, .. } => (PlanPart::Experts, from),
-            _ => return None,
-        };
+        exchange.payload.filter(|payload| payload.is_castable())?;
+        let PartTensor { part, tensor } = exchange.reads()?;
         let rows = plan.part(part)[tensor].dtype;
-        let as_they_are = match comm_dtype {
-            CommDtype::Unchanged => true,
-            CommDtype::F16 => rows == DType::F16,
-            CommDtype::Bf16 => rows == DType::Bf16,
-            CommDtype::Fp8 => false,
-        };
         let width = plan.row_bytes(part, tensor) / rows.size();
-        if as_they_are || !OF_TOKENS.contains(&&*exchange.name) {
+        if comm_dtype.row().keeps(rows) {
             return None;
         }
         let desc = CommCastDesc {
@@ -242,8 +230,9 @@ impl CastPlan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Parallel, plan_rank};
+    use crate::mesh::plan_rank;
     use crate::{PlanOptions, Training};
+    use moesaic_dist::Parallel;
     use moesaic_spec::LayerSpec;
 
     fn planned(activations: &str) -> RankPlan {

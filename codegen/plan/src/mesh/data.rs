@@ -1,7 +1,9 @@
 //! The plan of one rank, as data.
 
-use super::{Chunk, Packed, Parallel, RankCoords, TokenScope};
-use crate::{LayerPlan, Placement, Step, TensorId};
+use super::Packed;
+use crate::{LayerPlan, Step, TensorId};
+use moesaic_dist::TokenScope;
+use moesaic_dist::{Chunk, CollectiveOp, Parallel, Payload, Placement, PlanPart, RankCoords};
 use serde::{Deserialize, Serialize};
 
 /// The plan of one rank: a layer plan for each part and the steps of each pass.
@@ -47,34 +49,8 @@ pub struct RankPlan {
     pub backward: Vec<RankStep>,
 }
 
-/// A part of a rank's plan: the layer plan that a tensor or kernel belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum PlanPart {
-    /// [`RankPlan::tokens`].
-    Dispatch,
-    /// [`RankPlan::experts`].
-    Experts,
-    /// [`RankPlan::shadows`].
-    Shadows,
-    /// [`RankPlan::shared`].
-    Shared,
-}
-
 /// The name of [`RankPlan::comm_cast`] in texts and traces.
 pub(super) const NODES: &str = "nodes";
-
-impl PlanPart {
-    /// Returns the name of the part.
-    pub fn name(self) -> &'static str {
-        match self {
-            PlanPart::Dispatch => "dispatch",
-            PlanPart::Experts => "experts",
-            PlanPart::Shadows => "shadows",
-            PlanPart::Shared => "shared",
-        }
-    }
-}
 
 /// One step of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -110,14 +86,24 @@ impl RankStep {
     }
 }
 
-/// One exchange between ranks. Its sizes follow from counts: see [`RankPlan::bytes`].
+/// One exchange between ranks: an operation of the table ([`CollectiveOp::row`]) on some tensors.
+/// Its sizes follow from counts: see [`RankPlan::bytes`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exchange {
     /// The name in errors and traces, such as `rows`.
     pub name: String,
     /// The operation.
-    #[serde(flatten)]
     pub op: CollectiveOp,
+    /// Its tensors; `None` for counts that no kernel reads.
+    #[serde(flatten)]
+    pub tensors: Option<FromTo>,
+    /// The content of the rows, where they go to experts or back.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub payload: Option<Payload>,
+    /// The dimension that shards split, where a weight or its gradient is gathered or scattered;
+    /// `None` if they do not split it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dim: Option<usize>,
     /// The cast of rows between nodes; `None` where they travel as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<Packed>,
@@ -126,156 +112,72 @@ pub struct Exchange {
     pub chunk: Option<Chunk>,
 }
 
-impl Exchange {
-    /// Returns whether this exchange moves rows of the same tokens between the same ranks as
-    /// `other`, so that both can be one operation.
-    pub fn goes_with(&self, other: &Exchange) -> bool {
-        let alike = match self.op {
-            CollectiveOp::Dispatch { .. } => matches!(other.op, CollectiveOp::Dispatch { .. }),
-            CollectiveOp::Combine { .. } => matches!(other.op, CollectiveOp::Combine { .. }),
-            _ => false,
-        };
-        alike && self.chunk == other.chunk
+/// The tensors of an exchange. [`OpRow`](moesaic_dist::OpRow) says which part has each of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct FromTo {
+    /// The tensor that it reads.
+    pub from: TensorId,
+    /// The tensor that it writes; the same one where it works in place.
+    pub to: TensorId,
+}
+
+impl FromTo {
+    /// Returns the tensors of an operation that works in place.
+    pub fn in_place(tensor: TensorId) -> FromTo {
+        FromTo {
+            from: tensor,
+            to: tensor,
+        }
     }
 }
 
-/// A collective operation of a rank's pass. The operation's name says which part each tensor
-/// belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "op", rename_all = "snake_case")]
-pub enum CollectiveOp {
-    /// Every rank learns how many tokens each rank has, before anything else. The capacity of all
-    /// ranks is that of the rank with the most tokens, and the number of a rank's first token is
-    /// the sum of the counts before it.
-    TokenCounts,
-    /// Every rank of a group learns how many rows each rank has for every expert. The choice of
-    /// shadowed experts follows from these counts.
-    TokensPerExpert,
-    /// Every rank of a group learns how many rows it gets for each of its experts from each rank;
-    /// `offsets` and `row_tiles` of the expert part follow from these counts.
-    RowCounts,
-    /// Rows go to the ranks of their experts, to every shard of an expert.
-    Dispatch {
-        /// Rows of the dispatch part, by expert.
-        from: TensorId,
-        /// Rows of the expert part, by expert, then by rank.
-        to: TensorId,
-    },
-    /// Rows go back to the ranks they received from.
-    Combine {
-        /// Rows of the expert part, by expert, then by rank.
-        from: TensorId,
-        /// Rows of the dispatch part, by expert.
-        to: TensorId,
-    },
-    /// Rows of shadowed experts stay on this rank: they are copied to the shadow part.
-    KeepShadowRows {
-        /// Rows of the dispatch part, by expert.
-        from: TensorId,
-        /// Rows of the shadow part, by expert.
-        to: TensorId,
-    },
-    /// Rows of the shadow part are copied back to the dispatch part.
-    ReturnShadowRows {
-        /// Rows of the shadow part, by expert.
-        from: TensorId,
-        /// Rows of the dispatch part, by expert.
-        to: TensorId,
-    },
-    /// A weight of each shadowed expert goes from its owner to all groups.
-    BroadcastShadowWeight {
-        /// A tensor of the expert part.
-        from: TensorId,
-        /// A tensor of the shadow part.
-        to: TensorId,
-    },
-    /// Gradients of a shadowed weight are summed over the groups; the owner gets the sum.
-    ReduceShadowGradient {
-        /// A tensor of the shadow part.
-        from: TensorId,
-        /// A tensor of the expert part.
-        to: TensorId,
-    },
-    /// A tensor of the expert part is summed over the shards of the experts.
-    AllReduceTp {
-        /// A tensor of the expert part; each shard has the sum afterwards.
-        tensor: TensorId,
-    },
-    /// TP peers, which hold shards of the same experts, learn how many tokens each has.
-    TpTokenCounts,
-    /// Rows of this rank's tokens go to all TP peers.
-    AllGatherTp {
-        /// Rows of the dispatch part, by token.
-        from: TensorId,
-        /// Rows of the shared-expert part, by rank, then by token.
-        to: TensorId,
-    },
-    /// A tensor of the shared-expert part is summed over the shards; each rank gets the rows of its
-    /// own tokens.
-    ReduceScatterTp {
-        /// Rows of the shared-expert part, by rank, then by token.
-        from: TensorId,
-        /// Rows of the dispatch part, by token.
-        to: TensorId,
-    },
-    /// A weight of shared experts that the first shard holds goes to all shards.
-    BroadcastTp {
-        /// A tensor of the shared-expert part.
-        from: TensorId,
-        /// A tensor of the dispatch part.
-        to: TensorId,
-    },
-    /// A tensor of the dispatch part is summed over all ranks.
-    AllReduceSum {
-        /// A tensor of the dispatch part.
-        from: TensorId,
-        /// A tensor of the dispatch part.
-        to: TensorId,
-    },
-    /// The tokens of all ranks that have at least one expert are counted.
-    CountLiveTokens {
-        /// `topk_ids` of the dispatch part.
-        ids: TensorId,
-        /// The count, on the dispatch part.
-        to: TensorId,
-    },
-    /// Every rank gets the maximum over all ranks.
-    AllReduceMax {
-        /// A tensor of the dispatch part; every rank has the maximum afterwards.
-        tensor: TensorId,
-    },
-    /// The slots of this rank's tokens are placed as routing the tokens of all ranks together
-    /// decided, where a call needs that.
-    GlobalRouting,
-    /// The loss terms of each tile of this rank's tokens are summed over all tiles of all ranks.
-    /// The sum goes to the first tile; the other tiles get zeros.
-    ReduceLossParts {
-        /// A tensor of the dispatch part with a row for each tile.
-        tensor: TensorId,
-    },
-    /// The ranks of a block gather the parts of a weight that each owns: an all-gather into the
-    /// weight of the expert part.
-    AllGatherWeight {
-        /// A tensor of the expert part.
-        weight: TensorId,
-        /// The dimension that shards split; `None` if they do not split it.
-        dim: Option<usize>,
-    },
-    /// Gradients of a weight of the expert part are summed over the ranks of a block; each rank
-    /// gets the part that it owns.
-    ReduceScatterGradient {
-        /// A tensor of the expert part.
-        gradient: TensorId,
-        /// The dimension that shards split; `None` if they do not split it.
-        dim: Option<usize>,
-    },
-    /// Weights of the experts of each group, as its first shard holds them, go to all ranks.
-    AllGatherExperts {
-        /// A tensor of the expert part.
-        from: TensorId,
-        /// A tensor of the dispatch part.
-        to: TensorId,
-    },
+/// A tensor of a rank, by its part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PartTensor {
+    /// The part.
+    pub part: PlanPart,
+    /// The tensor in that part's plan.
+    pub tensor: TensorId,
+}
+
+impl Exchange {
+    /// Returns an exchange of all rows, as they are.
+    pub fn new(name: &str, op: CollectiveOp, tensors: Option<FromTo>) -> Exchange {
+        Exchange {
+            name: name.to_string(),
+            op,
+            tensors,
+            payload: None,
+            dim: None,
+            packed: None,
+            chunk: None,
+        }
+    }
+
+    /// Returns whether this exchange moves rows of the same tokens between the same ranks as
+    /// `other`, so that both can be one operation.
+    pub fn goes_with(&self, other: &Exchange) -> bool {
+        self.op.exchanges_rows() && self.op == other.op && self.chunk == other.chunk
+    }
+
+    /// Returns the tensor that the exchange reads.
+    pub fn reads(&self) -> Option<PartTensor> {
+        let (part, tensors) = (self.op.row().from?, self.tensors?);
+        let tensor = tensors.from;
+        Some(PartTensor { part, tensor })
+    }
+
+    /// Returns the tensor that the exchange writes.
+    pub fn writes(&self) -> Option<PartTensor> {
+        let (part, tensors) = (self.op.row().to?, self.tensors?);
+        let tensor = tensors.to;
+        Some(PartTensor { part, tensor })
+    }
+
+    /// Returns whether the exchange reads and writes the same tensor.
+    pub fn is_in_place(&self) -> bool {
+        self.reads().is_some() && self.reads() == self.writes()
+    }
 }
 
 impl RankPlan {
@@ -284,7 +186,7 @@ impl RankPlan {
     pub fn keeps_shadow_weights(&self) -> bool {
         // Read off the steps, so that the runtime cannot free weights that a step still reads.
         let mut exchanges = self.backward.iter().filter_map(RankStep::exchange);
-        !exchanges.any(|exchange| matches!(exchange.op, CollectiveOp::BroadcastShadowWeight { .. }))
+        !exchanges.any(|exchange| exchange.op == CollectiveOp::BroadcastShadowWeight)
     }
 
     /// Returns the steps of a pass that draws nothing and keeps nothing.
@@ -306,7 +208,7 @@ impl RankPlan {
                 matches!(
                     op,
                     CollectiveOp::TokenCounts
-                        | CollectiveOp::AllReduceMax { .. }
+                        | CollectiveOp::AllReduceMax
                         | CollectiveOp::GlobalRouting
                 )
             }

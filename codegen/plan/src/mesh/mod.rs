@@ -34,29 +34,26 @@
 //!
 //! The mesh does not change semantics: across all ranks, results equal those of one process that is
 //! given every rank's tokens in rank order.
+//!
+//! [`SharedExperts`]: moesaic_dist::SharedExperts
+//! [`Strategy::shadows`]: moesaic_dist::Strategy::shadows
 
-mod adaptive;
 mod bytes;
+mod chunks;
 mod comm_cast;
 mod data;
-mod overlap;
-mod parallel;
-mod scope;
+mod ports;
+mod regions;
 mod steps;
-mod strategy;
 mod text;
 
-pub use adaptive::{AdaptiveMesh, ShardRegion};
-pub use bytes::Sent;
 pub use comm_cast::{Lane, Packed, SATURATED};
-pub use data::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
-pub use overlap::{Chunk, Distance, Overlap, OverlapBy};
-pub use parallel::{MeshError, Parallel, RankCoords, SharedExperts};
-pub use scope::TokenScope;
-pub use strategy::{AllToAll, Both, CommDtype, MAX_CHUNKS, Strategy, StrategyError};
+pub use data::{Exchange, FromTo, PartTensor, RankPlan, RankStep};
+pub use regions::ShardRegion;
 
-use crate::layer::{Builder, Part, Recompute, Role};
-use crate::{LayerPlan, Placement, PlanError, PlanOptions};
+use crate::layer::{Builder, Part, Recompute};
+use crate::{LayerPlan, PlanError, PlanOptions};
+use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, Placement, RankCoords, TokenScope};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
 
@@ -118,6 +115,8 @@ impl<'p> Sharing<'p> {
 
     /// Sets the most experts that every group shadows in one call ([`Strategy::shadows`]). A plan
     /// does not pack weights of shadows.
+    ///
+    /// [`Strategy::shadows`]: moesaic_dist::Strategy::shadows
     #[must_use]
     pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
         Sharing { shadows, ..self }
@@ -266,9 +265,6 @@ pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
     }
 }
 
-/// The tensors of the expert part that arrive from other ranks or are uploaded for them.
-const RECEIVED: [&str; 5] = ["rows", "offsets", "row_tiles", "row_slots", "topk_weights"];
-
 fn plan_experts(
     spec: &LayerSpec,
     target: Target,
@@ -287,23 +283,8 @@ fn plan_experts(
         builder.backward_of_experts(training.recompute);
         builder.evaluation_of_experts();
     }
-    for tensor in &mut builder.plan.tensors {
-        match tensor.name.as_str() {
-            name if RECEIVED.contains(&name) => tensor.role = Role::Input,
-            "out" => tensor.role = Role::Output,
-            "dout" => tensor.role = Role::OutputGradient,
-            "drows" | "dweight_parts" => tensor.role = Role::InputGradient,
-            _ => {}
-        }
-    }
+    ports::of_experts(&mut builder.plan.tensors);
     builder.finish()
-}
-
-/// Returns the part of a tensor's name behind the index of its shared expert: `up.weight` of
-/// `shared.0.up.weight`.
-fn shared_part(name: &str) -> Option<&str> {
-    let (number, part) = name.strip_prefix("shared.")?.split_once('.')?;
-    number.parse::<usize>().is_ok().then_some(part)
 }
 
 fn plan_shared(
@@ -314,14 +295,7 @@ fn plan_shared(
 ) -> LayerPlan {
     let mut builder = Builder::new(&shared_shards(spec, mesh), target, options);
     builder.shared_alone(options.training.map(|training| training.recompute));
-    for tensor in &mut builder.plan.tensors {
-        match shared_part(&tensor.name) {
-            Some("out") => tensor.role = Role::Output,
-            Some("weight") => tensor.role = Role::OutputGradient,
-            Some("drows" | "dweight_parts") => tensor.role = Role::InputGradient,
-            _ => {}
-        }
-    }
+    ports::of_shared(&mut builder.plan.tensors);
     builder.forget_unnamed();
     builder.finish()
 }
@@ -335,12 +309,6 @@ fn shared_columns(shared: &LayerPlan) -> Vec<usize> {
         .map(|parts| parts.map_or(0, |parts| parts.shape[1].eval(0) as usize))
         .collect()
 }
-
-/// The gradients that come back from experts in a backward pass.
-const BROUGHT_BACK: [&str; 2] = ["drows", "dweight_parts"];
-
-/// The tensors with counts over all ranks.
-const GLOBAL: [&str; 2] = ["global_counts", "global_tokens"];
 
 fn plan_tokens(
     spec: &LayerSpec,
@@ -358,18 +326,7 @@ fn plan_tokens(
         .training
         .map_or(Recompute::None, |training| training.recompute);
     let places = builder.around_experts(recompute);
-    for tensor in &mut builder.plan.tensors {
-        if GLOBAL.contains(&&*tensor.name) {
-            // In one process the caller supplies these counts; here ranks fill them by an exchange.
-            tensor.role = Role::Scratch;
-        }
-        // Every backward pass receives these tensors anew, so forward need not keep them.
-        let sharded = shared.is_some();
-        let name = shared_part(&tensor.name).filter(|_| sharded);
-        if BROUGHT_BACK.contains(&name.unwrap_or(&tensor.name)) {
-            tensor.role = Role::OutputGradient;
-        }
-    }
+    ports::of_tokens(&mut builder.plan.tensors, shared.is_some());
     builder.forget_experts();
     (builder.finish(), places)
 }

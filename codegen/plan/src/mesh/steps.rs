@@ -1,12 +1,12 @@
 //! The order of steps: launches of all parts and exchanges in one list.
 
-use super::adaptive::shard_dim;
-use super::{
-    BROUGHT_BACK, CollectiveOp, Exchange, PlanPart, RankPlan, RankStep, TokenScope, shared_part,
-};
+use super::ports::{brought_back, shared_part};
+use super::regions::shard_dim;
+use super::{Exchange, FromTo, RankPlan, RankStep};
 use crate::layer::around::Places;
 use crate::{LayerPlan, Recompute, Role, Step, TensorId, TensorPlan};
-use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec};
+use moesaic_dist::{CollectiveOp, Payload, PlanPart, TokenScope};
+use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec, WeightSite};
 use std::ops::Range;
 
 /// Returns the plan with its steps.
@@ -28,31 +28,25 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     };
     let mut list = Vec::new();
     if needs_token_counts(&plan.tokens.spec, trains) {
-        list.push(exchange("tokens", CollectiveOp::TokenCounts));
+        list.push(counts("tokens", CollectiveOp::TokenCounts));
     }
     let scanned = plan.tokens.routing_of(steps).len();
     launch(&mut list, PlanPart::Dispatch, 0..scanned);
     let together = plan.scope == TokenScope::World;
     if together {
-        list.push(exchange(
-            "routing of all tokens",
-            CollectiveOp::GlobalRouting,
-        ));
+        list.push(counts("routing of all tokens", CollectiveOp::GlobalRouting));
     }
     if let (Some(from), Some(to)) = (named("counts"), named("global_counts")) {
-        list.push(exchange(
-            "counts of all tokens",
-            CollectiveOp::AllReduceSum { from, to },
-        ));
+        let op = CollectiveOp::AllReduceSum;
+        list.push(exchange("counts of all tokens", op, FromTo { from, to }));
     }
-    if let (Some(ids), Some(to)) = (plan.tokens.id("topk_ids"), named("global_tokens")) {
-        list.push(exchange(
-            "tokens with an expert",
-            CollectiveOp::CountLiveTokens { ids, to },
-        ));
+    if let (Some(from), Some(to)) = (plan.tokens.id("topk_ids"), named("global_tokens")) {
+        let op = CollectiveOp::CountLiveTokens;
+        list.push(exchange("tokens with an expert", op, FromTo { from, to }));
     }
     if let Some(tensor) = named("capacity").filter(|_| counted_capacity(&plan.tokens.spec)) {
-        list.push(exchange("capacity", CollectiveOp::AllReduceMax { tensor }));
+        let tensors = FromTo::in_place(tensor);
+        list.push(exchange("capacity", CollectiveOp::AllReduceMax, tensors));
     }
     let summed = if together {
         sums_losses(plan, steps)
@@ -64,17 +58,31 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     launch(&mut list, PlanPart::Dispatch, scanned..first);
     if summed.is_some() {
         list.extend(LOSS_PARTS.into_iter().filter_map(|name| {
-            let tensor = named(name)?;
-            Some(exchange(name, CollectiveOp::ReduceLossParts { tensor }))
+            let tensors = FromTo::in_place(named(name)?);
+            Some(exchange(name, CollectiveOp::ReduceLossParts, tensors))
         }));
     }
     launch(&mut list, PlanPart::Dispatch, first..at);
     let multiply = pass_of(&plan.experts, trains);
     list.extend(gathered_weights(plan, multiply));
-    let weights = named("row_weights").map(|_| ("row_weights", "topk_weights"));
-    let sent: Vec<_> = [("rows", "rows")].into_iter().chain(weights).collect();
+    let weight_on = plan.tokens.spec.router.weight_on;
+    let rows = RowTensor {
+        from: "rows",
+        to: "rows",
+        payload: match weight_on {
+            // Each row is its token times the weight of its expert.
+            WeightSite::Input => Payload::PerRow,
+            _ => Payload::PerToken,
+        },
+    };
+    let weights = named("row_weights").map(|_| RowTensor {
+        from: "row_weights",
+        to: "topk_weights",
+        payload: Payload::Scalars,
+    });
+    let sent: Vec<RowTensor> = [rows].into_iter().chain(weights).collect();
     if let Some(shadows) = &plan.shadows {
-        list.push(exchange("tokens per expert", CollectiveOp::TokensPerExpert));
+        list.push(counts("tokens per expert", CollectiveOp::TokensPerExpert));
         list.extend(begin_shadows(
             plan,
             shadows,
@@ -82,11 +90,8 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         ));
     }
     // After the choice of shadows, because rows of shadowed experts stay and are not counted.
-    list.push(exchange("counts", CollectiveOp::RowCounts));
-    list.extend(
-        sent.iter()
-            .filter_map(|(from, to)| dispatch(plan, from, to)),
-    );
+    list.push(counts("counts", CollectiveOp::RowCounts));
+    list.extend(sent.iter().filter_map(|rows| dispatch(plan, rows)));
     if let Some(shadows) = &plan.shadows {
         launch(
             &mut list,
@@ -96,9 +101,17 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         list.extend(return_shadow_rows(plan, shadows, "out"));
     }
     launch(&mut list, PlanPart::Experts, 0..multiply.len());
-    list.extend(combine(plan, &["out"]));
+    let out = RowTensor::back(
+        "out",
+        match weight_on {
+            // `combine` reads each row to weight it.
+            WeightSite::Output => Payload::PerRow,
+            _ => Payload::PartialSums,
+        },
+    );
+    list.extend(combine(plan, &[out]));
     if let Some(shared) = &plan.shared {
-        list.push(exchange("tokens of shards", CollectiveOp::TpTokenCounts));
+        list.push(counts("tokens of shards", CollectiveOp::TpTokenCounts));
         list.extend(all_gather_tp(plan, shared, "x"));
         launch(
             &mut list,
@@ -137,15 +150,16 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     launch(&mut list, PlanPart::Dispatch, 0..again);
     // The recomputed routing knows this rank's tokens alone, and is replaced as in forward.
     if again > 0 && plan.scope == TokenScope::World {
-        list.push(exchange(
-            "routing of all tokens",
-            CollectiveOp::GlobalRouting,
-        ));
+        list.push(counts("routing of all tokens", CollectiveOp::GlobalRouting));
     }
     launch(&mut list, PlanPart::Dispatch, again..at);
     list.extend(gathered_weights(plan, &plan.experts.backward));
+    let dout = RowTensor {
+        from: "dout",
+        to: "dout",
+        payload: Payload::PerToken,
+    };
     if let Some(shadows) = &plan.shadows {
-        let sent = &[("dout", "dout")];
         // Weights of shadows are not kept where hidden values are recomputed: the recomputation
         // needs them again, so they are sent again.
         let training = plan.tokens.training.unwrap_or_default();
@@ -153,17 +167,26 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
             Recompute::None => &[],
             Recompute::Hidden | Recompute::All => &shadows.backward[..],
         };
-        list.extend(begin_shadows(plan, shadows, (weights_of, sent)));
+        list.extend(begin_shadows(plan, shadows, (weights_of, &[dout])));
     }
     // Backward needs no counts: forward's are kept.
-    list.extend(dispatch(plan, "dout", "dout"));
+    list.extend(dispatch(plan, &dout));
     if let Some(shadows) = &plan.shadows {
         launch(&mut list, PlanPart::Shadows, 0..shadows.backward.len());
-        let back = BROUGHT_BACK.iter();
+        let back = brought_back();
         list.extend(back.filter_map(|name| return_shadow_rows(plan, shadows, name)));
     }
     launch(&mut list, PlanPart::Experts, 0..plan.experts.backward.len());
-    list.extend(combine(plan, &["drows", "dweight_parts"]));
+    let drows = match plan.tokens.spec.router.weight_on {
+        // Gradients of input weights read each row.
+        WeightSite::Input => Payload::PerRow,
+        _ => Payload::PartialSums,
+    };
+    let back = [
+        RowTensor::back("drows", drows),
+        RowTensor::back("dweight_parts", Payload::Scalars),
+    ];
+    list.extend(combine(plan, &back));
     list.extend(scattered_gradients(plan));
     list.extend(
         plan.shadows
@@ -175,11 +198,8 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     let weights = plan.tokens.tensors.iter().enumerate();
     for (to, tensor) in weights.filter(|(_, tensor)| tensor.role == Role::Weight) {
         if let Some(from) = plan.experts.id(&tensor.name) {
-            let to = TensorId(to);
-            list.push(exchange(
-                &tensor.name,
-                CollectiveOp::AllGatherExperts { from, to },
-            ));
+            let (op, to) = (CollectiveOp::AllGatherExperts, TensorId(to));
+            list.push(exchange(&tensor.name, op, FromTo { from, to }));
         }
     }
     if let Some(shared) = &plan.shared {
@@ -197,42 +217,45 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
 /// the last bias, which the dispatch part may read.
 fn gathered_weights(plan: &RankPlan, steps: &[Step]) -> Vec<RankStep> {
     let used = |weight| steps.iter().any(|step| step.tensors().contains(&weight));
-    let op = |weight, dim: Option<usize>| {
-        let wanted = dim.is_none() || used(weight);
-        wanted.then_some(CollectiveOp::AllGatherWeight { weight, dim })
+    let wanted = |id: TensorId, dim: Option<usize>| {
+        plan.experts.is_multiplied(id) && (dim.is_none() || used(id))
     };
-    of_blocks(plan, |id| plan.experts.is_multiplied(id), op)
+    of_blocks(plan, CollectiveOp::AllGatherWeight, wanted)
 }
 
 fn scattered_gradients(plan: &RankPlan) -> Vec<RankStep> {
-    let op = |gradient, dim| Some(CollectiveOp::ReduceScatterGradient { gradient, dim });
-    let is_gradient = |id: TensorId| plan.experts[id].role == Role::WeightGradient;
-    of_blocks(plan, is_gradient, op)
+    let is_gradient = |id: TensorId, _| plan.experts[id].role == Role::WeightGradient;
+    of_blocks(plan, CollectiveOp::ReduceScatterGradient, is_gradient)
 }
 
+/// Returns an operation of the ranks of a block on each wanted tensor of the expert part; `wanted`
+/// is given the tensor and the dimension that shards split.
 fn of_blocks(
     plan: &RankPlan,
-    wanted: impl Fn(TensorId) -> bool,
-    op: impl Fn(TensorId, Option<usize>) -> Option<CollectiveOp>,
+    op: CollectiveOp,
+    wanted: impl Fn(TensorId, Option<usize>) -> bool,
 ) -> Vec<RankStep> {
     if plan.by().is_owner_only() {
         return Vec::new();
     }
     let tensors = plan.experts.tensors.iter().enumerate();
-    let tensors = tensors.filter(|(at, _)| wanted(TensorId(*at)));
     let step = |(at, tensor): (usize, &TensorPlan)| {
-        let op = op(TensorId(at), shard_dim(&tensor.name))?;
-        Some(exchange(&tensor.name, op))
+        let (id, dim) = (TensorId(at), shard_dim(&tensor.name));
+        wanted(id, dim).then(|| {
+            RankStep::Exchange(Exchange {
+                dim,
+                ..Exchange::new(&tensor.name, op, Some(FromTo::in_place(id)))
+            })
+        })
     };
     tensors.filter_map(step).collect()
 }
 
-/// Returns the exchanges that bring shadowed experts their weights and rows. `sent` names each
-/// tensor on the dispatch part and on the shadow part.
+/// Returns the exchanges that bring shadowed experts their weights and rows.
 fn begin_shadows(
     plan: &RankPlan,
     shadows: &LayerPlan,
-    (steps, sent): (&[Step], &[(&str, &str)]),
+    (steps, sent): (&[Step], &[RowTensor]),
 ) -> Vec<RankStep> {
     let used = |weight| steps.iter().any(|step| step.tensors().contains(&weight));
     let weights = shadows.tensors.iter().enumerate();
@@ -240,17 +263,20 @@ fn begin_shadows(
     let weights = weights.filter(|(id, _)| shadows.is_multiplied(*id) && used(*id));
     let weight = |(to, tensor): (TensorId, &TensorPlan)| {
         let from = plan.experts.id(&tensor.name)?;
+        let op = CollectiveOp::BroadcastShadowWeight;
         Some(exchange(
             &shadow_name(&tensor.name),
-            CollectiveOp::BroadcastShadowWeight { from, to },
+            op,
+            FromTo { from, to },
         ))
     };
-    let rows = |(from, to): &(&str, &str)| {
-        let op = CollectiveOp::KeepShadowRows {
-            from: plan.tokens.id(from)?,
-            to: shadows.id(to)?,
+    let rows = |rows: &RowTensor| {
+        let tensors = FromTo {
+            from: plan.tokens.id(rows.from)?,
+            to: shadows.id(rows.to)?,
         };
-        Some(exchange(&shadow_name(from), op))
+        let op = CollectiveOp::KeepShadowRows;
+        Some(exchange(&shadow_name(rows.from), op, tensors))
     };
     let weights = weights.filter_map(weight);
     weights.chain(sent.iter().filter_map(rows)).collect()
@@ -262,10 +288,8 @@ fn shadow_name(name: &str) -> String {
 
 fn return_shadow_rows(plan: &RankPlan, shadows: &LayerPlan, name: &str) -> Option<RankStep> {
     let (from, to) = (shadows.id(name)?, plan.tokens.id(name)?);
-    Some(exchange(
-        &shadow_name(name),
-        CollectiveOp::ReturnShadowRows { from, to },
-    ))
+    let op = CollectiveOp::ReturnShadowRows;
+    Some(exchange(&shadow_name(name), op, FromTo { from, to }))
 }
 
 fn reduce_shadow_gradients(plan: &RankPlan, shadows: &LayerPlan) -> Vec<RankStep> {
@@ -273,9 +297,11 @@ fn reduce_shadow_gradients(plan: &RankPlan, shadows: &LayerPlan) -> Vec<RankStep
     let gradients = tensors.filter(|(_, tensor)| tensor.role == Role::WeightGradient);
     let sum = |(at, tensor): (usize, &TensorPlan)| {
         let (from, to) = (TensorId(at), plan.experts.id(&tensor.name)?);
+        let op = CollectiveOp::ReduceShadowGradient;
         Some(exchange(
             &shadow_name(&tensor.name),
-            CollectiveOp::ReduceShadowGradient { from, to },
+            op,
+            FromTo { from, to },
         ))
     };
     gradients.filter_map(sum).collect()
@@ -291,16 +317,14 @@ fn backward_of_shared(plan: &RankPlan, shared: &LayerPlan) -> Vec<RankStep> {
         }
     }
     launch(&mut list, PlanPart::Shared, 0..shared.backward.len());
-    let comes_back = |part: &str| BROUGHT_BACK.contains(&part);
+    let comes_back = |part: &str| brought_back().any(|name| name == part);
     list.extend(reduce_scatter_tp(plan, shared, comes_back));
     let weights = shared.tensors.iter();
     let weights = weights.filter(|tensor| tensor.role == Role::Weight);
     list.extend(weights.filter_map(|tensor| {
         let (from, to) = (shared.id(&tensor.name)?, plan.tokens.id(&tensor.name)?);
-        Some(exchange(
-            &tensor.name,
-            CollectiveOp::BroadcastTp { from, to },
-        ))
+        let op = CollectiveOp::BroadcastTp;
+        Some(exchange(&tensor.name, op, FromTo { from, to }))
     }));
     list
 }
@@ -330,23 +354,52 @@ fn launch(list: &mut Vec<RankStep>, part: PlanPart, steps: Range<usize>) {
     list.extend(steps.map(|step| RankStep::Launch { part, step, chunk }));
 }
 
-fn exchange(name: &str, op: CollectiveOp) -> RankStep {
-    RankStep::Exchange(Exchange {
-        name: name.to_string(),
-        op,
-        packed: None,
-        chunk: None,
-    })
+fn exchange(name: &str, op: CollectiveOp, tensors: FromTo) -> RankStep {
+    RankStep::Exchange(Exchange::new(name, op, Some(tensors)))
 }
 
-fn dispatch(plan: &RankPlan, from: &str, to: &str) -> Option<RankStep> {
-    let (name, from, to) = (from, plan.tokens.id(from)?, plan.experts.id(to)?);
-    Some(exchange(name, CollectiveOp::Dispatch { from, to }))
+/// Returns an exchange of counts that no kernel reads.
+fn counts(name: &str, op: CollectiveOp) -> RankStep {
+    RankStep::Exchange(Exchange::new(name, op, None))
+}
+
+/// A tensor whose rows go to experts or come back.
+#[derive(Clone, Copy)]
+struct RowTensor {
+    /// The name on the part that sends.
+    from: &'static str,
+    /// The name on the part that receives.
+    to: &'static str,
+    payload: Payload,
+}
+
+impl RowTensor {
+    /// Returns a tensor that comes back from experts, where both parts have one name for it.
+    fn back(name: &'static str, payload: Payload) -> RowTensor {
+        RowTensor {
+            from: name,
+            to: name,
+            payload,
+        }
+    }
+
+    fn exchange(&self, op: CollectiveOp, tensors: FromTo) -> RankStep {
+        RankStep::Exchange(Exchange {
+            payload: Some(self.payload),
+            ..Exchange::new(self.from, op, Some(tensors))
+        })
+    }
+}
+
+fn dispatch(plan: &RankPlan, rows: &RowTensor) -> Option<RankStep> {
+    let (from, to) = (plan.tokens.id(rows.from)?, plan.experts.id(rows.to)?);
+    Some(rows.exchange(CollectiveOp::Dispatch, FromTo { from, to }))
 }
 
 fn all_gather_tp(plan: &RankPlan, shared: &LayerPlan, name: &str) -> Option<RankStep> {
     let (from, to) = (plan.tokens.id(name)?, shared.id(name)?);
-    Some(exchange(name, CollectiveOp::AllGatherTp { from, to }))
+    let op = CollectiveOp::AllGatherTp;
+    Some(exchange(name, op, FromTo { from, to }))
 }
 
 /// Returns the reduce-scatters of some tensors of each shared expert.
@@ -359,29 +412,79 @@ fn reduce_scatter_tp(
     let wanted = tensors.filter(|(_, tensor)| shared_part(&tensor.name).is_some_and(&of));
     let step = |(from, tensor): (usize, &TensorPlan)| {
         let (from, to) = (TensorId(from), plan.tokens.id(&tensor.name)?);
-        Some(exchange(
-            &tensor.name,
-            CollectiveOp::ReduceScatterTp { from, to },
-        ))
+        let op = CollectiveOp::ReduceScatterTp;
+        Some(exchange(&tensor.name, op, FromTo { from, to }))
     };
     wanted.filter_map(step).collect()
 }
 
 /// Returns the exchanges that bring results back to the tokens. Each shard has only a partial sum,
 /// so an all-reduce comes first.
-fn combine(plan: &RankPlan, names: &[&str]) -> Vec<RankStep> {
+fn combine(plan: &RankPlan, tensors: &[RowTensor]) -> Vec<RankStep> {
     let (mut sums, mut back) = (Vec::new(), Vec::new());
-    for name in names {
-        let (Some(tensor), Some(to)) = (plan.experts.id(name), plan.tokens.id(name)) else {
+    for rows in tensors {
+        let (Some(from), Some(to)) = (plan.experts.id(rows.from), plan.tokens.id(rows.to)) else {
             continue;
         };
         if plan.by().mesh().expert_tp > 1 {
-            let op = CollectiveOp::AllReduceTp { tensor };
-            sums.push(exchange(&format!("{name} of shards"), op));
+            let (name, op) = (
+                format!("{} of shards", rows.from),
+                CollectiveOp::AllReduceTp,
+            );
+            sums.push(exchange(&name, op, FromTo::in_place(from)));
         }
-        back.push(exchange(name, CollectiveOp::Combine { from: tensor, to }));
+        back.push(rows.exchange(CollectiveOp::Combine, FromTo { from, to }));
     }
     // Sums and answers in two runs, because exchanges that become one operation have to be adjacent
     // (`Exchange::goes_with`).
     [sums, back].concat()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::plan_rank;
+    use super::*;
+    use crate::{PlanOptions, Training};
+    use moesaic_dist::Parallel;
+
+    /// Returns the payload of each exchange of rows by name, where the router's weights apply at
+    /// one place.
+    fn payloads(weight_on: &str) -> Vec<(String, Payload)> {
+        let text = format!(
+            "shape = {{ model_dim = 8, hidden_dim = 16, experts = 8, top_k = 2 }}
+             router = {{ weight_on = '{weight_on}' }}"
+        );
+        let spec = LayerSpec::from_toml(&text).unwrap();
+        let mesh = Parallel {
+            ep: 4,
+            ..Parallel::default()
+        };
+        let options = PlanOptions::training(Training::default());
+        let plan = plan_rank(&spec, "cpu:avx2".parse().unwrap(), &options, mesh, 0).unwrap();
+        let steps = plan.steps.iter().chain(&plan.backward);
+        let exchanges = steps.filter_map(RankStep::exchange);
+        for exchange in exchanges.clone() {
+            let is_rows = exchange.op.exchanges_rows();
+            assert_eq!(exchange.payload.is_some(), is_rows, "{}", exchange.name);
+        }
+        let payload = |exchange: &Exchange| Some((exchange.name.clone(), exchange.payload?));
+        exchanges.filter_map(payload).collect()
+    }
+
+    #[test]
+    fn the_place_of_weights_decides_what_rows_are() {
+        let find = |weight_on: &str, name: &str| {
+            let all = payloads(weight_on);
+            let found = all.into_iter().find(|(known, _)| known == name);
+            found.map(|(_, payload)| payload)
+        };
+        let wide = |weight_on| ["rows", "out", "dout", "drows"].map(|name| find(weight_on, name));
+        let (token, row) = (Some(Payload::PerToken), Some(Payload::PerRow));
+        let sums = Some(Payload::PartialSums);
+        assert_eq!(wide("output"), [token, row, token, sums]);
+        assert_eq!(wide("activation"), [token, sums, token, sums]);
+        assert_eq!(wide("input"), [row, sums, token, row]);
+        assert_eq!(find("activation", "row_weights"), Some(Payload::Scalars));
+        assert_eq!(find("activation", "dweight_parts"), Some(Payload::Scalars));
+    }
 }

@@ -1,7 +1,10 @@
 //! Rank plans, held against what each part needs.
 
+use super::ports::shared_part;
 use super::*;
 use crate::{Recompute, Role, Step, TensorId, Training};
+use moesaic_dist::{AdaptiveMesh, SharedExperts, Strategy};
+use moesaic_dist::{Amount, Both, Chunk, CollectiveOp, Distance, Overlap, OverlapBy, PlanPart};
 use moesaic_spec::testing::sample;
 use std::collections::BTreeSet;
 
@@ -127,11 +130,10 @@ fn shadows_have_their_steps_in_this_order() {
 fn weights_of_shadows_stay_where_what_they_make_is_kept() {
     let sent = |steps: &[RankStep]| -> Vec<TensorId> {
         let exchanges = steps.iter().filter_map(RankStep::exchange);
-        let weight = |exchange: &Exchange| match exchange.op {
-            CollectiveOp::BroadcastShadowWeight { to, .. } => Some(to),
-            _ => None,
-        };
-        exchanges.filter_map(weight).collect()
+        let weights =
+            exchanges.filter(|exchange| exchange.op == CollectiveOp::BroadcastShadowWeight);
+        let weight = |exchange: &Exchange| exchange.writes().map(|weight| weight.tensor);
+        weights.filter_map(weight).collect()
     };
     for seed in 0..40 {
         let (spec, mesh) = layer(seed);
@@ -192,10 +194,7 @@ fn chunks_make_up_the_whole() {
                     count(whole, products) * launched,
                     "{what}"
                 );
-                let goes = |step: &RankStep| {
-                    matches!(step, RankStep::Exchange(Exchange { op, .. })
-                        if matches!(op, CollectiveOp::Dispatch { .. } | CollectiveOp::Combine { .. }))
-                };
+                let goes = |step: &RankStep| matches!(step, RankStep::Exchange(Exchange { op, .. }) if op.exchanges_rows());
                 assert_eq!(count(list, goes), count(whole, goes) * degree, "{what}");
             }
         }
@@ -231,8 +230,8 @@ fn check_order(list: &[RankStep], what: &str) {
             RankStep::Exchange(exchange) => {
                 let mut units = exchange.chunk.unwrap_or(all).units(units);
                 match exchange.op {
-                    CollectiveOp::Dispatch { .. } => units.for_each(|unit| sent[unit] += 1),
-                    CollectiveOp::AllReduceTp { .. } | CollectiveOp::Combine { .. } => {
+                    CollectiveOp::Dispatch => units.for_each(|unit| sent[unit] += 1),
+                    CollectiveOp::AllReduceTp | CollectiveOp::Combine => {
                         let done = |unit| multiplied[unit] == launches;
                         assert!(units.all(done), "{what}: `{}` too early", exchange.name);
                     }
@@ -343,17 +342,15 @@ fn both_parts_of_an_exchange_have_the_same_rows() {
                 let RankStep::Exchange(exchange) = step else {
                     continue;
                 };
-                let (here, part, there) = match exchange.op {
-                    CollectiveOp::Dispatch { from, to } => (from, PlanPart::Experts, to),
-                    CollectiveOp::Combine { from, to }
-                    | CollectiveOp::AllGatherExperts { from, to } => (to, PlanPart::Experts, from),
-                    CollectiveOp::AllGatherTp { from, to } => (from, PlanPart::Shared, to),
-                    CollectiveOp::ReduceScatterTp { from, to }
-                    | CollectiveOp::BroadcastTp { from, to } => (to, PlanPart::Shared, from),
-                    _ => continue,
+                let moves = matches!(
+                    exchange.op.row().amount,
+                    Amount::ExpertRows | Amount::ShadowRows | Amount::TokenRows | Amount::Tensor
+                );
+                let ends = exchange.reads().zip(exchange.writes());
+                let Some((reads, writes)) = ends.filter(|_| moves) else {
+                    continue;
                 };
-                let [a, b] = [(PlanPart::Dispatch, here), (part, there)]
-                    .map(|(part, tensor)| plan.row_bytes(part, tensor));
+                let [a, b] = [reads, writes].map(|at| plan.row_bytes(at.part, at.tensor));
                 assert_eq!(a, b, "{}: seed {seed}, {target}", exchange.name);
                 assert!(a > 0);
             }
@@ -460,9 +457,9 @@ fn every_pass_of_shards_of_shared_experts_has_its_exchanges() {
             let of_slices = |step: &RankStep| match step {
                 RankStep::Exchange(Exchange { name, op, .. }) => matches!(
                     op,
-                    CollectiveOp::AllGatherTp { .. }
-                        | CollectiveOp::ReduceScatterTp { .. }
-                        | CollectiveOp::BroadcastTp { .. }
+                    CollectiveOp::AllGatherTp
+                        | CollectiveOp::ReduceScatterTp
+                        | CollectiveOp::BroadcastTp
                 )
                 .then(|| name.clone()),
                 RankStep::Launch { .. } => None,

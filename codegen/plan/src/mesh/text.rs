@@ -1,8 +1,9 @@
 //! The steps of a rank as text.
 
 use super::data::NODES;
-use super::{CollectiveOp, Exchange, PlanPart, RankPlan, RankStep};
-use crate::{LayerPlan, Step, TensorId};
+use super::{Exchange, PartTensor, RankPlan, RankStep};
+use crate::{LayerPlan, Step};
+use moesaic_dist::{Amount, NUMBER_BYTES, OpGroup, OpText, PlanPart};
 use std::fmt::Write;
 
 impl RankPlan {
@@ -60,139 +61,53 @@ impl RankPlan {
     }
 
     fn exchange(&self, exchange: &Exchange) -> String {
-        let (tokens, experts, shared) = (PlanPart::Dispatch, PlanPart::Experts, PlanPart::Shared);
-        let shadows = PlanPart::Shadows;
-        let name = |part: PlanPart, id: TensorId| &*self.part(part)[id].name;
-        let row = |part: PlanPart, id| self.row_bytes(part, id);
-        let text = match exchange.op {
-            CollectiveOp::TokenCounts => "token counts of all ranks: 8 bytes".to_string(),
-            CollectiveOp::RowCounts => {
-                let experts = self.experts_here().len();
-                format!(
-                    "row counts to the experts' ranks: {} bytes from each",
-                    8 * experts
-                )
-            }
-            CollectiveOp::TokensPerExpert => format!(
-                "tokens per expert of all ranks, which choose shadows: {} bytes from each",
-                8 * self.tokens.spec.shape.experts
-            ),
-            CollectiveOp::KeepShadowRows { from, to } => format!(
-                "{} that stay to {} of shadows: {} bytes a row",
-                name(tokens, from),
-                name(shadows, to),
-                row(tokens, from)
-            ),
-            CollectiveOp::ReturnShadowRows { from, to } => format!(
-                "{} of shadows to {}: {} bytes a row",
-                name(shadows, from),
-                name(tokens, to),
-                row(shadows, from)
-            ),
-            CollectiveOp::BroadcastShadowWeight { from, to } => format!(
-                "{} of experts with shadows to all: at most {} bytes",
-                name(experts, from),
-                self.part(shadows)[to].bytes(0)
-            ),
-            CollectiveOp::ReduceShadowGradient { from, to } => format!(
-                "{} of shadows summed to {} of their owners: at most {} bytes",
-                name(shadows, from),
-                name(experts, to),
-                self.part(shadows)[from].bytes(0)
-            ),
-            CollectiveOp::Dispatch { from, to } => format!(
-                "{} to {} of experts: {} bytes a row{}",
-                name(tokens, from),
-                name(experts, to),
-                row(tokens, from),
-                to_each(self.by().mesh().expert_tp)
-            ),
-            CollectiveOp::Combine { from, to } => format!(
-                "{} of experts to {}: {} bytes a row",
-                name(experts, from),
-                name(tokens, to),
-                row(experts, from)
-            ),
-            CollectiveOp::AllReduceTp { tensor } => format!(
-                "{} of experts summed over {} shards: {} bytes a row",
-                name(experts, tensor),
-                self.by().mesh().expert_tp,
-                row(experts, tensor)
-            ),
-            CollectiveOp::TpTokenCounts => "token counts of TP peers: 8 bytes".to_string(),
-            CollectiveOp::AllGatherTp { from, to } => format!(
-                "{} to {} of shared experts: {} bytes a row{}",
-                name(tokens, from),
-                name(shared, to),
-                row(tokens, from),
-                to_each(self.mesh.expert_tp)
-            ),
-            CollectiveOp::ReduceScatterTp { from, to } => format!(
-                "{} summed over {} shards to {}: {} bytes a row",
-                name(shared, from),
-                self.mesh.expert_tp,
-                name(tokens, to),
-                row(shared, from)
-            ),
-            CollectiveOp::BroadcastTp { from, to } => format!(
-                "{} of the first shard to {} of all: {} bytes",
-                name(shared, from),
-                name(tokens, to),
-                self.tokens[to].bytes(0)
-            ),
-            CollectiveOp::AllReduceSum { from, to } => format!(
-                "{} of all ranks summed to {}: {} bytes",
-                name(tokens, from),
-                name(tokens, to),
-                self.tokens[from].bytes(0)
-            ),
-            CollectiveOp::CountLiveTokens { ids, .. } => {
-                format!(
-                    "tokens of all ranks with an expert, counted in {}: 8 bytes",
-                    name(tokens, ids)
-                )
-            }
-            CollectiveOp::GlobalRouting => "routing of all ranks' tokens together".to_string(),
-            CollectiveOp::ReduceLossParts { tensor } => format!(
-                "{} summed over tiles and ranks: {} bytes",
-                name(tokens, tensor),
-                self.row_bytes(PlanPart::Dispatch, tensor)
-            ),
-            CollectiveOp::AllReduceMax { tensor } => {
-                format!(
-                    "maximum of {} over all ranks: 8 bytes",
-                    name(tokens, tensor)
-                )
-            }
-            CollectiveOp::AllGatherWeight { weight, .. } => format!(
-                "{} of {} ranks gathered: {} bytes",
-                name(experts, weight),
-                self.block(),
-                self.experts[weight].bytes(0)
-            ),
-            CollectiveOp::ReduceScatterGradient { gradient, .. } => format!(
-                "{} summed over {} ranks to its owners: {} bytes",
-                name(experts, gradient),
-                self.block(),
-                self.experts[gradient].bytes(0)
-            ),
-            CollectiveOp::AllGatherExperts { from, to } => format!(
-                "{} of all experts: {} bytes",
-                name(experts, from),
-                self.tokens[to].bytes(0)
-            ),
+        let row = exchange.op.row();
+        let name = |tensor: Option<PartTensor>| {
+            tensor.map_or("", |PartTensor { part, tensor }| {
+                &*self.part(part)[tensor].name
+            })
         };
+        let text = row.text(&OpText {
+            from: name(exchange.reads()),
+            to: name(exchange.writes()),
+            bytes: self.unit_bytes(exchange),
+            ranks: self.ranks_of(row.group),
+            shards: match row.group {
+                OpGroup::SharedTp => self.mesh.expert_tp,
+                _ => self.by().mesh().expert_tp,
+            },
+        });
         format!("ranks    {text}")
     }
 
-    fn block(&self) -> usize {
-        self.by().block(self.mesh.rank(self.place)).len()
+    /// Returns the bytes of one unit of an exchange: a row, the numbers of one rank, a tensor.
+    fn unit_bytes(&self, exchange: &Exchange) -> u64 {
+        let tensor = |of: PartTensor| self.part(of.part)[of.tensor].bytes(0);
+        let row = |of: PartTensor| self.row_bytes(of.part, of.tensor) as u64;
+        let bytes_of =
+            |of: Option<PartTensor>, bytes: &dyn Fn(PartTensor) -> u64| of.map_or(0, bytes);
+        let (reads, writes) = (exchange.reads(), exchange.writes());
+        match exchange.op.row().amount {
+            Amount::Nothing => 0,
+            Amount::Number => NUMBER_BYTES,
+            Amount::NumberPerExpert => NUMBER_BYTES * self.tokens.spec.shape.experts as u64,
+            Amount::NumberPerOwnExpert => NUMBER_BYTES * self.experts_here().len() as u64,
+            Amount::ExpertRows | Amount::ShadowRows | Amount::TokenRows | Amount::OneRow => {
+                bytes_of(reads, &row)
+            }
+            // The expert part's tensor has all experts of a rank, the shadow part's those alone
+            // that may have shadows.
+            Amount::ShadowTensor => {
+                let ends = [reads, writes].into_iter().flatten();
+                let mut shadows = ends.filter(|end| end.part == PlanPart::Shadows);
+                bytes_of(shadows.next(), &tensor)
+            }
+            Amount::Tensor | Amount::Region => bytes_of(writes, &tensor),
+        }
     }
-}
 
-fn to_each(shards: usize) -> String {
-    match shards {
-        1 => String::new(),
-        shards => format!(", to each of {shards} shards"),
+    /// Returns the number of ranks of a process group.
+    fn ranks_of(&self, group: OpGroup) -> usize {
+        self.members(group).len()
     }
 }

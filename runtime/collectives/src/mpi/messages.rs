@@ -146,7 +146,10 @@ mod tests {
                 messages(&parts, 1 << 30).iter().map(bytes).collect()
             };
             assert_eq!(lie(0), lie(1 << 22));
-            assert_eq!(lie(0).concat().iter().sum::<usize>(), sizes.iter().sum());
+            assert_eq!(
+                lie(0).concat().iter().sum::<usize>(),
+                sizes.iter().sum::<usize>()
+            );
         }
     }
 }

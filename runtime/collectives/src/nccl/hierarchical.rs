@@ -1,8 +1,9 @@
 //! Exchanges over intermediate ranks.
 
 use super::group::{BegunHandle, Nccl};
-use crate::api::{Algorithm, Call, Collectives, Transfer};
+use crate::api::{Call, Collectives, Transfer};
 use crate::eager::OpKind;
+use crate::plan::Algorithm;
 use crate::plan::{self, HopCounts, Schedule};
 use crate::{CollectiveError, Slice, checks, hierarchical};
 

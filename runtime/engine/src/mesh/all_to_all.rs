@@ -10,6 +10,7 @@ use moesaic_collectives::plan::{
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, NodeRank, NodeShape, Slice, Transfer,
 };
+use moesaic_dist::{CollectiveOp, Payload};
 use moesaic_plan::{AdaptiveMesh, AllToAll, PlanError, StrategyError};
 use moesaic_target::{Buffer, Device};
 use std::ops::Range;
@@ -30,15 +31,12 @@ pub(super) enum RowSchedule {
 
 /// The content of an exchange's rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Payload {
-    /// Rows to experts; all rows of a token are equal.
-    Tokens,
-    /// Rows to experts that differ from expert to expert.
-    Rows,
-    /// Rows from experts.
-    Answers,
-    /// Rows from experts that are only added up for each token.
-    Addends(Element),
+pub(super) struct RowContent {
+    /// The operation: to experts or back.
+    pub op: CollectiveOp,
+    pub payload: Payload,
+    /// The element type of the rows.
+    pub element: Element,
 }
 
 impl Mesh {
@@ -52,20 +50,19 @@ impl Mesh {
         all_to_all: AllToAll,
         by: AdaptiveMesh,
     ) -> Result<RowSchedule, EngineError> {
+        let row = all_to_all.row();
         // At r = 0 rows stay, so nodes do not matter and any nodes are allowed.
-        if all_to_all == AllToAll::Linear || by.adaptive_r() == 0 {
+        if row.is_direct() || by.adaptive_r() == 0 {
             return Ok(RowSchedule::Direct);
         }
         let shape = self.shape(by).map_err(|reason| {
             let error = StrategyError::Nodes { all_to_all, reason };
             EngineError::from(PlanError::from(error))
         })?;
-        Ok(match all_to_all {
-            AllToAll::Linear => RowSchedule::Direct,
-            AllToAll::TwoDh => RowSchedule::OverNodes(Algorithm::Hierarchical(shape)),
-            AllToAll::TwoDhInterFirst => RowSchedule::OverNodes(Algorithm::InterFirst(shape)),
-            AllToAll::TwoDhConcurrent => RowSchedule::OverNodes(Algorithm::Concurrent(shape)),
-            AllToAll::Dedup => RowSchedule::Dedup(shape),
+        Ok(if row.deduplicates {
+            RowSchedule::Dedup(shape)
+        } else {
+            RowSchedule::OverNodes(row.algorithm(shape))
         })
     }
 
@@ -123,7 +120,7 @@ impl Rows {
     /// returns whether two ranks are on different nodes.
     pub fn schedule(
         &self,
-        load: Payload,
+        content: RowContent,
         chunks: &Range<usize>,
         bytes: RowBytes,
         crosses: &dyn Fn(usize, usize) -> bool,
@@ -137,17 +134,22 @@ impl Rows {
             }
         };
         let size = |block: Block| block.units as usize * row(block);
-        Some(match (load, self.dedup_of(chunks)) {
-            (Payload::Tokens, Some(dedup)) => Box::new(dedup.of_rows(bytes)),
-            (Payload::Tokens | Payload::Rows, _) => Box::new(hop_counts.there(&size)),
-            (Payload::Addends(element), Some(_)) => Box::new(self.sums(
+        let RowContent {
+            op,
+            payload,
+            element,
+        } = content;
+        Some(match (payload, self.dedup_of(chunks)) {
+            (Payload::PerToken, Some(dedup)) => Box::new(dedup.of_rows(bytes)),
+            (Payload::PartialSums, Some(_)) => Box::new(self.sums(
                 chunks,
                 AddendRow {
                     element,
                     bytes: bytes.near,
                 },
             )?),
-            (Payload::Answers | Payload::Addends(_), _) => Box::new(hop_counts.back(&|block| {
+            _ if op == CollectiveOp::Dispatch => Box::new(hop_counts.there(&size)),
+            _ => Box::new(hop_counts.back(&|block| {
                 // Only shards of the same index answer each other, so the blocks of the others are
                 // empty on the way back, on every rank that passes them on.
                 let answers = self.answers_to(block.from, block.to);

@@ -1,6 +1,5 @@
 //! Casts of rows to the communication dtype between nodes.
 
-use super::all_to_all::Payload;
 use super::in_flight::Request;
 use super::mesh_call::MeshCall;
 use super::rows::{RowMesh, RowRange};
@@ -14,11 +13,12 @@ use crate::texts::Texts;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::{AddendRow, DedupCombine, RowBytes};
 use moesaic_collectives::{Call, Transfer};
-use moesaic_plan::{Both, Packed, PlanPart, RankCoords, RankPlan, RankStep, SATURATED};
+use moesaic_dist::{CollectiveOp, Payload, PlanPart};
+use moesaic_plan::{Both, Exchange, FromTo, Packed, RankCoords, RankPlan, RankStep, SATURATED};
 use moesaic_plan::{CommDtype, TensorId, Tilings};
 use moesaic_target::{Buffer, Device};
 use moesaic_tensor::Tensor;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The cast kernels of one pair of dtypes, and their memory.
@@ -32,6 +32,11 @@ pub(super) struct Packing {
     steps: Vec<Bound>,
     device: Arc<dyn Device>,
     saturated: Arc<Buffer>,
+    /// The casts of exchanges, by operation and tensors.
+    packed: BTreeMap<(CollectiveOp, FromTo), Packed>,
+    /// The tensors of the cast kernels that get their addresses at the launch: the rows, which are
+    /// the layer's, and the count, which is one for all exchanges of a call.
+    elsewhere: BTreeSet<TensorId>,
     workspaces: Mutex<Vec<CastWorkspace>>,
 }
 
@@ -61,7 +66,13 @@ impl Packing {
             tilings = Some(texts.tilings);
         }
         let device = engine.device().clone();
+        let packed = packed_exchanges(&plan);
+        let casts = plan.comm_cast.as_ref();
+        let count = casts.and_then(|casts| casts.id(SATURATED));
+        let rows = packed.values().map(|packed| packed.rows);
         Ok(Packing {
+            elsewhere: rows.chain(count).collect(),
+            packed,
             saturated: Arc::new(device.alloc(64)?),
             workspaces: Mutex::default(),
             device,
@@ -86,21 +97,25 @@ impl Packing {
     }
 
     /// Returns the cast of an exchange's rows.
-    pub fn packed(&self, name: &str) -> Option<&Packed> {
-        let steps = self.plan.steps.iter();
-        let mut steps = steps
-            .chain(&self.plan.evaluation)
-            .chain(&self.plan.backward);
-        steps.find_map(|step| match step {
-            RankStep::Exchange(exchange) if exchange.name == name => exchange.packed.as_ref(),
-            _ => None,
-        })
+    pub fn packed(&self, exchange: &Exchange) -> Option<&Packed> {
+        self.packed.get(&(exchange.op, exchange.tensors?))
     }
 
     /// Returns the memory of the call's [`SATURATED`].
     pub fn saturated(&self) -> &Arc<Buffer> {
         &self.saturated
     }
+}
+
+/// Returns the casts of a plan's exchanges, by operation and tensors.
+fn packed_exchanges(plan: &RankPlan) -> BTreeMap<(CollectiveOp, FromTo), Packed> {
+    let steps = plan.steps.iter().chain(&plan.evaluation);
+    let exchanges = steps.chain(&plan.backward).filter_map(RankStep::exchange);
+    let packed = exchanges.filter_map(|exchange| {
+        let key = (exchange.op, exchange.tensors?);
+        Some((key, exchange.packed.clone()?))
+    });
+    packed.collect()
 }
 
 /// The cast kernels and their memory in one call.
@@ -124,7 +139,7 @@ pub(super) struct IncomingRows {
 impl CastCall<'_> {
     /// Returns whether a backward pass counts saturated values.
     pub fn counts_backward(&self) -> bool {
-        self.packing.comm_dtype.backward == CommDtype::F16
+        self.packing.comm_dtype.backward.row().saturates
     }
 
     /// Returns memory for cast rows that nothing in flight uses.
@@ -134,14 +149,8 @@ impl CastCall<'_> {
             return Ok(workspace);
         };
         let plan = tilings.first();
-        // The rows themselves are the layer's tensors, and the count is one for all exchanges of a
-        // call: both get their addresses at the launch.
-        let elsewhere = |id: &TensorId| {
-            let name = &*plan[*id].name;
-            name == SATURATED || name.ends_with(".rows")
-        };
         let all = (0..plan.tensors.len()).map(TensorId);
-        let own = all.filter(|id| !elsewhere(id));
+        let own = all.filter(|id| !self.packing.elsewhere.contains(id));
         let device = &*self.packing.device;
         workspace
             .workspace
@@ -234,8 +243,8 @@ impl CastWorkspace {
 
 impl<'l> MeshCall<'l> {
     /// Returns the cast of an exchange's rows, if it has one.
-    pub(super) fn packed(&self, name: &str) -> Option<&'l Packed> {
-        self.cast.as_ref()?.packing.packed(name)
+    pub(super) fn packed(&self, exchange: &Exchange) -> Option<&'l Packed> {
+        self.cast.as_ref()?.packing.packed(exchange)
     }
 
     /// As [`MeshCall::send_rows`], with rows for other nodes cast before the exchange and back
@@ -247,14 +256,15 @@ impl<'l> MeshCall<'l> {
         call: &Call,
     ) -> Result<Request, EngineError> {
         let RowTransfer {
-            payload,
+            content,
             chunks,
             sent,
             received,
         } = transfer;
         let near = self.plan.row_bytes(sent.part, sent.tensor);
-        if let (Payload::Addends(element), Some(dedup)) = (payload, &self.rows().dedup) {
-            let shape = dedup.shape();
+        let dedup = self.rows().dedup.as_ref();
+        if let Some(dedup) = dedup.filter(|_| content.payload == Payload::PartialSums) {
+            let (shape, element) = (dedup.shape(), content.element);
             let sums = self
                 .rows()
                 .sums(
@@ -273,7 +283,7 @@ impl<'l> MeshCall<'l> {
         // Intermediate ranks need the size of each row to pass it on: cast rows between nodes,
         // uncast rows inside one.
         let far = packed.row_bytes;
-        let path = (self.rows()).schedule(payload, &chunks, RowBytes { near, far }, &is_remote);
+        let path = (self.rows()).schedule(content, &chunks, RowBytes { near, far }, &is_remote);
         let own = self.own_member();
         let out = NodeSplit::of(&sent.ranges, |peer| is_remote(own, peer));
         let back = NodeSplit::of(&received.ranges, |peer| is_remote(own, peer));

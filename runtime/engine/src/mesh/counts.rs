@@ -1,7 +1,6 @@
 //! Count exchange: ranks learn how many tokens each has and how many rows go where.
 
 use super::all_to_all::RowSchedule;
-use super::groups::GroupId;
 use super::mesh_call::MeshCall;
 use super::passes::Segment;
 use super::rows::{OwnRows, RowMesh, Rows};
@@ -10,7 +9,8 @@ use super::tp_peers::TpPeers;
 use crate::error::EngineError;
 use bytemuck::cast_slice;
 use moesaic_collectives::{Algorithm, Call, Element, Slice, agree};
-use moesaic_plan::{CollectiveOp, Exchange, TensorId, TokenScope};
+use moesaic_dist::{CollectiveOp, OpGroup};
+use moesaic_plan::{Exchange, TensorId, TokenScope};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ impl MeshCall<'_> {
         }
         let call = self.call("tokens");
         let own = settings.pack(tokens) as usize;
-        let counted = self.gather_count_of(own, GroupId::World, &call)?;
+        let counted = self.gather_count_of(own, OpGroup::World, &call)?;
         let words = counted.into_iter();
         let words = words.map(|counted| Settings::split_word(counted as u64));
         let words: Vec<CountWord> = words.collect();
@@ -68,14 +68,14 @@ impl MeshCall<'_> {
     fn compare(&mut self, settings: &Settings, call: &Call) -> Result<(), EngineError> {
         let named = settings.named();
         let values: Vec<(&str, &str)> = named.iter().map(|(name, v)| (*name, &**v)).collect();
-        Ok(agree(self.groups.group(GroupId::World), &values, call)?)
+        Ok(agree(self.group(OpGroup::World), &values, call)?)
     }
 
     /// Gathers one number from every rank of a group.
     fn gather_count_of(
         &mut self,
         own: usize,
-        group: GroupId,
+        group: OpGroup,
         call: &Call,
     ) -> Result<Vec<usize>, EngineError> {
         let all = self.gather_counts_of(&[own as u64], group, call)?;
@@ -87,10 +87,10 @@ impl MeshCall<'_> {
     pub fn gather_counts_of(
         &mut self,
         own: &[u64],
-        group: GroupId,
+        group: OpGroup,
         call: &Call,
     ) -> Result<Vec<Vec<usize>>, EngineError> {
-        let group = self.groups.group(group);
+        let group = self.group(group);
         let all = group.gather_numbers(own, call)?.into_iter();
         Ok(all
             .map(|own| own.into_iter().map(|n| n as usize).collect())
@@ -112,7 +112,7 @@ impl MeshCall<'_> {
         };
         if self.row_schedule != RowSchedule::Direct {
             let call = self.call("counts");
-            let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
+            let group = self.group(OpGroup::Ep);
             let (counted, hop_counts) = Rows::exchange_counts(group, algorithm, &sent, &call)?;
             let mut rows = Rows::new(row_mesh, placement, own, &counted);
             rows.hop_counts = Some(hop_counts);
@@ -130,7 +130,7 @@ impl MeshCall<'_> {
         );
         let receives = vec![here; mesh.group()];
         let call = self.call("counts");
-        let rows = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
+        let rows = self.group(OpGroup::Ep);
         rows.all_to_all_v(&input, &sent.sizes, &output, &receives, algorithm, &call)?
             .wait()?;
         device.download(output.buffer(), 0, bytemuck::cast_slice_mut(&mut counted))?;
@@ -168,7 +168,7 @@ impl MeshCall<'_> {
         device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
         let top_k = self.plan.tokens.spec.shape.top_k as i32;
         let tokens: Vec<u32> = slots.iter().map(|slot| (slot / top_k) as u32).collect();
-        let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
+        let group = self.group(OpGroup::Ep);
         rows.exchange_dedup_map(group, device, shape, &tokens, &call)?;
         Ok(rows)
     }
@@ -176,7 +176,7 @@ impl MeshCall<'_> {
     /// Exchanges token counts among TP peers.
     pub fn count_tp_peers(&mut self, exchange: &Exchange) -> Result<TpPeers, EngineError> {
         let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
-        let counts = self.gather_count_of(tokens, GroupId::SharedTp, &call)?;
+        let counts = self.gather_count_of(tokens, OpGroup::SharedTp, &call)?;
         Ok(TpPeers::new(counts, self.mesh.place().tp))
     }
 
@@ -198,7 +198,7 @@ impl MeshCall<'_> {
         let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
         let own = choices.chunks(top_k).filter(has_one).count();
         let all: usize = self
-            .gather_count_of(own, GroupId::World, call)?
+            .gather_count_of(own, OpGroup::World, call)?
             .iter()
             .sum();
         device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;

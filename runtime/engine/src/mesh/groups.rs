@@ -6,6 +6,7 @@ use moesaic_collectives::topology::host_name;
 use moesaic_collectives::{
     Call, Collectives, Element, ProgressThread, Slice, Topology, Transfer, with_heartbeat,
 };
+use moesaic_dist::OpGroup;
 use moesaic_plan::{AdaptiveMesh, Parallel, Placement, PlanError, RankCoords, TokenScope};
 use moesaic_target::{Buffer, Device};
 use std::collections::BTreeMap;
@@ -71,37 +72,18 @@ struct AdaptiveGroups {
     gather: Box<dyn Collectives>,
 }
 
-/// A process group of a pass.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum GroupId {
-    World,
-    /// Ranks that exchange rows at an adaptive parallelism degree.
-    Ep(usize),
-    /// Ranks among these whose rows are summed.
-    ExpertTp(usize),
-    /// Ranks that gather each other's weights.
-    GatherGroup(usize),
-    /// Ranks with shards of the same shared experts.
-    SharedTp,
-}
-
 impl Groups {
-    pub fn group(&mut self, group: GroupId) -> &mut dyn Collectives {
-        let of_ways = match group {
-            GroupId::Ep(adaptive_r)
-            | GroupId::ExpertTp(adaptive_r)
-            | GroupId::GatherGroup(adaptive_r) => self.by_r.get_mut(&adaptive_r),
-            _ => None,
-        };
-        match (group, of_ways) {
-            (GroupId::World, _) => &mut *self.world,
-            (GroupId::Ep(_), Some(groups)) => &mut *groups.ep,
-            (GroupId::ExpertTp(_), Some(groups)) => &mut *groups.expert_tp,
-            (GroupId::GatherGroup(_), Some(groups)) => &mut *groups.gather,
-            (GroupId::Ep(_), None) => &mut *self.ep,
+    /// Returns the communicator of a process group at an adaptive parallelism degree.
+    pub fn group(&mut self, group: OpGroup, adaptive_r: usize) -> &mut dyn Collectives {
+        match (group, self.by_r.get_mut(&adaptive_r)) {
+            (OpGroup::World, _) => &mut *self.world,
+            (OpGroup::Ep, Some(groups)) => &mut *groups.ep,
+            (OpGroup::Ep, None) => &mut *self.ep,
+            (OpGroup::ExpertTp, Some(groups)) => &mut *groups.expert_tp,
+            (OpGroup::GatherGroup, Some(groups)) => &mut *groups.gather,
             // A degree without groups of its own equals the stored shards, whose groups serve for
-            // it.
-            (_, _) => &mut *self.expert_tp,
+            // it. What a rank does alone takes no communicator.
+            _ => &mut *self.expert_tp,
         }
     }
 

@@ -1,8 +1,8 @@
 //! One call of one rank: launches of all parts, and exchanges between ranks.
 
-use super::all_to_all::{Payload, RowSchedule};
+use super::all_to_all::{RowContent, RowSchedule};
 use super::comm_cast::CastCall;
-use super::groups::{GroupId, Groups, Mesh};
+use super::groups::{Groups, Mesh};
 use super::in_flight::{InFlight, Request, Written};
 use super::passes::{LaunchedChunks, SHADOWED, SHARDED, Segment, chunks};
 use super::plan_part::{Part, PartCall};
@@ -18,10 +18,9 @@ use crate::layer::Layer;
 use crate::trace::Recorder;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::{RowBytes, Schedule};
-use moesaic_collectives::{Call, Reduction, Slice, Transfer};
-use moesaic_plan::{self as plan, Exchange, RankPlan, ShadowModel};
-use moesaic_plan::{CollectiveOp, TensorId};
-use moesaic_spec::WeightSite;
+use moesaic_collectives::{Call, Collectives, Reduction, Slice, Transfer};
+use moesaic_dist::{Amount, CollectiveOp, OpGroup};
+use moesaic_plan::{self as plan, Exchange, FromTo, Packed, RankPlan, ShadowModel, TensorId};
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
@@ -69,7 +68,7 @@ pub(super) struct MeshCall<'l> {
     pub recorder: Option<&'l dyn Recorder>,
 }
 
-impl MeshCall<'_> {
+impl<'l> MeshCall<'l> {
     /// Runs the steps of a pass; `arrive` reserves memory on a part for the rows that arrive there.
     pub fn run(
         &mut self,
@@ -179,7 +178,7 @@ impl MeshCall<'_> {
     /// Exchanges the rows of several tensors. Where rows travel directly and uncast, one message to
     /// each rank carries all of them.
     fn exchange_together(&mut self, exchanges: &[Exchange]) -> Result<(), EngineError> {
-        let packed = |one: &Exchange| self.packed(&one.name).is_some();
+        let packed = |one: &Exchange| self.packed(one).is_some();
         // A schedule with hops and a cast each handle rows of one size, and these exchanges have rows
         // of different sizes.
         if self.rows().hop_counts.is_some() || exchanges.iter().any(packed) {
@@ -204,12 +203,13 @@ impl MeshCall<'_> {
 
     /// Waits for the sums over shards of rows that an exchange sends back to the tokens.
     fn wait_for_sums(&mut self, exchange: &Exchange) -> Result<(), EngineError> {
-        let CollectiveOp::Combine { from, .. } = exchange.op else {
+        let rows = exchange.reads();
+        let Some(rows) = rows.filter(|_| exchange.op == CollectiveOp::Combine) else {
             return Ok(());
         };
         // Every shard must have the sum before any row of it leaves: the answer would be one
         // shard's part.
-        let sums = (plan::PlanPart::Experts, from);
+        let sums = (rows.part, rows.tensor);
         let chunks = self.rows().numbers(exchange.chunk);
         self.wait_for(|other| (other.part, other.tensor) == sums && other.shares(&chunks))
     }
@@ -223,60 +223,34 @@ impl MeshCall<'_> {
 
     /// Returns the rows of an exchange, if it moves rows of tokens.
     fn row_transfer(&self, exchange: &Exchange) -> Option<RowTransfer> {
-        let (tokens, experts) = (plan::PlanPart::Dispatch, plan::PlanPart::Experts);
-        match exchange.op {
-            CollectiveOp::Dispatch { from, to } => {
-                let rows = self.rows();
-                let chunks = rows.numbers(exchange.chunk);
-                let sent = TensorRows {
-                    part: tokens,
-                    tensor: from,
-                    ranges: rows.sent(&chunks),
-                };
-                let arrived = TensorRows {
-                    part: experts,
-                    tensor: to,
-                    ranges: rows.arrived(&chunks),
-                };
-                Some(RowTransfer {
-                    payload: self.dispatch_payload(from),
-                    chunks,
-                    sent,
-                    received: arrived,
-                })
-            }
-            CollectiveOp::Combine { from, to } => {
-                let rows = self.rows();
-                let chunks = rows.numbers(exchange.chunk);
-                let answers = TensorRows {
-                    part: experts,
-                    tensor: from,
-                    ranges: rows.answers(&chunks),
-                };
-                let answered = TensorRows {
-                    part: tokens,
-                    tensor: to,
-                    ranges: rows.answered(&chunks),
-                };
-                Some(RowTransfer {
-                    payload: self.combine_payload(from),
-                    chunks,
-                    sent: answers,
-                    received: answered,
-                })
-            }
-            _ => None,
-        }
+        let (rows, payload) = (self.rows.as_ref()?, exchange.payload?);
+        let chunks = rows.numbers(exchange.chunk);
+        let (sent, received) = match exchange.op {
+            CollectiveOp::Dispatch => (rows.sent(&chunks), rows.arrived(&chunks)),
+            _ => (rows.answers(&chunks), rows.answered(&chunks)),
+        };
+        let (reads, writes) = (exchange.reads()?, exchange.writes()?);
+        let of = |at: plan::PartTensor, ranges| TensorRows {
+            part: at.part,
+            tensor: at.tensor,
+            ranges,
+        };
+        Some(RowTransfer {
+            content: RowContent {
+                op: exchange.op,
+                payload,
+                element: element(self.plan.part(reads.part)[reads.tensor].dtype),
+            },
+            chunks,
+            sent: of(reads, sent),
+            received: of(writes, received),
+        })
     }
 
-    /// Returns the rows that an exchange writes.
+    /// Returns the rows of tokens that an exchange writes.
     fn written(&self, exchange: &Exchange) -> Option<Written> {
-        let (part, tensor) = match exchange.op {
-            CollectiveOp::Dispatch { to, .. } => (plan::PlanPart::Experts, to),
-            CollectiveOp::AllReduceTp { tensor } => (plan::PlanPart::Experts, tensor),
-            CollectiveOp::Combine { to, .. } => (plan::PlanPart::Dispatch, to),
-            _ => return None,
-        };
+        let is_rows = exchange.op.row().amount == Amount::ExpertRows;
+        let plan::PartTensor { part, tensor } = exchange.writes().filter(|_| is_rows)?;
         Some(Written {
             part,
             tensor,
@@ -286,79 +260,102 @@ impl MeshCall<'_> {
 
     /// Starts an exchange; returns `None` if it has already ended.
     fn start(&mut self, exchange: &Exchange) -> Result<Option<Request>, EngineError> {
+        let row = exchange.op.row();
+        let is_of_shadows = matches!(row.amount, Amount::ShadowRows | Amount::ShadowTensor);
+        if is_of_shadows && self.own.shadowed.is_empty() {
+            return Ok(None); // no expert is shadowed in this call
+        }
         let call = self.call_of(&exchange.name, exchange.chunk);
-        let request = match exchange.op {
-            CollectiveOp::KeepShadowRows { .. }
-            | CollectiveOp::ReturnShadowRows { .. }
-            | CollectiveOp::BroadcastShadowWeight { .. }
-            | CollectiveOp::ReduceShadowGradient { .. }
-                if self.own.shadowed.is_empty() =>
-            {
-                return Ok(None); // no expert is shadowed in this call
+        let Some(FromTo { from, to }) = exchange.tensors else {
+            if exchange.op == CollectiveOp::GlobalRouting {
+                self.apply_global_routing()?;
             }
             // The counts were exchanged when the call began or in [`MeshCall::run`].
+            return Ok(None);
+        };
+        let dim = exchange.dim;
+        let request = match exchange.op {
             CollectiveOp::TokenCounts
             | CollectiveOp::TokensPerExpert
             | CollectiveOp::RowCounts
-            | CollectiveOp::TpTokenCounts => return Ok(None),
-            CollectiveOp::Dispatch { .. } | CollectiveOp::Combine { .. } => {
+            | CollectiveOp::TpTokenCounts
+            | CollectiveOp::GlobalRouting => return Ok(None),
+            CollectiveOp::Dispatch | CollectiveOp::Combine => {
                 let Some(transfer) = self.row_transfer(exchange) else {
                     return Ok(None);
                 };
-                self.send_rows(&exchange.name, transfer, &call)
+                self.send_rows(self.packed(exchange), transfer, &call)
             }
-            CollectiveOp::AllReduceTp { tensor } => {
-                let rows = self.rows();
-                let span = rows.span(rows.numbers(exchange.chunk));
-                let element = element(self.plan.experts[tensor].dtype);
-                let width = self.plan.row_bytes(plan::PlanPart::Experts, tensor) / element.size();
-                let buffer = self.experts.buffer(tensor);
-                let data = Slice::new(buffer, element, span.start * width, span.len() * width)?;
-                let tp = self.groups.group(GroupId::ExpertTp(self.plan.adaptive_r));
-                let sum = tp.all_reduce(&data, &data, Reduction::Sum, &call)?;
-                Ok(Request::of(sum, &data))
+            CollectiveOp::AllReduceTp => self.all_reduce_tp(from, exchange.chunk, &call),
+            CollectiveOp::AllGatherTp => self.all_gather_tp(from, to, &call),
+            CollectiveOp::ReduceScatterTp => self.reduce_scatter_tp(from, to, &call),
+            CollectiveOp::BroadcastTp => self.broadcast_tp(from, to, &call),
+            CollectiveOp::AllReduceSum => self.reduce(from, to, Reduction::Sum, &call),
+            CollectiveOp::AllReduceMax => self.reduce(from, to, Reduction::Max, &call),
+            CollectiveOp::AllGatherExperts => self.all_gather_experts(from, to, &call),
+            CollectiveOp::CountLiveTokens => {
+                return self.count_live(from, to, &call).map(|()| None);
             }
-            CollectiveOp::AllGatherTp { from, to } => {
-                let tp_peers = self.tp_peers();
-                let (sent, arrived) = (tp_peers.sent(), tp_peers.arrived());
-                let sends = self.transfers(plan::PlanPart::Dispatch, from, &sent)?;
-                let receives = self.transfers(plan::PlanPart::Shared, to, &arrived)?;
-                self.send(GroupId::SharedTp, &sends, &receives, &call)
+            CollectiveOp::ReduceLossParts => {
+                return self.sum_loss_parts(from, &call).map(|()| None);
             }
-            CollectiveOp::ReduceScatterTp { from, to } => self.reduce_scatter_tp(from, to, &call),
-            CollectiveOp::BroadcastTp { from, to } => self.broadcast_tp(from, to, &call),
-            CollectiveOp::AllReduceSum { from, to } => self.reduce(from, to, Reduction::Sum, &call),
-            CollectiveOp::CountLiveTokens { ids, to } => {
-                return self.count_live(ids, to, &call).map(|()| None);
+            CollectiveOp::AllGatherWeight => {
+                return self.gather_weight(from, dim, &call).map(|()| None);
             }
-            CollectiveOp::GlobalRouting => return self.apply_global_routing().map(|()| None),
-            CollectiveOp::ReduceLossParts { tensor } => {
-                return self.sum_loss_parts(tensor, &call).map(|()| None);
+            CollectiveOp::ReduceScatterGradient => {
+                return self.scatter_gradient(from, dim, &call).map(|()| None);
             }
-            CollectiveOp::AllReduceMax { tensor } => {
-                self.reduce(tensor, tensor, Reduction::Max, &call)
-            }
-            CollectiveOp::AllGatherWeight { weight, dim } => {
-                return self.gather_weight(weight, dim, &call).map(|()| None);
-            }
-            CollectiveOp::ReduceScatterGradient { gradient, dim } => {
-                return self.scatter_gradient(gradient, dim, &call).map(|()| None);
-            }
-            CollectiveOp::AllGatherExperts { from, to } => self.all_gather_experts(from, to, &call),
-            CollectiveOp::KeepShadowRows { from, to } => {
+            CollectiveOp::KeepShadowRows => {
                 return self.keep_shadow_rows(from, to).map(|()| None);
             }
-            CollectiveOp::ReturnShadowRows { from, to } => {
+            CollectiveOp::ReturnShadowRows => {
                 return self.return_shadow_rows(from, to).map(|()| None);
             }
-            CollectiveOp::BroadcastShadowWeight { from, to } => {
+            CollectiveOp::BroadcastShadowWeight => {
                 return self.broadcast_shadow_weight(from, to, &call).map(|()| None);
             }
-            CollectiveOp::ReduceShadowGradient { from, to } => {
+            CollectiveOp::ReduceShadowGradient => {
                 return self.reduce_shadow_gradient(from, to, &call).map(|()| None);
             }
         };
         request.map(Some)
+    }
+
+    /// Returns the communicator of a process group at the call's adaptive parallelism degree.
+    pub(super) fn group(&mut self, group: OpGroup) -> &mut dyn Collectives {
+        self.groups.group(group, self.plan.adaptive_r)
+    }
+
+    /// All-reduces rows of the expert part over the shards of the experts.
+    fn all_reduce_tp(
+        &mut self,
+        tensor: TensorId,
+        chunk: Option<plan::Chunk>,
+        call: &Call,
+    ) -> Result<Request, EngineError> {
+        let rows = self.rows();
+        let span = rows.span(rows.numbers(chunk));
+        let element = element(self.plan.experts[tensor].dtype);
+        let width = self.plan.row_bytes(plan::PlanPart::Experts, tensor) / element.size();
+        let buffer = self.experts.buffer(tensor);
+        let data = Slice::new(buffer, element, span.start * width, span.len() * width)?;
+        let tp = self.group(OpGroup::ExpertTp);
+        let sum = tp.all_reduce(&data, &data, Reduction::Sum, call)?;
+        Ok(Request::of(sum, &data))
+    }
+
+    /// Gathers rows of the tokens of all TP peers.
+    fn all_gather_tp(
+        &mut self,
+        from: TensorId,
+        to: TensorId,
+        call: &Call,
+    ) -> Result<Request, EngineError> {
+        let tp_peers = self.tp_peers();
+        let (sent, arrived) = (tp_peers.sent(), tp_peers.arrived());
+        let sends = self.transfers(plan::PlanPart::Dispatch, from, &sent)?;
+        let receives = self.transfers(plan::PlanPart::Shared, to, &arrived)?;
+        self.send(OpGroup::SharedTp, &sends, &receives, call)
     }
 
     /// Returns the mesh in which rows are exchanged and this rank's coordinates there.
@@ -381,12 +378,12 @@ impl MeshCall<'_> {
 
     pub fn send(
         &mut self,
-        group: GroupId,
+        group: OpGroup,
         sends: &[Transfer],
         receives: &[Transfer],
         call: &Call,
     ) -> Result<Request, EngineError> {
-        let group = self.groups.group(group);
+        let group = self.group(group);
         let handle = group.exchange(sends, receives, call)?;
         Ok(Request::sending(handle, sends))
     }
@@ -395,21 +392,21 @@ impl MeshCall<'_> {
     /// other nodes are cast once at their source and stay cast on every hop.
     fn send_rows(
         &mut self,
-        name: &str,
+        packed: Option<&'l Packed>,
         transfer: RowTransfer,
         call: &Call,
     ) -> Result<Request, EngineError> {
-        if let Some(packed) = self.packed(name) {
+        if let Some(packed) = packed {
             return self.send_packed(packed, transfer, call);
         }
         let RowTransfer {
-            payload,
+            content,
             chunks,
             sent,
             received,
         } = transfer;
         let bytes = RowBytes::same(self.plan.row_bytes(sent.part, sent.tensor));
-        let path = self.rows().schedule(payload, &chunks, bytes, &|_, _| false);
+        let path = self.rows().schedule(content, &chunks, bytes, &|_, _| false);
         let sends = self.transfers(sent.part, sent.tensor, &sent.ranges)?;
         let receives = self.transfers(received.part, received.tensor, &received.ranges)?;
         self.send_by(path, &sends, &receives, call)
@@ -423,7 +420,7 @@ impl MeshCall<'_> {
         receives: &[Transfer],
         call: &Call,
     ) -> Result<Request, EngineError> {
-        let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
+        let group = self.group(OpGroup::Ep);
         let handle = match path {
             None => group.exchange(sends, receives, call)?,
             Some(path) => group.exchange_with(sends, receives, &*path, call)?,
@@ -440,29 +437,6 @@ impl MeshCall<'_> {
     ) -> Result<Vec<Transfer>, EngineError> {
         let bytes = self.plan.row_bytes(part, tensor);
         transfers(self.part(part).buffer(tensor), bytes, chunks)
-    }
-
-    /// Returns whether all rows of a token are equal. Where dispatch applies the router's weights,
-    /// `rows` differ.
-    fn dispatch_payload(&self, from: TensorId) -> Payload {
-        let weighted = self.plan.tokens.spec.router.weight_on == WeightSite::Input;
-        match self.plan.tokens[from].name.as_str() {
-            "dout" => Payload::Tokens,
-            "rows" if !weighted => Payload::Tokens,
-            _ => Payload::Rows,
-        }
-    }
-
-    /// Returns whether the rows that come back are only added up. `combine` weights `out` unless
-    /// experts did, and gradients of input weights read each row of `drows`.
-    fn combine_payload(&self, from: TensorId) -> Payload {
-        let tensor = &self.plan.experts[from];
-        let weight_on = self.plan.tokens.spec.router.weight_on;
-        match tensor.name.as_str() {
-            "out" if weight_on != WeightSite::Output => Payload::Addends(element(tensor.dtype)),
-            "drows" if weight_on != WeightSite::Input => Payload::Addends(element(tensor.dtype)),
-            _ => Payload::Answers,
-        }
     }
 
     /// Reduce-scatters a tensor of all TP peers' tokens: each rank gets the sums of its own tokens.
@@ -509,7 +483,7 @@ impl MeshCall<'_> {
         };
         let sends = self.transfers(plan::PlanPart::Shared, from, &sends)?;
         let receives = self.transfers(plan::PlanPart::Dispatch, to, &[chunk(0)])?;
-        self.send(GroupId::SharedTp, &sends, &receives, call)
+        self.send(OpGroup::SharedTp, &sends, &receives, call)
     }
 
     /// Uploads the index of each row and the layout of the first chunk for the experts' kernels.
@@ -580,6 +554,6 @@ impl MeshCall<'_> {
         let receives: Vec<RowRange> = (0..mesh.ep).flat_map(|ep| runs(ep, true)).collect();
         let sends = self.transfers(plan::PlanPart::Experts, from, &sends)?;
         let receives = self.transfers(plan::PlanPart::Dispatch, to, &receives)?;
-        self.send(GroupId::Ep(self.plan.adaptive_r), &sends, &receives, call)
+        self.send(OpGroup::Ep, &sends, &receives, call)
     }
 }

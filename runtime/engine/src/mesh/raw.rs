@@ -12,7 +12,7 @@ use super::shadows::Bytes;
 use crate::call::{RawBackward, RawCall, RngKey, input_error};
 use crate::error::EngineError;
 use crate::pass::Pass;
-use moesaic_plan::{CollectiveOp, RankPlan, RankStep, Role, SATURATED, TensorId};
+use moesaic_plan::{PlanPart, RankPlan, RankStep, Role, SATURATED, TensorId};
 use moesaic_target::{Buffer, Ptr};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -275,37 +275,10 @@ fn theirs(address: Ptr, bytes: u64) -> Arc<Buffer> {
 pub(super) fn exchanged(plan: &RankPlan) -> BTreeSet<TensorId> {
     let steps = plan.steps.iter().chain(&plan.evaluation);
     let exchanges = steps.chain(&plan.backward).filter_map(RankStep::exchange);
-    let moved = exchanges.flat_map(|exchange| dispatch_tensors(&exchange.op));
+    let moved = exchanges.flat_map(|exchange| [exchange.reads(), exchange.writes()]);
+    let moved = moved.flatten().filter(|at| at.part == PlanPart::Dispatch);
+    let moved = moved.map(|at| at.tensor);
     let read = ["offsets", "row_slots"];
     let read = read.into_iter().filter_map(|name| plan.tokens.id(name));
-    moved.flatten().chain(read).collect()
-}
-
-/// Returns the tensors of the dispatch part of one exchange.
-fn dispatch_tensors(op: &CollectiveOp) -> [Option<TensorId>; 2] {
-    match *op {
-        CollectiveOp::Dispatch { from, .. }
-        | CollectiveOp::KeepShadowRows { from, .. }
-        | CollectiveOp::AllGatherTp { from, .. } => [Some(from), None],
-        CollectiveOp::Combine { to, .. }
-        | CollectiveOp::ReturnShadowRows { to, .. }
-        | CollectiveOp::ReduceScatterTp { to, .. }
-        | CollectiveOp::BroadcastTp { to, .. }
-        | CollectiveOp::AllGatherExperts { to, .. } => [Some(to), None],
-        CollectiveOp::AllReduceSum { from, to }
-        | CollectiveOp::CountLiveTokens { ids: from, to } => [Some(from), Some(to)],
-        CollectiveOp::AllReduceMax { tensor } | CollectiveOp::ReduceLossParts { tensor } => {
-            [Some(tensor), None]
-        }
-        CollectiveOp::TokenCounts
-        | CollectiveOp::TokensPerExpert
-        | CollectiveOp::RowCounts
-        | CollectiveOp::GlobalRouting
-        | CollectiveOp::TpTokenCounts
-        | CollectiveOp::AllReduceTp { .. }
-        | CollectiveOp::BroadcastShadowWeight { .. }
-        | CollectiveOp::ReduceShadowGradient { .. }
-        | CollectiveOp::AllGatherWeight { .. }
-        | CollectiveOp::ReduceScatterGradient { .. } => [None, None],
-    }
+    moved.chain(read).collect()
 }

@@ -4,7 +4,6 @@
 //! are summed at the owner. The choice follows from the row counts of all ranks; every rank has the
 //! same counts, so all choose alike.
 
-use super::groups::GroupId;
 use super::in_flight::Request;
 use super::mesh_call::MeshCall;
 use super::passes::SHADOWED;
@@ -16,8 +15,9 @@ use crate::error::EngineError;
 use crate::memory::Buffers;
 use bytemuck::cast_slice;
 use moesaic_collectives::{Call, Element, Reduction, Slice};
+use moesaic_dist::{CollectiveOp, OpGroup};
 use moesaic_plan::{
-    self as plan, CollectiveOp, LayerPlan, RankStep, Role, ShadowModel, TensorId, shadows,
+    self as plan, FromTo, LayerPlan, RankStep, Role, ShadowModel, TensorId, shadows,
 };
 use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::{Arc, Mutex};
@@ -87,7 +87,7 @@ impl MeshCall<'_> {
         let experts = self.plan.tokens.spec.shape.experts;
         let own = (0..experts).map(|expert| self.own.of(expert) as u64);
         let (own, call) = (own.collect::<Vec<_>>(), self.call("tokens per expert"));
-        let counts = self.gather_counts_of(&own, GroupId::Ep(self.plan.adaptive_r), &call)?;
+        let counts = self.gather_counts_of(&own, OpGroup::Ep, &call)?;
         let placement = self.plan.placement();
         // The shadow part was planned for so many experts; its tensors have no room for more.
         let model = ShadowModel {
@@ -215,7 +215,7 @@ impl MeshCall<'_> {
         }
         for (number, [owner, _]) in owners.into_iter().enumerate() {
             let data = Slice::new(&to, dtype, number * elements, elements)?;
-            let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
+            let group = self.group(OpGroup::Ep);
             let sent = group.broadcast(&data, owner, call)?;
             // Broadcasts run in the same order on all ranks because every rank has the same list of
             // shadows.
@@ -230,7 +230,7 @@ impl MeshCall<'_> {
         if !accumulate || self.own.shadowed.is_empty() {
             return Ok(());
         }
-        for (from, to) in shadow_gradients(&self.plan.backward) {
+        for FromTo { from, to } in shadow_gradients(&self.plan.backward) {
             let gradient = self.shadow_part().buffer(from);
             let own = self.own(to, self.owned.gradient_buffers()?)?;
             let bytes = self.of_expert(to).1 * Element::F32.size();
@@ -264,7 +264,7 @@ impl MeshCall<'_> {
         let from = Arc::clone(self.shadow_part().buffer(from));
         let input = Slice::new(&from, Element::F32, 0, counts.iter().sum())?;
         let output = Slice::new(&sums, Element::F32, 0, counts[me])?;
-        let group = self.groups.group(GroupId::Ep(self.plan.adaptive_r));
+        let group = self.group(OpGroup::Ep);
         let sum = group.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
         let own = self.own(to, self.owned.gradient_buffers()?)?;
@@ -334,10 +334,8 @@ impl MeshCall<'_> {
 }
 
 /// Returns the gradients that a pass reduces, and the tensors that receive the sums.
-fn shadow_gradients(steps: &[RankStep]) -> impl Iterator<Item = (TensorId, TensorId)> {
+fn shadow_gradients(steps: &[RankStep]) -> impl Iterator<Item = FromTo> {
     let exchanges = steps.iter().filter_map(RankStep::exchange);
-    exchanges.filter_map(|exchange| match exchange.op {
-        CollectiveOp::ReduceShadowGradient { from, to } => Some((from, to)),
-        _ => None,
-    })
+    let reduced = exchanges.filter(|exchange| exchange.op == CollectiveOp::ReduceShadowGradient);
+    reduced.filter_map(|exchange| exchange.tensors)
 }

@@ -1,6 +1,6 @@
 //! Transfers of rows, and element types, as collectives take them.
 
-use super::all_to_all::Payload;
+use super::all_to_all::RowContent;
 use super::rows::RowRange;
 use crate::error::EngineError;
 use moesaic_collectives::{Element, Slice, Transfer};
@@ -19,7 +19,7 @@ pub(super) struct TensorRows {
 
 /// The rows of an exchange.
 pub(super) struct RowTransfer {
-    pub payload: Payload,
+    pub content: RowContent,
     /// The indices of chunks of [`super::rows::Rows`].
     pub chunks: Range<usize>,
     /// The rows that this rank sends.

@@ -1,13 +1,13 @@
 //! The workspace pool of a mesh, and gathered weights: all-gathers before a pass, and
 //! reduce-scatters of gradients to their owners.
 
-use super::groups::GroupId;
 use super::in_flight::Request;
 use super::mesh_call::MeshCall;
 use super::transfers::element;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
+use moesaic_dist::OpGroup;
 use moesaic_plan::{CollectiveOp, LayerPlan, RankStep, Role, ShardRegion, TensorId, TensorPlan};
 use moesaic_target::{Buffer, Device, RowCopy};
 use std::sync::Arc;
@@ -152,7 +152,7 @@ impl MeshCall<'_> {
         for region in regions {
             receives.extend(rows(region, to, region.owner, spread(region))?);
         }
-        let block = GroupId::GatherGroup(self.plan.adaptive_r);
+        let block = OpGroup::GatherGroup;
         let exchange = self.send(block, &sends, &receives, call)?;
         self.complete(exchange)
     }
@@ -182,7 +182,7 @@ impl MeshCall<'_> {
             }
             first += region.elements();
         }
-        let block = GroupId::GatherGroup(self.plan.adaptive_r);
+        let block = OpGroup::GatherGroup;
         let exchange = self.send(block, &sends, &receives, call)?;
         self.complete(exchange)?;
         let mut first = 0;
@@ -241,9 +241,7 @@ impl MeshCall<'_> {
         };
         let output = sums.as_ref().unwrap_or(&own);
         let output = Slice::new(output, Element::F32, 0, counts[me])?;
-        let block = self
-            .groups
-            .group(GroupId::GatherGroup(self.plan.adaptive_r));
+        let block = self.group(OpGroup::GatherGroup);
         let sum = block.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
         let mut first = 0;
@@ -263,10 +261,9 @@ impl MeshCall<'_> {
     /// Returns the gradients that are reduced to their owners, and the dimension that shards split.
     fn scattered(&self) -> impl Iterator<Item = (TensorId, Option<usize>)> {
         let exchanges = self.plan.backward.iter().filter_map(RankStep::exchange);
-        exchanges.filter_map(|exchange| match exchange.op {
-            CollectiveOp::ReduceScatterGradient { gradient, dim } => Some((gradient, dim)),
-            _ => None,
-        })
+        let reduced =
+            exchanges.filter(|exchange| exchange.op == CollectiveOp::ReduceScatterGradient);
+        reduced.filter_map(|exchange| Some((exchange.tensors?.from, exchange.dim)))
     }
 
     /// Initialises gradients before a backward pass that reduces them over the block. With

@@ -2,6 +2,7 @@
 //! rank.
 
 use super::*;
+use crate::exchange::to_range;
 use crate::published;
 
 /// Returns the hops of a row.

@@ -3,7 +3,7 @@
 use super::copies::{COPY_THREADS, row_tiling};
 use super::params::{entry, one, slots_by, some, when};
 use super::{Machine, Op, Operator};
-use crate::mesh::CommDtype;
+use moesaic_dist::CommDtype;
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param};
 use serde::{Deserialize, Serialize};
@@ -43,22 +43,16 @@ impl CommCastDesc {
     ///             scales f32 [ceil(width / 128)], zeros
     /// ```
     pub fn row_bytes(&self) -> usize {
-        let used = match self.comm_dtype {
-            CommDtype::Unchanged => self.width * self.rows.size(),
-            CommDtype::F16 | CommDtype::Bf16 => 2 * self.width,
-            CommDtype::Fp8 => {
-                let scales = self.width.div_ceil(SPAN) * F32.size();
-                self.width.next_multiple_of(F32.size()) + scales
-            }
-        };
+        let row = self.comm_dtype.row();
+        let values = row.values(self.width, self.rows.size());
+        let used = values.next_multiple_of(F32.size()) + row.scales(self.width);
         // Rows lie one behind another, and each must begin where the widest access of a GPU may.
         used.next_multiple_of(16)
     }
 
-    /// Returns whether the kernels count values beyond the range of the dtype. Only f16 has a range
-    /// that finite values of a layer leave.
+    /// Returns whether the kernels count values beyond the range of the dtype.
     pub fn counts(&self) -> bool {
-        self.comm_dtype == CommDtype::F16
+        self.comm_dtype.row().saturates
     }
 }
 

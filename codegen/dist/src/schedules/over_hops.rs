@@ -175,7 +175,7 @@ pub fn all_to_all_with(
     exchange_over_hops(schedule, &ends, phase)
 }
 
-/// Plans an [`exchange`](super::exchange) over intermediate ranks: input `i` goes to rank
+/// Plans an [`exchange`](super::exchange()) over intermediate ranks: input `i` goes to rank
 /// `sends[i].0`, output `j` comes from rank `receives[j].0`. For each pair of ranks the messages
 /// are the schedule's blocks that are not empty, in order.
 pub fn exchange_with(

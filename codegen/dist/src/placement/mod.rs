@@ -18,7 +18,7 @@ pub use eplb::{Eplb, Replication, balanced, rebalance};
 pub use moves::{ExpertSlot, Kept, Move, Moves, moves, moves_from};
 pub use shadow::{ShadowForm, ShadowModel, shadows};
 
-use crate::mesh::Parallel;
+use crate::Parallel;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::ops::Range;

@@ -79,7 +79,7 @@ impl HopOrder {
     }
 
     /// Returns the order as a number for [`HopOrder::words`]; 0 means direct messages.
-    pub(crate) fn code(&self) -> u64 {
+    pub fn code(&self) -> u64 {
         let levels = &self.levels;
         // Direct messages have code 0 whatever the number of ranks, since signatures of other
         // operations hold 0 too.
@@ -95,7 +95,7 @@ impl HopOrder {
     }
 
     /// Describes a [`HopOrder::code`].
-    pub(crate) fn words(code: u64) -> String {
+    pub fn words(code: u64) -> String {
         let (count, orders, first) = (code & 7, code >> 3 & 7, code >> 6 & 3);
         let radix = |level: u64| code >> 8 >> (RADIX_BITS * (level - 1)) & ((1 << RADIX_BITS) - 1);
         match (count, orders, first) {

@@ -16,7 +16,8 @@ pub enum TokenScope {
 }
 
 impl TokenScope {
-    pub(super) fn is_rank(&self) -> bool {
+    /// Returns whether it is the tokens of the rank itself.
+    pub fn is_rank(&self) -> bool {
         *self == TokenScope::Rank
     }
 }

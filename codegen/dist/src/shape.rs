@@ -36,6 +36,11 @@ impl NodeShape {
         node * self.per_node + place
     }
 
+    /// Returns whether two ranks share a node.
+    pub fn share(self, a: usize, b: usize) -> bool {
+        self.split(a).node == self.split(b).node
+    }
+
     /// Returns the node of a rank and its local rank there.
     pub fn split(self, rank: usize) -> NodeRank {
         NodeRank {

@@ -1,12 +1,14 @@
-//! Operations as data.
+//! Schedules: the messages of a collective, as data.
 //!
 //! A plan lists the steps of one rank in one operation. It depends on ranks, sizes and the shape
 //! of nodes alone, and names neither a transport nor an address. Tests execute the plans of all
 //! ranks in memory.
 
 mod agree;
+mod algorithm;
 mod dedup_combine;
 mod dedup_dispatch;
+mod element;
 mod exchange;
 mod hop_counts;
 mod hop_order;
@@ -17,8 +19,10 @@ mod schedule;
 mod trees;
 
 pub use agree::{agreement, sizes};
+pub use algorithm::Algorithm;
 pub use dedup_combine::{AddendRow, DedupCombine, IntraNodeCombine};
 pub use dedup_dispatch::{DedupDispatch, DedupMap, RowBytes, dedup_indices};
+pub use element::{Element, Reduction};
 pub use exchange::{all_gather, all_to_all, exchange};
 pub use hop_counts::{Block, HopCounts, count_hops};
 pub use hop_order::{HopOrder, HopSchedule};
@@ -27,7 +31,6 @@ pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
 pub use schedule::Schedule;
 pub use trees::{barrier, broadcast};
 
-use crate::{Element, Reduction};
 use std::ops::Range;
 
 /// One of the buffers of an operation.
@@ -171,13 +174,13 @@ impl Plan {
     }
 
     /// Returns whether the plan only moves bytes.
-    pub(crate) fn only_moves(&self) -> bool {
+    pub fn only_moves(&self) -> bool {
         let moves = |step: &Step| matches!(step, Step::Exchange { .. } | Step::Repack(_));
         self.steps.iter().all(moves)
     }
 
     /// Returns peer and bytes of the messages from and to this rank, in order.
-    pub(crate) fn traffic(&self) -> [Vec<(usize, usize)>; 2] {
+    pub fn traffic(&self) -> [Vec<(usize, usize)>; 2] {
         let steps = || {
             self.steps.iter().filter_map(|step| match step {
                 Step::Exchange {

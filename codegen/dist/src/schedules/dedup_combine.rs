@@ -8,7 +8,8 @@ use super::dedup_dispatch::{DedupMap, RowBytes, dedup_indices};
 use super::{
     BufferRef, Copy, GroupRank, HopSchedule, Message, Plan, Schedule, Span, Step, offsets, others,
 };
-use crate::{Element, NodeRank, Reduction};
+use super::{Element, Reduction};
+use crate::NodeRank;
 use std::sync::Arc;
 
 impl DedupMap {

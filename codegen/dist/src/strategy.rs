@@ -1,6 +1,8 @@
 //! The strategy of a pass: the choices that may differ from call to call.
 
-use super::{AdaptiveMesh, Overlap, OverlapBy, Parallel};
+use crate::all_to_all::ALL_TO_ALLS;
+use crate::comm_dtype::COMM_DTYPES;
+use crate::{AdaptiveMesh, AllToAll, CommDtype, Overlap, OverlapBy, Parallel};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -66,64 +68,6 @@ impl<T: Copy> Both<T> {
     }
 }
 
-/// The all-to-all algorithm of rows. What arrives is the same, except for the sums of
-/// [`AllToAll::Dedup`].
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
-)]
-#[serde(rename_all = "kebab-case")]
-pub enum AllToAll {
-    /// Every rank sends to every rank directly.
-    #[default]
-    Linear,
-    /// Two hops (2DH): inside nodes first, then between ranks with the same index in their nodes.
-    /// Rows come back over the same ranks in the opposite order.
-    #[serde(rename = "2dh")]
-    TwoDh,
-    /// Two hops: between ranks with the same index first, then inside nodes, and back.
-    #[serde(rename = "2dh-inter-first")]
-    TwoDhInterFirst,
-    /// Half of the bytes by each of the two, so that messages inside nodes and between nodes travel
-    /// at the same time.
-    #[serde(rename = "2dh-concurrent")]
-    TwoDhConcurrent,
-    /// Deduplicated dispatch: a token crosses to a node once, whatever the number of its experts
-    /// there, and comes back as one partial sum. This applies to gradients of rows and to rows that
-    /// experts have weighted; where `combine` applies the weights, one row comes back for each
-    /// expert.
-    Dedup,
-}
-
-impl AllToAll {
-    /// Returns the number of hops in one direction, a measure of complexity.
-    fn hops(self) -> usize {
-        match self {
-            AllToAll::Linear => 1,
-            AllToAll::TwoDh | AllToAll::TwoDhInterFirst | AllToAll::Dedup => 2,
-            // It runs both orders of two hops at once.
-            AllToAll::TwoDhConcurrent => 4,
-        }
-    }
-}
-
-/// The dtype of rows between nodes.
-#[derive(
-    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
-)]
-#[serde(rename_all = "lowercase")]
-pub enum CommDtype {
-    /// No cast.
-    #[default]
-    #[serde(rename = "none")]
-    Unchanged,
-    /// IEEE half precision; larger values saturate and are counted.
-    F16,
-    /// bfloat16.
-    Bf16,
-    /// FP8 E4M3 with an f32 scale for each 128 numbers of a row.
-    Fp8,
-}
-
 /// The words of an option and their values.
 trait Words: Copy + PartialEq + 'static {
     const ALL: &'static [(&'static str, Self)];
@@ -149,22 +93,27 @@ impl Words for OverlapBy {
 }
 
 impl Words for AllToAll {
-    const ALL: &'static [(&'static str, AllToAll)] = &[
-        ("linear", AllToAll::Linear),
-        ("2dh", AllToAll::TwoDh),
-        ("2dh-inter-first", AllToAll::TwoDhInterFirst),
-        ("2dh-concurrent", AllToAll::TwoDhConcurrent),
-        ("dedup", AllToAll::Dedup),
-    ];
+    const ALL: &'static [(&'static str, AllToAll)] = &{
+        let mut words = [("", AllToAll::Linear); ALL_TO_ALLS.len()];
+        let mut at = 0;
+        while at < words.len() {
+            words[at] = (ALL_TO_ALLS[at].name, ALL_TO_ALLS[at].all_to_all);
+            at += 1;
+        }
+        words
+    };
 }
 
 impl Words for CommDtype {
-    const ALL: &'static [(&'static str, CommDtype)] = &[
-        ("none", CommDtype::Unchanged),
-        ("f16", CommDtype::F16),
-        ("bf16", CommDtype::Bf16),
-        ("fp8", CommDtype::Fp8),
-    ];
+    const ALL: &'static [(&'static str, CommDtype)] = &{
+        let mut words = [("", CommDtype::Unchanged); COMM_DTYPES.len()];
+        let mut at = 0;
+        while at < words.len() {
+            words[at] = (COMM_DTYPES[at].name, COMM_DTYPES[at].comm_dtype);
+            at += 1;
+        }
+        words
+    };
 }
 
 impl FromStr for AllToAll {
@@ -380,7 +329,7 @@ impl Strategy {
             let chunks = strategy.overlap_degree.forward + strategy.overlap_degree.backward;
             // The strategy itself comes last, so that no two are equal: every rank must find the
             // same one.
-            (strategy.all_to_all.hops(), chunks, *strategy)
+            (strategy.all_to_all.row().hops(), chunks, *strategy)
         })
     }
 

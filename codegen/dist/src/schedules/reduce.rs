@@ -2,7 +2,7 @@
 //! one-phase and two-phase reductions give the same bytes, whatever arrives first.
 
 use super::{BufferRef, Copy, Message, Plan, Span, Step, offsets, others};
-use crate::{Element, Reduction};
+use super::{Element, Reduction};
 
 /// The largest all-reduce in which every rank sends its whole input to every other: one phase
 /// instead of two.

@@ -1,0 +1,159 @@
+//! The table of all-to-all algorithms of rows.
+
+use crate::NodeShape;
+use crate::schedules::Algorithm;
+use serde::{Deserialize, Serialize};
+
+/// The all-to-all algorithm of rows. What arrives is the same, except for the sums of
+/// [`AllToAll::Dedup`].
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum AllToAll {
+    /// Every rank sends to every rank directly.
+    #[default]
+    Linear,
+    /// Two hops (2DH): inside nodes first, then between ranks with the same index in their nodes.
+    /// Rows come back over the same ranks in the opposite order.
+    #[serde(rename = "2dh")]
+    TwoDh,
+    /// Two hops: between ranks with the same index first, then inside nodes, and back.
+    #[serde(rename = "2dh-inter-first")]
+    TwoDhInterFirst,
+    /// Half of the bytes by each of the two, so that messages inside nodes and between nodes travel
+    /// at the same time.
+    #[serde(rename = "2dh-concurrent")]
+    TwoDhConcurrent,
+    /// Deduplicated dispatch: a token crosses to a node once, whatever the number of its experts
+    /// there, and comes back as one partial sum. This applies to gradients of rows and to rows that
+    /// experts have weighted; where `combine` applies the weights, one row comes back for each
+    /// expert.
+    Dedup,
+}
+
+/// One hop of a row over the nodes of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hop {
+    /// Between ranks of one node.
+    IntraNode,
+    /// Between ranks with the same index in their nodes.
+    InterNode,
+}
+
+/// One row of [`ALL_TO_ALLS`].
+#[derive(Clone, Copy, Debug)]
+pub struct AllToAllRow {
+    /// The algorithm.
+    pub all_to_all: AllToAll,
+    /// Its name in the text of a strategy.
+    pub name: &'static str,
+    /// The hops of each share of the rows on their way to experts; no share where every rank sends
+    /// to every rank directly. Shares move concurrently.
+    pub orders: &'static [[Hop; 2]],
+    /// Whether equal rows of a token cross to a node once, and sums of rows come back once.
+    pub deduplicates: bool,
+}
+
+use Hop::{InterNode, IntraNode};
+
+/// The all-to-all algorithms, in the order of [`AllToAll`].
+pub const ALL_TO_ALLS: [AllToAllRow; 5] = [
+    AllToAllRow {
+        all_to_all: AllToAll::Linear,
+        name: "linear",
+        orders: &[],
+        deduplicates: false,
+    },
+    AllToAllRow {
+        all_to_all: AllToAll::TwoDh,
+        name: "2dh",
+        orders: &[[IntraNode, InterNode]],
+        deduplicates: false,
+    },
+    AllToAllRow {
+        all_to_all: AllToAll::TwoDhInterFirst,
+        name: "2dh-inter-first",
+        orders: &[[InterNode, IntraNode]],
+        deduplicates: false,
+    },
+    AllToAllRow {
+        all_to_all: AllToAll::TwoDhConcurrent,
+        name: "2dh-concurrent",
+        orders: &[[IntraNode, InterNode], [InterNode, IntraNode]],
+        deduplicates: false,
+    },
+    AllToAllRow {
+        all_to_all: AllToAll::Dedup,
+        name: "dedup",
+        orders: &[[InterNode, IntraNode]],
+        deduplicates: true,
+    },
+];
+
+impl AllToAll {
+    /// Returns the algorithm's row of the table.
+    pub fn row(self) -> &'static AllToAllRow {
+        &ALL_TO_ALLS[self as usize]
+    }
+}
+
+impl AllToAllRow {
+    /// Returns whether every rank sends to every rank directly, whatever the nodes.
+    pub fn is_direct(&self) -> bool {
+        self.orders.is_empty()
+    }
+
+    /// Returns the number of hops in one direction, over all shares: a measure of complexity.
+    pub fn hops(&self) -> usize {
+        let hops: usize = self.orders.iter().map(|order| order.len()).sum();
+        hops.max(1)
+    }
+
+    /// Returns the messages of the counts, and of rows that each travel on their own.
+    pub fn algorithm(&self, shape: NodeShape) -> Algorithm {
+        match self.orders {
+            [] => Algorithm::Direct,
+            [[IntraNode, _]] => Algorithm::Hierarchical(shape),
+            [[InterNode, _]] => Algorithm::InterFirst(shape),
+            _ => Algorithm::Concurrent(shape),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::schedules::HopOrder;
+
+    #[test]
+    fn every_algorithm_has_its_own_row() {
+        for (at, row) in ALL_TO_ALLS.iter().enumerate() {
+            assert_eq!(row.all_to_all as usize, at, "{}", row.name);
+            let parsed: AllToAll = row.name.parse().unwrap();
+            assert_eq!(parsed, row.all_to_all);
+            let json = serde_json::to_string(&row.all_to_all).unwrap();
+            assert_eq!(json, format!("\"{}\"", row.name));
+        }
+        assert_eq!(AllToAll::Dedup as usize + 1, ALL_TO_ALLS.len());
+    }
+
+    /// Checks that the hops of the table are those of the schedules, whose level 0 is between
+    /// nodes.
+    #[test]
+    fn the_hops_of_the_table_are_sent() {
+        let shape = NodeShape {
+            nodes: 2,
+            per_node: 3,
+        };
+        let level = |hop: &Hop| usize::from(*hop == IntraNode);
+        for row in &ALL_TO_ALLS {
+            let orders = row.orders.iter();
+            let want: Vec<Vec<usize>> = orders
+                .map(|order| order.iter().map(level).collect())
+                .collect();
+            let sent = row.algorithm(shape).hops();
+            assert_eq!(sent.map_or(Vec::new(), |hops: HopOrder| hops.orders), want);
+        }
+    }
+}

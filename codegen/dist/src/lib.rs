@@ -1,0 +1,36 @@
+//! How ranks share a layer, as data: the mesh and the placement of experts on it, the strategy by
+//! which ranks carry out a call, the collective operations of a pass, and the messages of each.
+//!
+//! [`OPS`] is the one table of collective operations. Plans name its operations, the executor runs
+//! them, `inspect` prints their text, and the planner predicts their time. [`ALL_TO_ALLS`] is the
+//! table of all-to-all algorithms, [`COMM_DTYPES`] that of dtypes between nodes, and [`schedules`] says which messages an operation sends. Nothing here touches a file, a thread or a device.
+//!
+//! As a crate of its own this is an internal part of `moesaic` and changes without notice.
+
+mod all_to_all;
+mod comm_dtype;
+mod mesh;
+mod ops;
+mod overlap;
+mod part;
+mod payload;
+mod placement;
+pub mod schedules;
+mod sent;
+mod shape;
+mod strategy;
+
+pub use all_to_all::{ALL_TO_ALLS, AllToAll, AllToAllRow, Hop};
+pub use comm_dtype::{COMM_DTYPES, CommDtype, CommDtypeRow};
+pub use mesh::{AdaptiveMesh, MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
+pub use ops::{Amount, Collective, CollectiveOp, NUMBER_BYTES, OPS, OpGroup, OpRow, OpText};
+pub use overlap::{Chunk, Distance, Overlap, OverlapBy};
+pub use part::PlanPart;
+pub use payload::Payload;
+pub use placement::{Balancer, Balancing, ExpertSlot, Kept, Move, Moves, moves, moves_from};
+pub use placement::{Eplb, Replication, balanced, rebalance};
+pub use placement::{Placement, PlacementError, RowSource, Split};
+pub use placement::{ShadowForm, ShadowModel, shadows};
+pub use sent::{Sends, Sent};
+pub use shape::{Levels, MOST_LEVELS, NodeRank, NodeShape};
+pub use strategy::{Both, MAX_CHUNKS, Strategy, StrategyError};
