@@ -36,6 +36,9 @@ const CARGO: &str = env!("CARGO");
 /// Outside the workspace: candle brings a hundred crates that nothing else needs.
 const CANDLE: &str = "interop/candle/Cargo.toml";
 
+/// Outside the workspace, too: the workspace does without Python.
+const PYTHON: &str = "interop/python/Cargo.toml";
+
 fn main() -> ExitCode {
     let command = std::env::args().nth(1).unwrap_or_default();
     let done = match command.as_str() {
@@ -74,15 +77,15 @@ fn test() -> Result<(), String> {
     run(Command::new(program).args(["toolchain", "install", "cuda", "rocm", "mpi"]))?;
     install_packages();
     cargo(&["test", "--workspace", "--no-fail-fast"])?;
-    candle(&["test", "--locked"], &[])
+    outside(CANDLE, &["test", "--locked"], &[])
 }
 
-/// Runs cargo on [`CANDLE`]. It builds in the workspace's folder, where crates of the registry
-/// that both need are there already.
-fn candle(before: &[&str], after: &[&str]) -> Result<(), String> {
+/// Runs cargo on a crate outside the workspace. It builds in the workspace's folder, where crates
+/// of the registry that both need are there already.
+fn outside(manifest: &str, before: &[&str], after: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let folder = target(&root).display().to_string();
-    let own = ["--manifest-path", CANDLE, "--target-dir", &folder];
+    let own = ["--manifest-path", manifest, "--target-dir", &folder];
     cargo(&[before, &own, after].concat())
 }
 
@@ -203,8 +206,11 @@ const CLIPPY: [&str; 4] = ["--all-targets", "--", "--deny", "warnings"];
 fn lint() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
     cargo(&[&["clippy", "--locked", "--workspace"][..], &CLIPPY].concat())?;
-    cargo(&["fmt", "--manifest-path", CANDLE, "--check"])?;
-    candle(&["clippy", "--locked"], &CLIPPY)
+    for manifest in [CANDLE, PYTHON] {
+        cargo(&["fmt", "--manifest-path", manifest, "--check"])?;
+        outside(manifest, &["clippy", "--locked"], &CLIPPY)?;
+    }
+    Ok(())
 }
 
 /// Crates that stay here.

@@ -246,6 +246,20 @@ impl Engine {
         self.layer_of(&self.texts(spec, Some(training))?, &weights)
     }
 
+    /// Makes a training layer without weights. Each raw call names the address of every weight, and
+    /// each [`Layer::backward_raw`] also that of every gradient, `grad.<weight>`, so the layer
+    /// copies neither. Layers of other weights can share it.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`], without those of weights.
+    pub fn layer_without_weights(
+        &self,
+        spec: &LayerSpec,
+        training: Training,
+    ) -> Result<Layer, EngineError> {
+        self.borrowing_layer(&self.texts(spec, Some(training))?)
+    }
+
     /// Compiles or finds every kernel of a layer and loads it, without weights.
     ///
     /// # Errors

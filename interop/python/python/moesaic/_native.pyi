@@ -1,0 +1,123 @@
+"""The compiled part of moesaic."""
+
+import os
+from typing import Any, Mapping, Optional, Protocol, Sequence
+
+__version__: str
+
+class Error(RuntimeError):
+    """An operation of moesaic that failed."""
+
+class InvalidError(Error, ValueError):
+    """A spec, a tensor or an argument that cannot be."""
+
+class SupportsDLPack(Protocol):
+    def __dlpack__(self) -> Any: ...
+
+class Array:
+    """A tensor that moesaic made. `numpy.from_dlpack` and `torch.from_dlpack` take it."""
+
+    @property
+    def shape(self) -> list[int]:
+        """The sizes, outermost first."""
+    @property
+    def dtype(self) -> str:
+        """The element type: `f32`, `f16`, `bf16`, `i32` or `i64`."""
+    def __dlpack__(self, **options: Any) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+class Spec:
+    """The spec of a layer. `str(spec)` is its canonical text, equal for equal layers."""
+
+    def __init__(self, text: str) -> None: ...
+    @staticmethod
+    def from_config(config_json: str, layer: int = 0) -> Spec:
+        """Returns the spec of a layer of a model, from the text of its config.json."""
+    def with_precision(
+        self, weights: Optional[str] = None, activations: Optional[str] = None
+    ) -> Spec:
+        """Returns the spec with other element types: "f32", "f16" or "bf16"."""
+    def evaluation(self) -> Spec:
+        """Returns the spec of the same layer in evaluation: without noise, dropout and losses."""
+    @property
+    def toml(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def model_dim(self) -> int: ...
+    @property
+    def output_dim(self) -> int: ...
+    @property
+    def experts(self) -> int:
+        """The number of experts that the router scores."""
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def precision(self) -> tuple[str, str]:
+        """The element type of weights, and that of tokens."""
+    @property
+    def quantized(self) -> bool: ...
+    @property
+    def draws(self) -> bool:
+        """Whether a training call draws random numbers."""
+    @property
+    def rescales(self) -> bool: ...
+    @property
+    def losses(self) -> list[str]: ...
+    @property
+    def weights(self) -> list[tuple[str, str, list[int]]]:
+        """The weights: name, element type and shape."""
+    @property
+    def inputs(self) -> list[tuple[str, str, list[int]]]:
+        """The inputs of a call: name, element type and shape; -1 is the number of tokens."""
+    @property
+    def trained(self) -> list[str]:
+        """The names of weights that have gradients."""
+
+Given = tuple[str, int, str, Sequence[int]]
+
+class Layer:
+    """A compiled layer without weights: each call brings the addresses of all tensors."""
+
+    def __init__(self, spec: Spec) -> None: ...
+    def forward(
+        self, tokens: int, tensors: Sequence[Given], capacity_factor: Optional[float] = None
+    ) -> None: ...
+    def forward_train(
+        self,
+        tokens: int,
+        tensors: Sequence[Given],
+        rng_key: tuple[int, int, int, int],
+        capacity_factor: Optional[float] = None,
+    ) -> Any: ...
+    @staticmethod
+    def backward(state: int, tensors: Sequence[Given]) -> None: ...
+    @staticmethod
+    def states() -> int:
+        """Returns the number of states for backward that are alive in the process."""
+
+class PackedLayer:
+    """A layer for inference with weights of its own, in the order that kernels read."""
+
+    def __init__(self, spec: Spec, weights: Mapping[str, SupportsDLPack]) -> None: ...
+    def forward(
+        self,
+        x: SupportsDLPack,
+        outputs: Sequence[str] = ("y",),
+        capacity_factor: Optional[float] = None,
+        **inputs: SupportsDLPack,
+    ) -> dict[str, Array]:
+        """Evaluates x [.., model_dim] to the named outputs, such as y [T, output_dim]."""
+    def set_weight(self, name: str, value: SupportsDLPack) -> None:
+        """Replaces a weight by a copy of another of its type and shape."""
+    @property
+    def spec(self) -> Spec: ...
+
+def configure(target: Optional[str] = None, threads: Optional[int] = None) -> None:
+    """Chooses the target and the number of threads of layers that are made from now on."""
+
+def engine_info() -> dict[str, Any]:
+    """Returns the engine's target, device and threads, and the number of compiled kernels."""
+
+def read_hf(folder: str | os.PathLike[str], layer: int = 0) -> tuple[Spec, dict[str, Array]]:
+    """Reads the MoE layer of a model in a folder of transformers: spec, and weights by name."""

@@ -1,0 +1,1 @@
+"""Layers with the arguments of Tutel and FastMoE, computed by moesaic in one process."""

@@ -1,0 +1,265 @@
+"""`FMoE` and `FMoETransformerMLP` with the arguments of FastMoE, in one process.
+
+Gates are torch modules with FastMoE's contract: `gate(x)` returns ids [T, K], -1 where a slot is
+dropped, and scores [T, K]. The experts of `FMoETransformerMLP` are moesaic's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Optional, Sequence, Union
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from .._native import InvalidError
+from . import _experts
+
+
+class BaseGate(nn.Module):
+    """A gate over `num_expert * world_size` experts, with a side channel for its loss."""
+
+    def __init__(self, num_expert: int, world_size: int) -> None:
+        super().__init__()
+        self.world_size, self.num_expert = world_size, num_expert
+        self.tot_expert = world_size * num_expert
+        self.loss: Optional[torch.Tensor] = None
+
+    def set_loss(self, loss: torch.Tensor) -> None:
+        """Keeps the loss of a call."""
+        self.loss = loss
+
+    def get_loss(self, clear: bool = True) -> Optional[torch.Tensor]:
+        """Returns the loss of the last call."""
+        loss = self.loss
+        if clear:
+            self.loss = None
+        return loss
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether a call left a loss."""
+        return self.loss is not None
+
+
+class NaiveGate(BaseGate):
+    """The K best logits of a linear map, weighted by their softmax."""
+
+    def __init__(
+        self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True
+    ) -> None:
+        super().__init__(num_expert, world_size)
+        self.gate = nn.Linear(d_model, self.tot_expert, bias=gate_bias)
+        self.top_k = top_k
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ids and scores [T, K] of x [T, d]."""
+        values, ids = self.gate(x).topk(self.top_k, -1)
+        return ids, values.softmax(-1)
+
+
+class SwitchGate(NaiveGate):
+    """The best expert by a softmax over all, with noise in training and the Switch loss.
+
+    FastMoE's capacity is honoured: each expert takes the first ceil(rate * T) tokens, the rate
+    being that of training or of evaluation.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        topk: int = 1,
+        switch_eps: float = 0.1,
+        capacity: tuple[float, float] = (1.2, 2.4),
+        gate_bias: bool = True,
+    ) -> None:
+        if topk != 1:
+            raise InvalidError(f"topk = {topk}: a Switch gate chooses one expert")
+        super().__init__(d_model, num_expert, world_size, 1, gate_bias)
+        self.switch_eps, self.capacity = switch_eps, capacity
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ids and scores [T, 1] of x [T, d]."""
+        logits = self.gate(x).float()
+        if self.training:
+            eps = self.switch_eps
+            logits = logits + torch.empty_like(logits).uniform_(1.0 - eps, 1.0 + eps)
+        scores = logits.softmax(-1)
+        best, ids = scores.topk(1, -1)
+        rate = self.capacity[0 if self.training else 1]
+        ids = _limited(ids, self.tot_expert, math.ceil(rate * x.shape[0] / self.num_expert))
+        kept = ids[ids >= 0]
+        share = torch.bincount(kept, minlength=self.tot_expert) / max(1, kept.numel())
+        self.set_loss((share * scores.mean(0)).sum() * self.tot_expert)
+        return ids, best.to(x.dtype)
+
+
+class GShardGate(NaiveGate):
+    """The two best experts, with a capacity, the GShard loss, and a second one kept by chance."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        topk: int = 2,
+        capacity: tuple[float, float] = (1.2, 2.4),
+        random_routing: bool = True,
+        gate_bias: bool = True,
+    ) -> None:
+        if topk != 2:
+            raise InvalidError(f"topk = {topk}: a GShard gate chooses two experts")
+        super().__init__(d_model, num_expert, world_size, 2, gate_bias)
+        self.capacity, self.random_routing = capacity, random_routing
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns ids and scores [T, 2] of x [T, d]."""
+        logits = self.gate(x)
+        values, ids = logits.topk(2, -1)
+        scores = values.softmax(-1)
+        first = torch.bincount(ids[:, 0], minlength=self.tot_expert) / max(1, x.shape[0])
+        mean = logits.softmax(-1).mean(0)
+        self.set_loss((first * mean).mean() * self.num_expert**2)
+        rate = self.capacity[0 if self.training else 1]
+        limit = math.ceil(rate * x.shape[0]) * 2 // self.tot_expert
+        ids = _limited(ids, self.tot_expert, limit)
+        if self.random_routing:
+            drop = 2 * scores[:, 1].detach() < torch.rand(x.shape[0])
+            ids = torch.stack([ids[:, 0], ids[:, 1].masked_fill(drop, -1)], 1)
+        return ids, scores
+
+
+def _limited(ids: torch.Tensor, experts: int, limit: int) -> torch.Tensor:
+    """Drops the assignments of each expert beyond the limit, in the order of tokens."""
+    flat = ids.reshape(-1)
+    ranks = functional.one_hot(flat, experts).cumsum(0).gather(1, flat[:, None])[:, 0]
+    return flat.masked_fill(ranks > limit, -1).view_as(ids)
+
+
+class FMoE(nn.Module):
+    """A layer of experts of your own: callables of `d_model`, or a list of modules.
+
+    Each is called as `expert(rows, count)` on the rows of its tokens. moesaic computes experts of
+    `FMoETransformerMLP`; modules of your own run as they are.
+    """
+
+    def __init__(
+        self,
+        num_expert: int = 32,
+        d_model: int = 1024,
+        world_size: int = 1,
+        mp_group: Any = None,
+        slice_group: Any = None,
+        moe_group: Any = None,
+        top_k: int = 2,
+        gate: Callable[..., nn.Module] = NaiveGate,
+        expert: Union[Callable[[int], nn.Module], Sequence[nn.Module], None] = None,
+        gate_hook: Optional[Callable] = None,
+        mask: Optional[torch.Tensor] = None,
+        mask_dict: Optional[dict] = None,
+        gate_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, value in (("world_size", world_size > 1), ("mp_group", mp_group),
+                            ("slice_group", slice_group), ("moe_group", moe_group)):
+            if value:
+                raise InvalidError(f"{name} has several ranks: this layer runs in one process")
+        if isinstance(expert, (list, tuple, nn.ModuleList)):
+            num_expert = len(expert)
+            self.experts = nn.ModuleList(expert)
+        elif expert is not None:
+            self.experts = nn.ModuleList([expert(d_model) for _ in range(num_expert)])
+        self.num_expert, self.d_model, self.top_k = num_expert, d_model, top_k
+        self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict or {}
+        self.gate = gate(d_model, num_expert, world_size, top_k, gate_bias=gate_bias)
+
+    def expert_fn(
+        self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the weighted sum of the experts of each token."""
+        y = None
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out = expert(x[token], torch.tensor([token.numel()]))
+            out = out * scores[token, slot, None].to(out.dtype)
+            y = x.new_zeros(x.shape[0], out.shape[-1]) if y is None else y
+            y = y.index_add(0, token, out)
+        return y
+
+    def forward(self, moe_inp: torch.Tensor) -> torch.Tensor:
+        """Computes moe_inp [T, d_model]; masked tokens get the constants of mask_dict."""
+        ids, scores = self.gate(moe_inp)
+        scores = scores.reshape(ids.shape)
+        if self.gate_hook is not None:
+            self.gate_hook(ids, scores, None)
+        mask = None if self.mask is None else self.mask.reshape(-1)
+        if mask is not None:
+            ids = ids.masked_fill((mask != 0)[:, None], -1)
+        y = self.expert_fn(moe_inp, ids, scores)
+        for value, constant in self.mask_dict.items() if mask is not None else ():
+            whole = scores.sum(1, keepdim=True).to(y.dtype) * constant
+            y = torch.where((mask == value)[:, None], whole, y)
+        return y
+
+
+class _MLP(nn.Module):
+    """The weights of two linear maps of every expert."""
+
+    def __init__(self, num_expert: int, d_model: int, d_hidden: int) -> None:
+        super().__init__()
+        self.htoh4 = _Linear(num_expert, d_model, d_hidden)
+        self.h4toh = _Linear(num_expert, d_hidden, d_model)
+
+
+class _Linear(nn.Module):
+    """FastMoE's FMoELinear: weight [E, out, in] and bias [E, out]."""
+
+    def __init__(self, num_expert: int, in_feat: int, out_feat: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(in_feat)
+        weight = torch.empty(num_expert, out_feat, in_feat).uniform_(-bound, bound)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros(num_expert, out_feat))
+
+
+class FMoETransformerMLP(FMoE):
+    """The MoE of a Transformer block: two linear maps with an activation between, per expert."""
+
+    def __init__(
+        self,
+        num_expert: int = 32,
+        d_model: int = 1024,
+        d_hidden: int = 4096,
+        activation: Callable[[torch.Tensor], torch.Tensor] = nn.GELU(),
+        expert_dp_comm: str = "none",
+        expert_rank: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_expert=num_expert, d_model=d_model, **kwargs)
+        self.experts = _MLP(num_expert, d_model, d_hidden)
+        name = _experts.activation_name(activation)
+        form = f'{{ form = "plain", activation = "{name}", bias = true }}'
+        self._shape = (d_model, d_hidden, d_model, num_expert)
+        self._form = form
+        for parameter in self.experts.parameters():
+            parameter.dp_comm = expert_dp_comm
+        for parameter in self.gate.parameters():
+            parameter.dp_comm = "gate"
+
+    def expert_fn(
+        self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        up, down = self.experts.htoh4, self.experts.h4toh
+        text = _experts.external_spec(*self._shape, ids.shape[1], self._form, False)
+        tensors = {
+            "experts.up.weight": up.weight, "experts.up.bias": up.bias,
+            "experts.down.weight": down.weight, "experts.down.bias": down.bias,
+        }
+        return _experts.run(text, x, ids, scores, tensors)
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Computes inp [.., d_model]."""
+        return super().forward(inp.reshape(-1, self.d_model)).reshape(inp.shape)

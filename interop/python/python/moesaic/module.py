@@ -1,0 +1,254 @@
+"""`moesaic.MoE`: a Mixture-of-Experts layer as an `nn.Module`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any, Mapping, NamedTuple, Optional, Union
+
+import torch
+from torch import nn
+
+from . import ops
+from ._native import InvalidError, PackedLayer, Spec, read_hf
+
+SpecLike = Union[str, Mapping[str, Any], Spec]
+
+
+class Routing(NamedTuple):
+    """The decision of a call, detached."""
+
+    ids: torch.Tensor
+    """Experts of each token [.., K], i32, best first; negative where a slot is masked."""
+    weights: torch.Tensor
+    """Weights of these experts [.., K], f32."""
+    counts: torch.Tensor
+    """Tokens that chose each expert [E], i64, dropped ones included."""
+
+
+def read(spec: SpecLike) -> Spec:
+    """Returns the spec of TOML text, of a dict of the same keys, or of the path of a TOML file."""
+    if isinstance(spec, Spec):
+        return spec
+    if isinstance(spec, Mapping):
+        return Spec("\n".join(f"{key} = {_toml(value)}" for key, value in spec.items()))
+    if isinstance(spec, os.PathLike):
+        with open(spec, encoding="utf-8") as file:
+            return Spec(file.read())
+    return Spec(spec)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, (bool, str)):
+        return json.dumps(value)
+    if isinstance(value, (int, float)):
+        return repr(value)
+    raise InvalidError(f"a spec has texts, numbers, flags, tables and arrays, not {value!r}")
+
+
+class _Weights(nn.Module):
+    """A part of a layer's weights under its canonical name."""
+
+    def extra_repr(self) -> str:
+        own = {**self._parameters, **self._buffers}
+        return ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in own.items())
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer: x [.., model_dim] to y [.., output_dim].
+
+    `spec` is TOML text, a dict of the same keys, or a `Spec`. Parameters have moesaic's canonical
+    names, such as `experts.up.weight [E, h, d]`; what has no gradient is a buffer. The layer
+    computes in the dtype of x and of its experts, f32, f16 or bf16: `.to` converts it.
+
+    In training mode the layer draws the noise of its spec from torch's generator, and backward adds
+    the gradient of every auxiliary loss, `coefficient * loss`; `losses` has the values of the last
+    call, detached, to be logged. In evaluation it does neither, and is differentiable as well.
+    """
+
+    def __init__(
+        self,
+        spec: SpecLike,
+        *,
+        device: Optional[torch.device] = None,
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        super().__init__()
+        self.spec = read(spec)
+        if self.spec.quantized:
+            raise InvalidError(
+                "experts of `precision.experts` are codes, which torch has no dtype for: make a "
+                "moesaic.PackedLayer of the spec"
+            )
+        self._text = self.spec.toml
+        self._names = ops.weight_names(self._text)
+        self._width, self._top_k = self.spec.model_dim, self.spec.top_k
+        self._experts = self.spec.experts
+        self._losses: Optional[torch.Tensor] = None
+        # The owner of each weight, and its name there: walking the path costs more than the call.
+        self._owners: list[tuple[nn.Module, str]] = []
+        trained = frozenset(self.spec.trained)
+        for name, kind, shape in self.spec.weights:
+            own = ops.TORCH_DTYPES[kind]
+            own = dtype if dtype is not None and own.is_floating_point else own
+            tensor = torch.empty(shape, dtype=own, device=device)
+            self._hold(name, tensor, name in trained)
+        self.reset_parameters()
+
+    def _hold(self, name: str, tensor: torch.Tensor, trained: bool) -> None:
+        *path, last = name.split(".")
+        owner: nn.Module = self
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, _Weights())
+            owner = owner._modules[part]
+        self._owners.append((owner, last))
+        if trained:
+            owner.register_parameter(last, nn.Parameter(tensor))
+        else:
+            owner.register_buffer(last, tensor)
+
+    def _weight(self, name: str) -> torch.Tensor:
+        owner, last = self._owners[self._names.index(name)]
+        return getattr(owner, last)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns the weights by canonical name, buffers among them."""
+        return {name: self._weight(name) for name in self._names}
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws new weights, as `nn.Linear` does: uniform up to one over the root of the fan-in."""
+        for name, tensor in self.weights().items():
+            if name == "router.table":
+                ids = torch.arange(tensor.numel(), device=tensor.device) % self.spec.experts
+                tensor.copy_(ids.view(tensor.shape))
+            elif name in ("router.select_bias", "router.load"):
+                tensor.zero_()
+            elif name in ("router.input_scale", "router.expert_scale"):
+                tensor.fill_(1.0)
+            elif name == "router.temperature":
+                tensor.fill_(math.log(2.0))
+            else:
+                bound = 1.0 / math.sqrt(self._fan_in(name, tensor))
+                tensor.uniform_(-bound, bound)
+
+    def _fan_in(self, name: str, tensor: torch.Tensor) -> int:
+        if name.endswith(".weight"):
+            return tensor.shape[-1]
+        weight = name.removesuffix(".bias") + ".weight"
+        return self._weight(weight).shape[-1] if weight in self._names else tensor.shape[0]
+
+    @classmethod
+    def from_hf(
+        cls, folder: Union[str, os.PathLike], layer: int = 0, dtype: Optional[torch.dtype] = None
+    ) -> "MoE":
+        """Reads the MoE layer of a model in a folder of transformers, router and experts."""
+        spec, arrays = read_hf(os.fspath(folder), layer)
+        module = cls(spec, dtype=dtype)
+        with torch.no_grad():
+            for name, weight in module.weights().items():
+                weight.copy_(torch.from_dlpack(arrays[name]))
+        return module
+
+    def pack(self) -> PackedLayer:
+        """Copies the weights into a layer for inference alone, faster where calls have few tokens.
+
+        It takes and gives arrays by DLPack. Later changes of the weights do not reach it.
+        """
+        dtypes = {name: ops.TORCH_DTYPES[kind] for name, kind, _ in self._call_spec().weights}
+        tensors = {
+            name: weight.detach().to(dtypes[name]).contiguous()
+            for name, weight in self.weights().items()
+        }
+        return PackedLayer(self._call_spec(), tensors)
+
+    def _call_spec(self) -> Spec:
+        experts = [w for n, w in self.weights().items() if n.startswith("experts.")]
+        dtype = ops.DTYPES.get(experts[0].dtype)
+        return self.spec.with_precision(dtype, dtype)
+
+    @property
+    def losses(self) -> dict[str, torch.Tensor]:
+        """The auxiliary losses of the last training call by kind, without coefficients."""
+        if self._losses is None:
+            return {}
+        return dict(zip(self.spec.losses, self._losses.unbind()))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        token_ids: Optional[torch.Tensor] = None,
+        topk_ids: Optional[torch.Tensor] = None,
+        topk_weights: Optional[torch.Tensor] = None,
+        token_mask: Optional[torch.Tensor] = None,
+        active_k: Optional[torch.Tensor] = None,
+        sequence_ids: Optional[torch.Tensor] = None,
+        global_counts: Optional[torch.Tensor] = None,
+        global_tokens: Optional[torch.Tensor] = None,
+        capacity_factor: Optional[float] = None,
+        rng_key: tuple[int, ...] = (),
+        return_routing: bool = False,
+    ) -> Any:
+        """Runs the layer.
+
+        x: [.., model_dim], f32, f16 or bf16. Inputs with a value per token have its leading sizes.
+        token_ids [..]: for `router.kind = "table"`. topk_ids, topk_weights [.., K]: decision for
+        `router.kind = "external"`, differentiable in the weights. token_mask [..], active_k [1],
+        sequence_ids [..], global_counts [E], global_tokens [1]: as the spec's keys say.
+        rng_key: (seed, step, layer, first token) instead of numbers from torch's generator.
+
+        Returns y [.., output_dim], and with return_routing also the `Routing`.
+        """
+        width = self._width
+        if x.dim() == 0 or x.shape[-1] != width:
+            raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
+        leading = x.shape[:-1]
+        rows = x if x.dim() == 2 else x.reshape(-1, width)
+        tokens = rows.shape[0]
+        names: list[str] = []
+        inputs: list[torch.Tensor] = []
+
+        def take(name: str, tensor: Optional[torch.Tensor], shape: tuple[int, ...]) -> None:
+            if tensor is not None:
+                names.append(name)
+                inputs.append(tensor.reshape(shape))
+
+        k = self._top_k
+        take("token_ids", token_ids, (tokens,))
+        take("topk_ids", topk_ids, (tokens, k))
+        take("topk_weights", topk_weights, (tokens, k))
+        take("token_mask", token_mask, (tokens,))
+        take("active_k", active_k, (1,))
+        take("sequence_ids", sequence_ids, (tokens,))
+        take("global_counts", global_counts, (self._experts,))
+        take("global_tokens", global_tokens, (1,))
+        weights = [getattr(owner, last) for owner, last in self._owners]
+        y, ids, chosen, counts, losses = ops.layer(
+            self._text, rows, names, inputs, weights, self.training, rng_key, capacity_factor,
+            return_routing,
+        )
+        if self.training:
+            self._losses = losses
+        y = y if x.dim() == 2 else y.reshape(*leading, y.shape[-1])
+        if not return_routing:
+            return y
+        if topk_ids is not None and topk_weights is not None:
+            decided = topk_ids.reshape(-1)
+            decided = decided[decided >= 0].long()
+            counts = torch.bincount(decided, minlength=self._experts)
+            return y, Routing(topk_ids, topk_weights.detach(), counts)
+        return y, Routing(ids.view(*leading, k), chosen.view(*leading, k), counts)
+
+    def extra_repr(self) -> str:
+        shape = self.spec
+        return (
+            f"model_dim={shape.model_dim}, experts={shape.experts}, top_k={shape.top_k}, "
+            f"output_dim={shape.output_dim}"
+        )

@@ -1,0 +1,187 @@
+//! The engine of the process, and the layers that its calls share.
+
+use crate::errors::{Failure, without_gil};
+use moesaic::{Engine, EngineOptions, Layer, LayerSpec, Training};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The choices that open an engine.
+#[derive(Clone)]
+struct Settings {
+    target: String,
+    /// `None` takes one thread per processor of the process.
+    threads: Option<usize>,
+}
+
+/// An engine with the layers that were made on it.
+#[derive(Clone)]
+struct Opened {
+    process: u32,
+    engine: Engine,
+    layers: Arc<Mutex<HashMap<String, Arc<Layer>>>>,
+}
+
+/// The settings, and the engine once there is one.
+struct Process {
+    settings: Option<Settings>,
+    opened: Option<Opened>,
+}
+
+static PROCESS: Mutex<Process> = Mutex::new(Process {
+    settings: None,
+    opened: None,
+});
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the engine, which the first call opens. A child of `fork` opens one of its own, because
+/// the threads of its parent's stayed behind.
+fn opened() -> Result<Opened, Failure> {
+    let process = std::process::id();
+    let mut state = lock(&PROCESS);
+    if let Some(opened) = state.opened.take_if(|opened| opened.process != process) {
+        // Dropping it would wait for threads that this process does not have.
+        std::mem::forget(opened);
+    }
+    if let Some(opened) = &state.opened {
+        return Ok(opened.clone());
+    }
+    let Settings { target, threads } = state.settings.clone().unwrap_or(Settings {
+        target: "cpu".to_string(),
+        threads: None,
+    });
+    // Threads of its own, never those that engines of a process share: a child of `fork` would
+    // find its parent's there.
+    let every = || std::thread::available_parallelism().map_or(1, usize::from);
+    let options = EngineOptions {
+        threads: Some(threads.unwrap_or_else(every)),
+        ..EngineOptions::default()
+    };
+    let opened = Opened {
+        process,
+        engine: Engine::open(&target, options)?,
+        layers: Arc::default(),
+    };
+    state.opened = Some(opened.clone());
+    Ok(opened)
+}
+
+/// Returns the engine of the process.
+pub fn engine() -> Result<Engine, Failure> {
+    Ok(opened()?.engine)
+}
+
+/// Returns the layer of a spec that has no weights of its own. Equal texts share one.
+pub fn layer(spec: &LayerSpec, text: &str) -> Result<Arc<Layer>, Failure> {
+    let opened = opened()?;
+    if let Some(layer) = lock(&opened.layers).get(text) {
+        return Ok(layer.clone());
+    }
+    // Compiled outside the lock: other specs may be called meanwhile. Two threads may compile the
+    // same spec; the store makes that one compilation.
+    let made = opened
+        .engine
+        .layer_without_weights(spec, Training::default())?;
+    let mut layers = lock(&opened.layers);
+    let kept = layers.entry(text.to_string());
+    Ok(kept.or_insert_with(|| Arc::new(made)).clone())
+}
+
+/// Chooses the target and the number of threads of layers that are made from now on.
+///
+/// target: "cpu", or a name such as "cpu:avx2". None keeps what was chosen.
+/// threads: the number of threads, the caller included. None keeps what was chosen.
+#[pyfunction]
+#[pyo3(signature = (target=None, threads=None))]
+pub fn configure(target: Option<String>, threads: Option<usize>) -> PyResult<()> {
+    if let Some(target) = target.as_deref().filter(|name| !name.starts_with("cpu")) {
+        let problem = format!(
+            "target `{target}`: this package runs layers on the CPU, so take `cpu` or a name such \
+             as `cpu:avx2`"
+        );
+        return Err(Failure::Invalid(problem).into());
+    }
+    if threads == Some(0) {
+        return Err(Failure::Invalid("0 threads: take 1 or more".to_string()).into());
+    }
+    let mut state = lock(&PROCESS);
+    let old = state.settings.take();
+    let default = || "cpu".to_string();
+    state.settings = Some(Settings {
+        target: target.unwrap_or_else(|| old.as_ref().map_or_else(default, |s| s.target.clone())),
+        threads: threads.or(old.and_then(|s| s.threads)),
+    });
+    // Layers in use keep the engine that they were made on.
+    if let Some(opened) = state.opened.take()
+        && opened.process != std::process::id()
+    {
+        std::mem::forget(opened);
+    }
+    Ok(())
+}
+
+/// Returns the engine's target, device and threads, and its kernels so far by where they came from.
+#[pyfunction]
+pub fn engine_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let engine = without_gil(py, engine)?;
+    let info = PyDict::new(py);
+    let stats = engine.stats();
+    info.set_item("target", engine.target().to_string())?;
+    info.set_item("device", &engine.device_info().name)?;
+    info.set_item("threads", engine.device_info().units)?;
+    info.set_item("compiled", stats.compiled)?;
+    Ok(info)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use moesaic::spec::canonical_tensors;
+    use moesaic::target::Ptr;
+    use moesaic::{Input, RawCall, Tensor, Tensors};
+
+    #[test]
+    fn a_layer_without_weights_reads_those_of_its_call() {
+        let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let wave = |elements: usize| -> Vec<f32> {
+            (0..elements).map(|i| (i as f32 * 0.7).sin()).collect()
+        };
+        let mut weights = Tensors::new();
+        for tensor in canonical_tensors(&spec) {
+            let values = wave(tensor.shape.iter().product());
+            weights.insert(tensor.name, Tensor::owned(&tensor.shape, values));
+        }
+        let x = wave(3 * 8);
+        let owning = engine().unwrap().layer(&spec, &weights).unwrap();
+        let wanted = owning.forward(&Input::new(3, &x)).unwrap().y().to_f32();
+
+        let layer = layer(&spec, text).ok().unwrap();
+        let mut y = vec![0f32; 3 * 8];
+        let mut tensors = vec![
+            ("x", Ptr(x.as_ptr() as u64)),
+            ("y", Ptr(y.as_mut_ptr() as u64)),
+        ];
+        let call = |tensors: &[(&str, Ptr)]| {
+            let call = RawCall {
+                tokens: 3,
+                tensors,
+                capacity_factor: None,
+            };
+            // SAFETY: x, y and weights have the sizes of the spec, and outlive the call.
+            unsafe { layer.forward_raw(&call) }
+        };
+        let error = call(&tensors).unwrap_err().to_string();
+        assert!(error.contains("has no memory"), "{error}");
+        let weights = weights.iter();
+        tensors.extend(weights.map(|(n, t)| (n.as_str(), Ptr(t.data.as_ptr() as u64))));
+        call(&tensors).unwrap();
+        for (found, wanted) in y.iter().zip(wanted) {
+            assert!((found - wanted).abs() < 1e-5, "{found} is not {wanted}");
+        }
+    }
+}

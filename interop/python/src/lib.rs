@@ -1,0 +1,40 @@
+//! moesaic layers for Python: the extension module `moesaic._native`.
+//!
+//! The Python files of the package know torch, this crate does not. They pass tensors as names,
+//! addresses, dtypes and shapes, which [`tensors`] checks against the layer's plan. Arrays of other
+//! libraries come and go by DLPack ([`dlpack`]).
+//!
+//! A layer of [`layer`] has no weights of its own: each call brings the addresses of the caller's.
+//! All layers of one spec share its kernels and workspace ([`engines`]). A layer of [`packed`]
+//! holds a copy of its weights in the order that kernels read.
+//!
+//! The GIL is released while a layer is made and while it runs. Nothing panics across the border:
+//! [`errors`] turns every failure into `moesaic.Error`.
+
+mod dlpack;
+mod engines;
+mod errors;
+mod layer;
+mod packed;
+mod spec;
+mod states;
+mod tensors;
+
+use pyo3::prelude::*;
+
+/// The compiled part of the package `moesaic`.
+#[pymodule]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("Error", errors::error_type(py)?)?;
+    module.add("InvalidError", errors::invalid_type(py)?)?;
+    module.add_class::<dlpack::Array>()?;
+    module.add_class::<spec::Spec>()?;
+    module.add_class::<layer::Layer>()?;
+    module.add_class::<packed::PackedLayer>()?;
+    module.add_function(wrap_pyfunction!(engines::configure, module)?)?;
+    module.add_function(wrap_pyfunction!(engines::engine_info, module)?)?;
+    module.add_function(wrap_pyfunction!(spec::read_hf, module)?)?;
+    Ok(())
+}

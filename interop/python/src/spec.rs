@@ -1,0 +1,270 @@
+//! Specs of layers.
+
+use crate::dlpack::Array;
+use crate::errors::{Failure, without_gil};
+use moesaic::kernel::Size;
+use moesaic::plan::{Role, plan};
+use moesaic::spec::{CapacityOrder, Select, canonical_tensors, hf};
+use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
+use moesaic::{DType, LayerSpec, PlanOptions, Target, Tensors, Training};
+use pyo3::prelude::*;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The spec of a layer.
+///
+/// Spec(text) reads TOML. `str(spec)` is its canonical text, which is equal for equal layers.
+#[pyclass(frozen, module = "moesaic", str = "{text}")]
+#[derive(Clone)]
+pub struct Spec {
+    pub spec: LayerSpec,
+    pub text: String,
+}
+
+/// A name, an element type and a shape; -1 stands for the number of tokens.
+type Described = (String, String, Vec<i64>);
+
+impl Spec {
+    pub fn new(spec: LayerSpec) -> Spec {
+        let text = spec.to_toml();
+        Spec { spec, text }
+    }
+
+    /// Reads TOML.
+    ///
+    /// # Errors
+    /// The text with its mistakes marked.
+    pub fn read(text: &str) -> Result<Spec, Failure> {
+        let spec = LayerSpec::from_toml(text);
+        let spec = spec.map_err(|e| Failure::Invalid(e.render("spec", false)))?;
+        Ok(Spec::new(spec))
+    }
+
+    /// Returns the tensors with a role in the layer's training plan. Names and shapes are those of
+    /// every target.
+    fn planned(&self, role: Role) -> Result<Vec<Described>, Failure> {
+        let target: Target = "cpu:portable".parse().expect("it is a target");
+        let options = PlanOptions::training(Training::default());
+        let plan = plan(&self.spec, target, &options);
+        let plan = plan.map_err(|error| Failure::Invalid(error.to_string()))?;
+        let found = plan.tensors.iter().filter(|tensor| tensor.role == role);
+        let size = |size: &Size| match size {
+            Size::Tokens => -1,
+            fixed => fixed.eval(0) as i64,
+        };
+        let described = found.map(|tensor| {
+            let shape = tensor.shape.iter().map(size).collect();
+            (tensor.name.clone(), tensor.dtype.to_string(), shape)
+        });
+        Ok(described.collect())
+    }
+}
+
+#[pymethods]
+impl Spec {
+    #[new]
+    fn from_toml(text: &str) -> PyResult<Spec> {
+        Ok(Spec::read(text)?)
+    }
+
+    /// Returns the spec of a layer of a model, from the text of its config.json.
+    #[staticmethod]
+    #[pyo3(signature = (config_json, layer=0))]
+    fn from_config(config_json: &str, layer: usize) -> PyResult<Spec> {
+        let import = hf::import(config_json, layer);
+        let import = import.map_err(|error| Failure::Invalid(error.to_string()))?;
+        Ok(Spec::new(import.spec))
+    }
+
+    /// Returns the spec with other element types: "f32", "f16" or "bf16".
+    #[pyo3(signature = (weights=None, activations=None))]
+    fn with_precision(&self, weights: Option<&str>, activations: Option<&str>) -> PyResult<Spec> {
+        let mut spec = self.spec.clone();
+        if let Some(name) = weights {
+            spec.precision.weights = float(name)?;
+        }
+        if let Some(name) = activations {
+            spec.precision.activations = float(name)?;
+        }
+        checked(spec)
+    }
+
+    /// Returns the spec of the same layer in evaluation: without noise, dropout and losses, and
+    /// with the capacity of evaluation. Training it gives the gradient of an evaluation.
+    fn evaluation(&self) -> PyResult<Spec> {
+        let mut spec = self.spec.clone();
+        let router = &mut spec.router;
+        (router.jitter, router.input_dropout, router.noise) = (0.0, 0.0, 0.0);
+        router.noise_kind = Default::default();
+        router.random_second = false;
+        if let Select::Sinkhorn(_) = router.select {
+            router.select = Select::TopK;
+        }
+        if let Some(factor) = spec.capacity.eval_factor.take() {
+            spec.capacity.factor = factor;
+        }
+        spec.losses.clear();
+        checked(spec)
+    }
+
+    /// The canonical text.
+    #[getter]
+    fn toml(&self) -> &str {
+        &self.text
+    }
+
+    /// The layer's name.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.spec.name
+    }
+
+    /// The width of a token.
+    #[getter]
+    fn model_dim(&self) -> usize {
+        self.spec.shape.model_dim
+    }
+
+    /// The width of the output.
+    #[getter]
+    fn output_dim(&self) -> usize {
+        self.spec.output_dim()
+    }
+
+    /// The number of experts that the router scores.
+    #[getter]
+    fn experts(&self) -> usize {
+        self.spec.routed_experts()
+    }
+
+    /// The number of experts per token.
+    #[getter]
+    fn top_k(&self) -> usize {
+        self.spec.shape.top_k
+    }
+
+    /// The element type of weights, and that of tokens.
+    #[getter]
+    fn precision(&self) -> (String, String) {
+        let precision = &self.spec.precision;
+        (
+            precision.weights.to_string(),
+            precision.activations.to_string(),
+        )
+    }
+
+    /// Returns whether experts are stored as codes.
+    #[getter]
+    fn quantized(&self) -> bool {
+        self.spec.precision.experts.is_some()
+    }
+
+    /// Returns whether a training call draws random numbers.
+    #[getter]
+    fn draws(&self) -> bool {
+        let router = &self.spec.router;
+        let noise = router.noise > 0.0 || router.jitter > 0.0 || router.input_dropout > 0.0;
+        noise || router.random_second || self.spec.capacity.order == CapacityOrder::Random
+    }
+
+    /// Returns whether a call rescales the topk_weights that the caller gives, in place.
+    #[getter]
+    fn rescales(&self) -> bool {
+        self.spec.capacity.renormalize_after_drop
+    }
+
+    /// The kinds of the auxiliary losses.
+    #[getter]
+    fn losses(&self) -> Vec<String> {
+        let losses = self.spec.losses.iter();
+        losses.map(|loss| loss.kind.name().to_string()).collect()
+    }
+
+    /// The weights: name, element type and shape.
+    #[getter]
+    fn weights(&self) -> Vec<(String, String, Vec<usize>)> {
+        let tensors = canonical_tensors(&self.spec).into_iter();
+        tensors
+            .map(|t| (t.name, t.dtype.to_string(), t.shape))
+            .collect()
+    }
+
+    /// The inputs of a call: name, element type and shape, in which -1 is the number of tokens.
+    #[getter]
+    fn inputs(&self) -> PyResult<Vec<Described>> {
+        Ok(self.planned(Role::Input)?)
+    }
+
+    /// The names of weights that have gradients.
+    #[getter]
+    fn trained(&self) -> PyResult<Vec<String>> {
+        let gradients = self.planned(Role::WeightGradient)?.into_iter();
+        let name = |(name, ..): Described| name.strip_prefix("grad.").map(str::to_string);
+        Ok(gradients.filter_map(name).collect())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Spec({:?})", self.text)
+    }
+
+    fn __eq__(&self, other: &Spec) -> bool {
+        self.text == other.text
+    }
+
+    fn __hash__(&self) -> u64 {
+        use std::hash::{DefaultHasher, Hash, Hasher};
+        let mut hasher = DefaultHasher::new();
+        self.text.hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyAny>, (String,)) {
+        (slf.get_type().into_any(), (slf.get().text.clone(),))
+    }
+}
+
+fn float(name: &str) -> Result<DType, Failure> {
+    let floats = [DType::F32, DType::F16, DType::Bf16];
+    let found = floats.into_iter().find(|dtype| dtype.to_string() == name);
+    found.ok_or_else(|| {
+        Failure::Invalid(format!("precision `{name}`: a layer has f32, f16 and bf16"))
+    })
+}
+
+fn checked(spec: LayerSpec) -> PyResult<Spec> {
+    let checked = spec.validate().map_err(|problems| {
+        let lines: Vec<String> = problems.iter().map(|p| format!("  {p}")).collect();
+        Failure::Invalid(format!(
+            "the layer spec is not valid:\n{}",
+            lines.join("\n")
+        ))
+    });
+    checked?;
+    Ok(Spec::new(spec))
+}
+
+/// Reads the MoE layer of a model in a folder of transformers: its spec, and its weights by
+/// canonical name. Quantized experts are read as the numbers that their codes stand for.
+#[pyfunction]
+#[pyo3(signature = (folder, layer=0))]
+pub fn read_hf(
+    py: Python<'_>,
+    folder: PathBuf,
+    layer: usize,
+) -> PyResult<(Spec, BTreeMap<String, Array>)> {
+    let (spec, tensors) = without_gil(py, || read(&folder, layer))?;
+    let arrays = tensors.into_iter().map(|(n, t)| (n, Array::new(t)));
+    Ok((spec, arrays.collect()))
+}
+
+fn read(folder: &Path, layer: usize) -> Result<(Spec, Tensors<'static>), Failure> {
+    let invalid = |error: &dyn std::fmt::Display| Failure::Invalid(error.to_string());
+    let path = folder.join("config.json");
+    let config = std::fs::read_to_string(&path)
+        .map_err(|error| Failure::Invalid(format!("{}: {error}", path.display())))?;
+    let import = hf::import(&config, layer).map_err(|e| invalid(&e))?;
+    let checkpoint = Checkpoint::open(folder).map_err(|e| invalid(&e))?;
+    let reader = LayerReader::of_import(&import, &checkpoint, LoadOptions::default());
+    let tensors = reader.and_then(|reader| reader.load());
+    Ok((Spec::new(import.spec), tensors.map_err(|e| invalid(&e))?))
+}

@@ -1,0 +1,111 @@
+//! Tensors of a call, at addresses of the caller, checked against the layer's plan.
+
+use crate::errors::Failure;
+use moesaic::Layer;
+use moesaic::plan::{Role, TensorPlan};
+use moesaic::target::Ptr;
+use pyo3::prelude::*;
+
+/// A tensor of a call: a contiguous row-major one on the CPU.
+#[derive(FromPyObject)]
+pub struct Given(String, u64, String, Vec<u64>);
+
+/// The tensors of a call, checked.
+pub struct Checked<'g> {
+    pub tensors: Vec<(&'g str, Ptr)>,
+}
+
+impl Checked<'_> {
+    /// Returns whether a tensor is among them.
+    pub fn has(&self, name: &str) -> bool {
+        self.tensors.iter().any(|(known, _)| *known == name)
+    }
+}
+
+/// Checks names, element types, shapes and ids for a call of `tokens` tokens.
+///
+/// # Errors
+/// The name of the tensor, what it is and what it should be.
+pub fn check<'g>(layer: &Layer, tokens: usize, given: &'g [Given]) -> Result<Checked<'g>, Failure> {
+    let mut tensors = Vec::with_capacity(given.len());
+    for Given(name, address, dtype, shape) in given {
+        let Some(plan) = layer.plan().tensor(name) else {
+            return Err(Failure::tensor(name, "is none of the layer's"));
+        };
+        check_kind(plan, tokens, dtype, shape)?;
+        // SAFETY: the Python side passes the address of a tensor that it holds for the call, of
+        // the type and shape that were just checked.
+        unsafe { check_ids(layer, plan, tokens, *address)? };
+        tensors.push((name.as_str(), Ptr(*address)));
+    }
+    let checked = Checked { tensors };
+    // The engine refuses a launch without an address, but with the name of a kernel.
+    let weights = layer.plan().tensors.iter();
+    let missing = weights
+        .filter(|tensor| tensor.role == Role::Weight)
+        .find(|tensor| !checked.has(&tensor.name));
+    match missing {
+        Some(tensor) => Err(Failure::Invalid(format!("no weight `{}`", tensor.name))),
+        None => Ok(checked),
+    }
+}
+
+fn check_kind(plan: &TensorPlan, tokens: usize, dtype: &str, shape: &[u64]) -> Result<(), Failure> {
+    let wanted = plan.dtype.to_string();
+    if dtype != wanted {
+        let problem = format!("is {dtype}, expected {wanted}");
+        return Err(Failure::tensor(&plan.name, problem));
+    }
+    let sizes = plan.shape.iter().map(|size| size.eval(tokens as u64));
+    let sizes: Vec<u64> = sizes.collect();
+    if shape != sizes {
+        let problem = format!("has shape {shape:?}, expected {sizes:?}");
+        return Err(Failure::tensor(&plan.name, problem));
+    }
+    Ok(())
+}
+
+/// Checks the numbers that kernels take for indices.
+///
+/// # Safety
+/// A tensor of the plan's type and size for so many tokens must lie at the address.
+unsafe fn check_ids(
+    layer: &Layer,
+    plan: &TensorPlan,
+    tokens: usize,
+    address: u64,
+) -> Result<(), Failure> {
+    let (spec, name) = (layer.spec(), plan.name.as_str());
+    let experts = spec.routed_experts() as i32;
+    // An output of the same name has old numbers in it.
+    let input = matches!(plan.role, Role::Input | Role::Weight);
+    let (least, most) = match name {
+        "topk_ids" if input => (-1, experts - 1),
+        "router.table" => (0, experts - 1),
+        "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
+        "active_k" => (0, spec.shape.top_k as i32),
+        _ => return Ok(()),
+    };
+    let count = plan.shape.iter().map(|size| size.eval(tokens as u64));
+    let count = count.product::<u64>() as usize;
+    if count == 0 {
+        return Ok(());
+    }
+    if !address.is_multiple_of(align_of::<i32>() as u64) || address == 0 {
+        return Err(Failure::tensor(name, "lies at an address that no i32 has"));
+    }
+    // SAFETY: the caller vouches for it; the address is aligned and not null.
+    let ids = unsafe {
+        std::slice::from_raw_parts(
+            std::ptr::with_exposed_provenance::<i32>(address as usize),
+            count,
+        )
+    };
+    match ids.iter().position(|id| !(least..=most).contains(id)) {
+        None => Ok(()),
+        Some(at) => {
+            let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
+            Err(Failure::tensor(name, problem))
+        }
+    }
+}
