@@ -103,7 +103,7 @@ impl Known {
 
 /// Limits from the vendors' data sheets: boost clocks, no sparsity, bf16 where bf16 and f16 differ.
 /// The first machine of an architecture stands for it. Rates of caches: 2048 and 5120 bytes a clock
-/// (NVIDIA's A100 white paper), and AMD's CDNA 3 white paper.
+/// on V100 and A100 (PMC10448217, table 3), and the 17.2 TB/s that AMD states for MI300X.
 const KNOWN: &[Known] = &[
     known("V100", &["sm_70"], [15.7, 125.0, 900.0], [6, 80]).cached_at(3133.0),
     known("T4", &["sm_75"], [8.1, 65.0, 320.0], [4, 40]),
