@@ -60,6 +60,20 @@ impl Engine {
         self.0.training_layer(spec, weights, training)
     }
 
+    /// Makes a training layer without weights. Each raw call names the address of every weight, and
+    /// each [`Layer::backward_raw`] also that of every gradient, `grad.<weight>`, so the layer
+    /// copies neither. Layers of other weights can share it.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`], without those of weights.
+    pub fn layer_without_weights(
+        &self,
+        spec: &LayerSpec,
+        training: Training,
+    ) -> Result<Layer, EngineError> {
+        self.0.layer_without_weights(spec, training)
+    }
+
     /// Makes a layer around `experts`, one per expert of the spec. `weights` are those of router and
     /// shared experts; of the spec's experts only their number counts.
     ///

@@ -3,6 +3,7 @@
 #[path = "../../tests/oracle/archive.rs"]
 mod archive;
 mod gpu_smoke;
+mod python;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -10,8 +11,8 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "\
 usage: cargo xtask <command>
 
-  test    install what the tests need (NVRTC, clang and MPICH by pip; an emulator of
-          aarch64, gcc for it and Open MPI by apt-get, which needs root), run every test,
+  test    install what the tests need (NVRTC, clang, MPICH, numpy and pytest by pip; an emulator
+          of aarch64, gcc for it and Open MPI by apt-get, which needs root), run every test,
           also those of interop, which is no part of the workspace
           --quick: five minutes on two cores, and no tool but a C compiler: unit tests,
           golden text, whole layers on the CPU, oracles of Hugging Face and Tutel
@@ -77,7 +78,8 @@ fn test() -> Result<(), String> {
     run(Command::new(program).args(["toolchain", "install", "cuda", "rocm", "mpi"]))?;
     install_packages();
     cargo(&["test", "--workspace", "--no-fail-fast"])?;
-    outside(CANDLE, &["test", "--locked"], &[])
+    outside(CANDLE, &["test", "--locked"], &[])?;
+    python::test(&root)
 }
 
 /// Runs cargo on a crate outside the workspace. It builds in the workspace's folder, where crates

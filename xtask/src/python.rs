@@ -1,0 +1,23 @@
+//! Tests of the Python package that need no torch, whose wheel is larger than all else here.
+
+use crate::{PYTHON, outside, run, target};
+use std::path::Path;
+use std::process::Command;
+
+/// Installs numpy and pytest beside the build, builds the extension and runs the tests of arrays.
+pub fn test(root: &Path) -> Result<(), String> {
+    let (built, packages) = (target(root), target(root).join("python-packages"));
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "install", "--quiet", "--upgrade", "--target"]);
+    run(pip.arg(&packages).args(["numpy", "pytest"]))?;
+    let extension = ["--locked", "--features", "extension-module"];
+    outside(PYTHON, &["build"], &extension)?;
+    let package = root.join("interop/python/python");
+    let (from, to) = ("debug/lib_native.so", "moesaic/_native.abi3.so");
+    std::fs::copy(built.join(from), package.join(to)).map_err(|error| error.to_string())?;
+    let paths = std::env::join_paths([packages, package]).map_err(|error| error.to_string())?;
+    let tests = root.join("interop/python/tests/test_arrays.py");
+    let mut pytest = Command::new("python3");
+    pytest.args(["-m", "pytest", "--quiet", "-p", "no:cacheprovider"]);
+    run(pytest.arg(tests).env("PYTHONPATH", paths))
+}
