@@ -95,7 +95,7 @@ struct ExportArgs {
     /// The pack to write, a tar.gz
     pack: PathBuf,
     /// Only kernels for these targets
-    #[arg(long, value_name = "T[,T]", value_parser = targets::TargetName, hide_possible_values = true, value_delimiter = ',')]
+    #[arg(long, value_name = "T[,T]", value_parser = targets::NAME, hide_possible_values = true, value_delimiter = ',')]
     target: Vec<String>,
     #[command(flatten)]
     store: StoreArgs,

@@ -35,7 +35,7 @@ pub struct EmitArgs {
     #[arg(
         long,
         value_name = "T[,T]",
-value_parser = targets::TargetName, hide_possible_values = true,
+value_parser = targets::NAME, hide_possible_values = true,
         value_delimiter = ',',
         required_unless_present = "rust"
     )]

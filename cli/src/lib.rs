@@ -5,6 +5,7 @@ mod args;
 mod bench;
 mod cache;
 mod caches;
+mod completed;
 mod completions;
 mod console;
 mod counts;

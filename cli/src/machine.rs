@@ -1,16 +1,15 @@
 //! Limits of machines: the roofs of a roofline.
 
+use crate::completed::Completed;
 use crate::failure::{Failure, Result};
 use crate::suggest::same_number;
 use crate::units;
-use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use moesaic::cpu::{CpuDevice, limits};
 use moesaic::kernel::CpuIsa;
 use moesaic::plan::{Bound, MemoryLevel, Roofs};
 use moesaic::target::Device;
 use moesaic::toolchain::{self, Registry};
 use moesaic::{DType, Target};
-use std::ffi::OsStr;
 use std::path::Path;
 
 /// The limits of a machine.
@@ -370,30 +369,11 @@ fn measured_levels(limits: &limits::Limits) -> Vec<MemoryLevel> {
     caches.chain([memory]).collect()
 }
 
-/// The names of GPUs that shells complete. Any text is a value, because an unknown name has a better
-/// error than clap's.
-#[derive(Clone, Copy, Debug)]
-pub struct MachineName;
-
-impl TypedValueParser for MachineName {
-    type Value = String;
-
-    fn parse_ref(
-        &self,
-        command: &clap::Command,
-        arg: Option<&clap::Arg>,
-        value: &OsStr,
-    ) -> std::result::Result<String, clap::Error> {
-        StringValueParser::new().parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        let names = KNOWN.iter().map(|known| known.name.to_lowercase());
-        Some(Box::new(
-            names.map(|name| PossibleValue::new(name.replace(' ', "-"))),
-        ))
-    }
-}
+/// The name of a GPU.
+pub const NAME: Completed = Completed(|| {
+    let names = KNOWN.iter().map(|known| known.name.to_lowercase());
+    names.map(|name| name.replace(' ', "-")).collect()
+});
 
 /// Returns the machine that `--machine` names, or fails if it does not run the target.
 pub fn required(name: &str, target: Target) -> Result<Machine> {

@@ -55,7 +55,7 @@ pub struct PrecompileArgs {
     #[arg(long, value_name = "N", requires = "model")]
     layer: Option<usize>,
     /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
-    #[arg(long, value_name = "T[,T]", value_parser = targets::TargetName, hide_possible_values = true, value_delimiter = ',', required = true)]
+    #[arg(long, value_name = "T[,T]", value_parser = targets::NAME, hide_possible_values = true, value_delimiter = ',', required = true)]
     target: Vec<String>,
     #[command(flatten)]
     training: TrainingArgs,

@@ -1,11 +1,10 @@
 //! Target names.
 
+use crate::completed::Completed;
 use crate::failure::{Failure, Result};
 use crate::suggest::{closest, same_number};
-use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use moesaic::kernel::TargetError;
 use moesaic::{Engine, EngineOptions, Target, TargetNameError, resolve_target};
-use std::ffi::OsStr;
 
 /// Names that stand for a device of this machine.
 const SHORT: [&str; 4] = ["auto", "cpu", "cuda", "rocm"];
@@ -50,32 +49,13 @@ const GPUS: &[(&str, &str)] = &[
     ("rx9070xt", "rocm:gfx1201"),
 ];
 
-/// The names of targets that shells complete. Any text is a value, because an unknown name has a
-/// better error than clap's.
-#[derive(Clone, Copy, Debug)]
-pub struct TargetName;
-
-impl TypedValueParser for TargetName {
-    type Value = String;
-
-    fn parse_ref(
-        &self,
-        command: &clap::Command,
-        arg: Option<&clap::Arg>,
-        value: &OsStr,
-    ) -> std::result::Result<String, clap::Error> {
-        StringValueParser::new().parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        let full = Target::all().into_iter().map(|target| target.to_string());
-        let gpus = GPUS.iter().map(|(name, _)| name.to_string());
-        let short = SHORT.into_iter().map(str::to_string);
-        Some(Box::new(
-            short.chain(gpus).chain(full).map(PossibleValue::new),
-        ))
-    }
-}
+/// The name of a target.
+pub const NAME: Completed = Completed(|| {
+    let full = Target::all().into_iter().map(|target| target.to_string());
+    let gpus = GPUS.iter().map(|(name, _)| name.to_string());
+    let short = SHORT.into_iter().map(str::to_string);
+    short.chain(gpus).chain(full).collect()
+});
 
 /// Returns the full name of a GPU's target: `h100`, `cuda:h100` and `sim:H100` name the
 /// architecture of that GPU. Other names stay as they are.

@@ -43,7 +43,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2; no simulator
-    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "auto")]
+    #[arg(long, value_name = "T", value_parser = targets::NAME, hide_possible_values = true, default_value = "auto")]
     target: String,
     /// Token counts, and ranges of them such as 1-64
     #[arg(long, value_name = counts::FORM, default_value = "1,64,1024", value_parser = str::parse::<Counts>)]
@@ -54,7 +54,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     seconds: f64,
     /// The GPU whose published limits are used; with --ranks a machine of `moesaic plan`
-    #[arg(long, value_name = "NAME", value_parser = machine::MachineName, hide_possible_values = true)]
+    #[arg(long, value_name = "NAME", value_parser = machine::NAME, hide_possible_values = true)]
     machine: Option<String>,
     /// Measure N ranks at once instead, which are threads of this process or the processes of a
     /// launcher: links, GEMMs and other kernels, for `moesaic plan --calibrate`

@@ -47,7 +47,7 @@ pub struct InspectArgs {
     #[command(flatten)]
     pub layer: LayerArgs,
     /// The target: cpu, or with an architecture, as in cuda:sm_90a, rocm:gfx942, sim:sm_90a
-    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "cpu")]
+    #[arg(long, value_name = "T", value_parser = targets::NAME, hide_possible_values = true, default_value = "cpu")]
     target: String,
     /// Only kernels of this stem or name, such as gate_topk or grouped_gemm_up
     #[arg(long, value_name = "STEM")]
@@ -56,7 +56,7 @@ pub struct InspectArgs {
     #[arg(long, value_name = counts::FORM, default_value = "1,64,4096", value_parser = str::parse::<Counts>)]
     tokens: Counts,
     /// The GPU whose published limits are used
-    #[arg(long, value_name = "NAME", value_parser = machine::MachineName, hide_possible_values = true)]
+    #[arg(long, value_name = "NAME", value_parser = machine::NAME, hide_possible_values = true)]
     machine: Option<String>,
     /// Also run N random tokens on the GPU's simulator, and show what it counted
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]

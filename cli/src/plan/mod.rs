@@ -2,6 +2,7 @@
 
 mod report;
 
+use crate::completed::Completed;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
@@ -10,7 +11,6 @@ use crate::suggest::same_number;
 use crate::training::TrainingArgs;
 use crate::{experts, mesh};
 use clap::Args;
-use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use moesaic::plan::{CommDtype, ShadowModel, Strategy};
 use moesaic::planner::{
     self, Calibration, Machine, PlannerError, Ranked, ReadError, Routing, Scenario, Simulator,
@@ -18,7 +18,6 @@ use moesaic::planner::{
 };
 use moesaic::weights::write_whole;
 use moesaic::{LayerSpec, Parallel};
-use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -40,7 +39,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=8192))]
     world: u32,
     /// The machine: the name of a built-in one, or a file that ends in .toml
-    #[arg(long, value_name = "NAME|FILE", value_parser = MachineName, hide_possible_values = true)]
+    #[arg(long, value_name = "NAME|FILE", value_parser = MACHINE, hide_possible_values = true)]
     machine: String,
     /// Ranks per node, instead of the machine's number
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
@@ -281,26 +280,8 @@ fn built_in(name: &str) -> Result<Machine> {
     })
 }
 
-/// The names of machines that shells complete. Any text is a value, because it may be a file.
-#[derive(Clone, Copy, Debug)]
-pub struct MachineName;
-
-impl TypedValueParser for MachineName {
-    type Value = String;
-
-    fn parse_ref(
-        &self,
-        command: &clap::Command,
-        arg: Option<&clap::Arg>,
-        value: &OsStr,
-    ) -> std::result::Result<String, clap::Error> {
-        StringValueParser::new().parse_ref(command, arg, value)
-    }
-
-    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        Some(Box::new(planner::published_names().map(PossibleValue::new)))
-    }
-}
+/// The name of a machine, or a file that describes one.
+const MACHINE: Completed = Completed(|| planner::published_names().map(str::to_string).collect());
 
 /// Returns the path if the name of a machine is a file.
 pub fn is_file(machine: &str) -> Option<&Path> {

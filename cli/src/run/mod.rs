@@ -70,7 +70,7 @@ pub struct RunArgs {
     output: PathBuf,
     /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2, cuda:sm_90a; a
     /// GPU's simulator, as in sim:sm_90a, needs no GPU
-    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "auto")]
+    #[arg(long, value_name = "T", value_parser = targets::NAME, hide_possible_values = true, default_value = "auto")]
     target: String,
     #[command(flatten)]
     threads: ThreadArgs,

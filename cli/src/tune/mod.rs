@@ -44,7 +44,7 @@ pub struct TuneArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// Where to measure: cpu, or with an instruction set, as in cpu:avx2
-    #[arg(long, value_name = "T", value_parser = targets::TargetName, hide_possible_values = true, default_value = "cpu")]
+    #[arg(long, value_name = "T", value_parser = targets::NAME, hide_possible_values = true, default_value = "cpu")]
     target: String,
     /// Token counts, each to be measured by itself
     #[arg(long, value_name = counts::FORM, default_value = "1,64,1024", value_parser = str::parse::<Counts>)]
