@@ -65,6 +65,15 @@ fn fitting(wide: &Tensor, wanted: candle_core::DType) -> Result<Tensor> {
     }
 }
 
+/// Returns the error for an `x` of another type than the layer's: a conversion would be a copy that
+/// nobody asked for.
+pub fn wrong_type(given: candle_core::DType, wanted: candle_core::DType) -> Error {
+    Error::Msg(format!(
+        "`x` is {given:?}, the layer computes in {wanted:?}: convert it"
+    ))
+    .bt()
+}
+
 /// Returns candle's name of an engine type.
 pub fn candle_type(dtype: DType) -> candle_core::DType {
     match dtype {

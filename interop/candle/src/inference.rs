@@ -1,8 +1,9 @@
 //! Layers for inference: weights are bound once, and a call copies nothing.
 
 use crate::Inputs;
-use crate::host::{candle_type, lend};
+use crate::host::{candle_type, wrong_type};
 use crate::names::{Names, WeightsByName};
+use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CustomOp1, DType, Error, Layout, Module, Result, Shape, Tensor, WithDType,
 };
@@ -66,22 +67,13 @@ impl InferenceLayer {
     /// # Errors
     /// An input is missing, misshapen, of another type, or one that the layer does not read.
     pub fn forward_with(&self, inputs: &Inputs) -> Result<Tensor> {
-        let wanted = self.layer.spec().precision.activations;
-        check_type(inputs.x.dtype(), candle_type(wanted))?;
-        let tensors = inputs.hosts(self.layer.plan())?;
-        let shape = [inputs.tokens(), inputs.width()];
-        lend(&inputs.x, wanted, &shape, |x| {
-            let mut input = Input {
-                tokens: inputs.tokens(),
-                tensors,
-                capacity_factor: inputs.capacity_factor,
-            };
-            input.insert("x", x);
-            let sizes = [inputs.leading(), &[self.layer.spec().output_dim()]].concat();
-            match candle_type(wanted) {
-                DType::F16 => self.evaluate_to::<f16>(&input, sizes),
-                DType::BF16 => self.evaluate_to::<bf16>(&input, sizes),
-                _ => self.evaluate_to::<f32>(&input, sizes),
+        let spec = self.layer.spec();
+        inputs.lend(self.layer.plan(), |input| {
+            let sizes = [inputs.leading(), &[spec.output_dim()]].concat();
+            match candle_type(spec.precision.activations) {
+                DType::F16 => self.evaluate_to::<f16>(input, sizes),
+                DType::BF16 => self.evaluate_to::<bf16>(input, sizes),
+                _ => self.evaluate_to::<f32>(input, sizes),
             }
         })
     }
@@ -155,7 +147,6 @@ impl CustomOp1 for Evaluation<'_> {
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
         let wanted = candle_type(self.layer.spec().precision.activations);
-        let other = |given| check_type(given, wanted).map(|()| unreachable!("each type is below"));
         match (x, wanted) {
             (CpuStorage::F32(x), DType::F32) => {
                 let (y, shape) = self.run(x, layout)?;
@@ -169,15 +160,7 @@ impl CustomOp1 for Evaluation<'_> {
                 let (y, shape) = self.run(x, layout)?;
                 Ok((CpuStorage::BF16(y), shape))
             }
-            (x, _) => other(candle_core::backend::BackendStorage::dtype(x)),
+            (x, _) => Err(wrong_type(BackendStorage::dtype(x), wanted)),
         }
     }
-}
-
-/// Refuses `x` of another type: a conversion would be a copy that nobody asked for.
-fn check_type(given: DType, wanted: DType) -> Result<()> {
-    if given == wanted {
-        return Ok(());
-    }
-    candle_core::bail!("`x` is {given:?}, the layer computes in {wanted:?}: convert it")
 }

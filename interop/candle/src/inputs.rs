@@ -1,9 +1,9 @@
 //! The inputs of a call.
 
-use crate::host::{copied, named};
+use crate::host::{candle_type, copied, lend, named, wrong_type};
 use candle_core::{Device, Error, Result, Tensor};
 use moesaic::plan::{LayerPlan, Role, TensorPlan};
-use moesaic::{Tensor as HostTensor, Tensors};
+use moesaic::{Input, Tensor as HostTensor, Tensors};
 use std::collections::BTreeMap;
 
 /// The tokens of a call and the further inputs of its layer's spec. Tensors
@@ -95,9 +95,35 @@ impl Inputs {
         self.leading().iter().product()
     }
 
+    /// Passes the inputs of a call to a function, in the engine's form.
+    ///
+    /// # Errors
+    /// An input is missing, misshapen, of another type, or one that the layer would not read.
+    pub(crate) fn lend<R>(
+        &self,
+        plan: &LayerPlan,
+        run: impl FnOnce(&Input<'_>) -> Result<R>,
+    ) -> Result<R> {
+        let dtype = plan.spec.precision.activations;
+        let (given, wanted) = (self.x.dtype(), candle_type(dtype));
+        if given != wanted {
+            return Err(wrong_type(given, wanted));
+        }
+        let tensors = self.hosts(plan)?;
+        lend(&self.x, dtype, &[self.tokens(), self.width()], |x| {
+            let mut input = Input {
+                tokens: self.tokens(),
+                tensors,
+                capacity_factor: self.capacity_factor,
+            };
+            input.insert("x", x);
+            run(&input)
+        })
+    }
+
     /// Returns everything but `x` in the engine's form. An input that the layer
     /// would not read is an error: its spec lacks the option that reads it.
-    pub(crate) fn hosts(&self, plan: &LayerPlan) -> Result<Tensors<'static>> {
+    fn hosts(&self, plan: &LayerPlan) -> Result<Tensors<'static>> {
         let tensors = plan.tensors.iter();
         let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == Role::Input).collect();
         let host = |(name, tensor): (&&'static str, &Tensor)| {

@@ -59,7 +59,6 @@ pub use ranks::{part, reduce_gradients};
 
 use candle_core::{DType, Device, Error, Result, Tensor};
 use graph::{Call, Tie, Whole, lock};
-use host::{candle_type, lend};
 use moesaic::mesh::AnySaved;
 use moesaic::{
     AnyLayer, Engine, EngineError, Input, LayerSpec, Mesh, Output, Tensor as HostTensor, Training,
@@ -264,23 +263,11 @@ impl MoeLayer {
         run: impl FnOnce(&Input<'_>) -> std::result::Result<R, EngineError>,
     ) -> Result<R> {
         let layer = &self.inner.layer;
-        let (given, wanted) = (inputs.x.dtype(), layer.spec().precision.activations);
-        if given != candle_type(wanted) {
-            candle_core::bail!("`x` is {given:?}, the layer computes in {wanted}: convert it");
-        }
-        let tensors = inputs.hosts(layer.plan())?;
-        let shape = [inputs.tokens(), inputs.width()];
-        lend(&inputs.x, wanted, &shape, |x| {
-            let mut input = Input {
-                tokens: inputs.tokens(),
-                tensors,
-                capacity_factor: inputs.capacity_factor,
-            };
-            input.insert("x", x);
+        inputs.lend(layer.plan(), |input| {
             let inner = &self.inner;
             let _turn = lock(&inner.turn);
             let reading = inner.weights.hand_over(layer)?;
-            let result = run(&input).map_err(Error::wrap);
+            let result = run(input).map_err(Error::wrap);
             reading.end(layer)?;
             result
         })

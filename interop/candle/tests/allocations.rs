@@ -39,7 +39,8 @@ static ALLOCATOR: Counting = Counting;
 
 const SPEC: &str = "shape = { model_dim = 64, hidden_dim = 32, experts = 8, top_k = 2 }";
 
-/// What candle and the layer need beside elements: shapes, a tensor's handle, its lock.
+/// The bytes that candle and the layer may take beside elements: shapes, a tensor's handle, its
+/// lock.
 const BESIDE: usize = 2048;
 
 #[test]
