@@ -52,18 +52,26 @@ impl Init {
     /// Draws the weights of a layer, in the types of its spec. What is no float is left out for you
     /// to insert: `router.table`, and the codes of quantized experts.
     pub fn weights(self, spec: &LayerSpec, seed: u64) -> Tensors<'static> {
-        let tensors = canonical_tensors(spec);
-        let drawn = |tensor: &&TensorSpec| {
-            tensor.dtype.is_float() && spec.precision.format_of(&tensor.name).is_none()
-        };
         let mut weights = Tensors::new();
-        for tensor in tensors.iter().filter(drawn) {
-            let kind = self.distribution(tensor, &tensors);
-            let values = draw(kind, tensor, seed);
+        for (tensor, kind) in self.distributions(spec) {
+            let values = draw(kind, &tensor, seed);
             let rounded = Tensor::rounded(tensor.dtype, &tensor.shape, &values);
             weights.insert(&tensor.name, rounded.into_static());
         }
         weights
+    }
+
+    /// Returns the weights that [`Init::weights`] draws, each with its distribution, for another
+    /// library's generator.
+    pub fn distributions(self, spec: &LayerSpec) -> Vec<(TensorSpec, Distribution)> {
+        let all = canonical_tensors(spec);
+        let drawn = |tensor: &&TensorSpec| {
+            tensor.dtype.is_float() && spec.precision.format_of(&tensor.name).is_none()
+        };
+        let tensors = all.iter().filter(drawn);
+        tensors
+            .map(|tensor| (tensor.clone(), self.distribution(tensor, &all)))
+            .collect()
     }
 
     fn distribution(self, tensor: &TensorSpec, all: &[TensorSpec]) -> Distribution {
@@ -101,7 +109,8 @@ fn is_last_matrix(name: &str) -> bool {
 
 /// The numbers of one weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Distribution {
+pub enum Distribution {
+    /// One number.
     Constant(f32),
     /// Between the number and its negative.
     Uniform(f32),
@@ -119,10 +128,12 @@ fn draw(kind: Distribution, tensor: &TensorSpec, seed: u64) -> Vec<f32> {
         1
     };
     let name = tensor.name.bytes();
-    let stream = name.fold(mixed(seed), |key, byte| mixed(key ^ u64::from(byte)));
+    let stream = name.fold(splitmix64(seed), |key, byte| {
+        splitmix64(key ^ u64::from(byte))
+    });
     let mut values = Vec::with_capacity(count);
     for expert in 0..experts {
-        let key = mixed(stream ^ expert as u64);
+        let key = splitmix64(stream ^ expert as u64);
         values.extend((0..count / experts).map(|at| kind.value(key, at as u64)));
     }
     values
@@ -131,14 +142,14 @@ fn draw(kind: Distribution, tensor: &TensorSpec, seed: u64) -> Vec<f32> {
 impl Distribution {
     /// Returns the number at a place of a stream.
     fn value(self, key: u64, at: u64) -> f32 {
-        let bits = mixed(key ^ mixed(at));
+        let bits = splitmix64(key ^ splitmix64(at));
         // Never 0, whose logarithm would be infinite.
         let unit = |bits: u64| ((bits >> 40) as f64 + 0.5) / f64::from(1 << 24);
         match self {
             Distribution::Constant(value) => value,
             Distribution::Uniform(most) => (unit(bits) * 2.0 - 1.0) as f32 * most,
             Distribution::Normal(std) => {
-                let (radius, turn) = (unit(bits), unit(mixed(bits)));
+                let (radius, turn) = (unit(bits), unit(splitmix64(bits)));
                 let normal = (-2.0 * radius.ln()).sqrt() * (std::f64::consts::TAU * turn).cos();
                 normal as f32 * std
             }
@@ -147,7 +158,7 @@ impl Distribution {
 }
 
 /// Returns the output of splitmix64 in state `x`.
-fn mixed(x: u64) -> u64 {
+fn splitmix64(x: u64) -> u64 {
     let mut z = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

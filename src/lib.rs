@@ -78,7 +78,7 @@ use missing::simulators;
 
 pub use compilers::{Compilers, TargetNameError, resolve_target};
 pub use error::{Error, Result};
-pub use init::Init;
+pub use init::{Distribution, Init};
 pub use layers::Engine;
 #[cfg(feature = "macros")]
 #[doc(inline)]

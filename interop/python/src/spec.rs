@@ -6,7 +6,7 @@ use moesaic::kernel::Size;
 use moesaic::plan::{Role, plan};
 use moesaic::spec::{CapacityOrder, Select, canonical_tensors, hf};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
-use moesaic::{DType, LayerSpec, PlanOptions, Target, Tensors, Training};
+use moesaic::{DType, Distribution, Init, LayerSpec, PlanOptions, Target, Tensors, Training};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -100,9 +100,8 @@ impl Spec {
         if let Select::Sinkhorn(_) = router.select {
             router.select = Select::TopK;
         }
-        if let Some(factor) = spec.capacity.eval_factor.take() {
-            spec.capacity.factor = factor;
-        }
+        spec.capacity.factor = spec.capacity.factor_of(false);
+        spec.capacity.eval_factor = None;
         spec.losses.clear();
         checked(spec)
     }
@@ -162,9 +161,7 @@ impl Spec {
     /// Returns whether a training call draws random numbers.
     #[getter]
     fn draws(&self) -> bool {
-        let router = &self.spec.router;
-        let noise = router.noise > 0.0 || router.jitter > 0.0 || router.input_dropout > 0.0;
-        noise || router.random_second || self.spec.capacity.order == CapacityOrder::Random
+        self.spec.draws() || self.spec.capacity.order == CapacityOrder::Random
     }
 
     /// Returns whether a call rescales the topk_weights that the caller gives, in place.
@@ -187,6 +184,23 @@ impl Spec {
         tensors
             .map(|t| (t.name, t.dtype.to_string(), t.shape))
             .collect()
+    }
+
+    /// The distribution of each weight of a new layer, `moesaic::Init::Linear`: name, kind and
+    /// number. "constant" is that number, "uniform" lies between it and its negative, and "normal"
+    /// has it as its standard deviation. Weights that are no floats have none.
+    #[getter]
+    fn initial(&self) -> Vec<(String, &'static str, f32)> {
+        let all = Init::Linear.distributions(&self.spec).into_iter();
+        let described = all.map(|(tensor, distribution)| {
+            let (kind, number) = match distribution {
+                Distribution::Constant(number) => ("constant", number),
+                Distribution::Uniform(bound) => ("uniform", bound),
+                Distribution::Normal(deviation) => ("normal", deviation),
+            };
+            (tensor.name, kind, number)
+        });
+        described.collect()
     }
 
     /// The inputs of a call: name, element type and shape, in which -1 is the number of tokens.

@@ -8,6 +8,12 @@ import moesaic
 SPEC = "shape = { model_dim = 12, hidden_dim = 20, experts = 4, top_k = 2 }"
 
 
+def test_new_weights_have_a_distribution_each():
+    initial = {name: (kind, number) for name, kind, number in moesaic.Spec(SPEC).initial}
+    assert list(initial) == [name for name, _, _ in moesaic.Spec(SPEC).weights]
+    assert initial["experts.down.weight"] == ("uniform", pytest.approx(20**-0.5))
+
+
 def weights(seed=0):
     rng = np.random.default_rng(seed)
     return {

@@ -68,6 +68,9 @@ class Spec:
     def weights(self) -> list[tuple[str, str, list[int]]]:
         """The weights: name, element type and shape."""
     @property
+    def initial(self) -> list[tuple[str, str, float]]:
+        """The distribution of each new weight: name, constant, uniform or normal, and a number."""
+    @property
     def inputs(self) -> list[tuple[str, str, list[int]]]:
         """The inputs of a call: name, element type and shape; -1 is the number of tokens."""
     @property

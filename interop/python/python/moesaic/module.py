@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from typing import Any, Mapping, NamedTuple, Optional, Union
 
@@ -123,26 +122,19 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws new weights, as `nn.Linear` does: uniform up to one over the root of the fan-in."""
-        for name, tensor in self.weights().items():
-            if name == "router.table":
-                ids = torch.arange(tensor.numel(), device=tensor.device) % self.spec.experts
-                tensor.copy_(ids.view(tensor.shape))
-            elif name in ("router.select_bias", "router.load"):
-                tensor.zero_()
-            elif name in ("router.input_scale", "router.expert_scale"):
-                tensor.fill_(1.0)
-            elif name == "router.temperature":
-                tensor.fill_(math.log(2.0))
+        """Draws new weights from the distributions of `Spec.initial`, by torch's generator."""
+        for name, kind, number in self.spec.initial:
+            tensor = self._weight(name)
+            if kind == "uniform":
+                tensor.uniform_(-number, number)
+            elif kind == "normal":
+                tensor.normal_(0.0, number)
             else:
-                bound = 1.0 / math.sqrt(self._fan_in(name, tensor))
-                tensor.uniform_(-bound, bound)
-
-    def _fan_in(self, name: str, tensor: torch.Tensor) -> int:
-        if name.endswith(".weight"):
-            return tensor.shape[-1]
-        weight = name.removesuffix(".bias") + ".weight"
-        return self._weight(weight).shape[-1] if weight in self._names else tensor.shape[0]
+                tensor.fill_(number)
+        if "router.table" in self._names:
+            table = self._weight("router.table")
+            ids = torch.arange(table.numel(), device=table.device) % self.spec.experts
+            table.copy_(ids.view(table.shape))
 
     @classmethod
     def from_hf(
