@@ -3,7 +3,8 @@
 //!
 //! [`OPS`] is the one table of collective operations. Plans name its operations, the executor runs
 //! them, `inspect` prints their text, and the planner predicts their time. [`ALL_TO_ALLS`] is the
-//! table of all-to-all algorithms, [`COMM_DTYPES`] that of dtypes between nodes, and [`schedules`] says which messages an operation sends. Nothing here touches a file, a thread or a device.
+//! table of all-to-all algorithms, [`COMM_DTYPES`] that of dtypes between nodes, and [`schedules`]
+//! says which messages an operation sends. Nothing here touches a file, a thread or a device.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
@@ -19,6 +20,8 @@ pub mod schedules;
 mod sent;
 mod shape;
 mod strategy;
+#[doc(hidden)]
+pub mod testing;
 
 pub use all_to_all::{ALL_TO_ALLS, AllToAll, AllToAllRow, Hop};
 pub use comm_dtype::{COMM_DTYPES, CommDtype, CommDtypeRow};

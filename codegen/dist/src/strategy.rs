@@ -69,51 +69,41 @@ impl<T: Copy> Both<T> {
 }
 
 /// The words of an option and their values.
-trait Words: Copy + PartialEq + 'static {
-    const ALL: &'static [(&'static str, Self)];
+trait Words: Copy + PartialEq {
+    /// Returns each word with its value.
+    fn all() -> impl Iterator<Item = (&'static str, Self)>;
 
     fn word(self) -> &'static str {
-        let mut all = Self::ALL.iter();
+        let mut all = Self::all();
         all.find(|(_, value)| *value == self)
             .map_or("", |(word, _)| word)
     }
 
     fn read(text: &str) -> Result<Self, String> {
-        let found = Self::ALL.iter().find(|(word, _)| *word == text);
-        let words = || Self::ALL.iter().map(|(word, _)| *word).collect::<Vec<_>>();
+        let found = Self::all().find(|(word, _)| *word == text);
+        let words = || Self::all().map(|(word, _)| word).collect::<Vec<_>>();
         found
-            .map(|(_, value)| *value)
+            .map(|(_, value)| value)
             .ok_or_else(|| format!("`{text}` is none of {}", words().join(", ")))
     }
 }
 
 impl Words for OverlapBy {
-    const ALL: &'static [(&'static str, OverlapBy)] =
-        &[("rows", OverlapBy::Rows), ("peers", OverlapBy::Peers)];
+    fn all() -> impl Iterator<Item = (&'static str, OverlapBy)> {
+        [("rows", OverlapBy::Rows), ("peers", OverlapBy::Peers)].into_iter()
+    }
 }
 
 impl Words for AllToAll {
-    const ALL: &'static [(&'static str, AllToAll)] = &{
-        let mut words = [("", AllToAll::Linear); ALL_TO_ALLS.len()];
-        let mut at = 0;
-        while at < words.len() {
-            words[at] = (ALL_TO_ALLS[at].name, ALL_TO_ALLS[at].all_to_all);
-            at += 1;
-        }
-        words
-    };
+    fn all() -> impl Iterator<Item = (&'static str, AllToAll)> {
+        ALL_TO_ALLS.iter().map(|row| (row.name, row.all_to_all))
+    }
 }
 
 impl Words for CommDtype {
-    const ALL: &'static [(&'static str, CommDtype)] = &{
-        let mut words = [("", CommDtype::Unchanged); COMM_DTYPES.len()];
-        let mut at = 0;
-        while at < words.len() {
-            words[at] = (COMM_DTYPES[at].name, COMM_DTYPES[at].comm_dtype);
-            at += 1;
-        }
-        words
-    };
+    fn all() -> impl Iterator<Item = (&'static str, CommDtype)> {
+        COMM_DTYPES.iter().map(|row| (row.name, row.comm_dtype))
+    }
 }
 
 impl FromStr for AllToAll {

@@ -149,24 +149,7 @@ impl AdaptiveMesh {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn meshes() -> impl Iterator<Item = Parallel> {
-        let sizes = [
-            (2, 4, 1),
-            (1, 8, 1),
-            (2, 6, 1),
-            (3, 4, 2),
-            (5, 1, 1),
-            (5, 2, 3),
-            (1, 1, 1),
-        ];
-        sizes.into_iter().map(|(ep, expert_tp, dp)| Parallel {
-            ep,
-            expert_tp,
-            dp,
-            ..Parallel::default()
-        })
-    }
+    use crate::testing::meshes;
 
     #[test]
     fn every_rank_has_one_place_at_any_degree() {

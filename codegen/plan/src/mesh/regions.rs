@@ -146,25 +146,8 @@ mod tests {
     use crate::mesh::{Sharing, plan_rank};
     use crate::{PlanOptions, Role, Training};
     use moesaic_dist::Parallel;
+    use moesaic_dist::testing::meshes;
     use moesaic_spec::LayerSpec;
-
-    fn meshes() -> impl Iterator<Item = Parallel> {
-        let sizes = [
-            (2, 4, 1),
-            (1, 8, 1),
-            (2, 6, 1),
-            (3, 4, 2),
-            (5, 1, 1),
-            (5, 2, 3),
-            (1, 1, 1),
-        ];
-        sizes.into_iter().map(|(ep, expert_tp, dp)| Parallel {
-            ep,
-            expert_tp,
-            dp,
-            ..Parallel::default()
-        })
-    }
 
     /// Checks element by element: each element that a rank multiplies with is its owner's copy of
     /// the same element of the whole tensor.

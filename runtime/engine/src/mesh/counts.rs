@@ -10,7 +10,7 @@ use crate::error::EngineError;
 use bytemuck::cast_slice;
 use moesaic_collectives::{Algorithm, Call, Element, Slice, agree};
 use moesaic_dist::{CollectiveOp, OpGroup};
-use moesaic_plan::{Exchange, TensorId, TokenScope};
+use moesaic_plan::{AllToAll, Exchange, TensorId, TokenScope};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
@@ -108,7 +108,7 @@ impl MeshCall<'_> {
         let algorithm = match self.row_schedule {
             RowSchedule::Direct => Algorithm::Direct,
             RowSchedule::OverNodes(algorithm) => algorithm,
-            RowSchedule::Dedup(shape) => Algorithm::InterFirst(shape),
+            RowSchedule::Dedup(shape) => AllToAll::Dedup.row().algorithm(shape),
         };
         if self.row_schedule != RowSchedule::Direct {
             let call = self.call("counts");
