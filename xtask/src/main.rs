@@ -183,6 +183,7 @@ fn is_there(program: &str) -> bool {
 fn bless() -> Result<(), String> {
     let made = [
         ["moesaic-tests", "--test=main", "golden::emitted"],
+        ["moesaic-kernel", "--test=architectures", ""],
         ["moesaic-rustgen", "--test=golden", ""],
         ["moesaic-spec", "--test=main", "ui"],
         ["moesaic-spec", "--lib", "reference::"],

@@ -5,7 +5,7 @@ use crate::gate::GateText;
 use crate::gemm::GemmText;
 use crate::signature::EntryText;
 use crate::{Prelude, language};
-use moesaic_kernel::{Entry, Language, Stem, Target};
+use moesaic_kernel::{ArchCaps, Entry, Language, Stem, Target};
 use moesaic_plan::{GemmFamily, KernelPlan, Op};
 use moesaic_spec::Expression;
 use serde::Serialize;
@@ -36,8 +36,20 @@ struct TargetText {
     avx512: bool,
     /// Lanes of a warp or wave; 1 on CPUs.
     wave: u32,
-    /// Compute capability times ten; 0 elsewhere.
-    capability: u16,
+    /// Banks of a GPU's shared memory.
+    shared_banks: u32,
+    /// Whether one instruction rounds f32 to bf16.
+    bf16_rounding: bool,
+    /// Whether one instruction finds the largest value of a warp.
+    warp_max: bool,
+    /// Whether launches of a GPU may overlap.
+    dependent_launches: bool,
+    /// Dies of a GPU that have an L2 cache each; 1 for one cache.
+    dies: u32,
+    /// Whether MFMA of 16-bit types takes eight elements of each lane, not four.
+    mfma_wide: bool,
+    /// Whether MFMA of 16-bit types reads subnormal numbers as zero.
+    mfma_flushes: bool,
 }
 
 impl TargetText {
@@ -54,9 +66,18 @@ impl TargetText {
             bf16_quads: false,
             avx2: false,
             avx512: false,
-            wave: 32,
-            capability: 0,
+            wave: 1,
+            shared_banks: 0,
+            bf16_rounding: false,
+            warp_max: false,
+            dependent_launches: false,
+            dies: 1,
+            mfma_wide: false,
+            mfma_flushes: false,
         };
+        if let Some(caps) = target.caps() {
+            return base.of_gpu(caps);
+        }
         match target {
             Target::Cpu(isa) => TargetText {
                 vector_bytes: isa.vector_bytes(),
@@ -65,18 +86,23 @@ impl TargetText {
                 bf16_quads: isa.bf16_quads(),
                 avx2: isa.has_avx2(),
                 avx512: isa.has_avx512(),
-                wave: 1,
                 ..base
             },
-            Target::Cuda(arch) => TargetText {
-                capability: arch.capability,
-                ..base
-            },
-            Target::Rocm(arch) => TargetText {
-                wave: arch.wave,
-                ..base
-            },
-            Target::Sim(_) => base,
+            _ => base,
+        }
+    }
+
+    fn of_gpu(self, caps: &ArchCaps) -> TargetText {
+        TargetText {
+            wave: caps.wave,
+            shared_banks: caps.shared_banks,
+            bf16_rounding: caps.bf16_rounding,
+            warp_max: caps.warp_max,
+            dependent_launches: caps.dependent_launches,
+            dies: caps.dies,
+            mfma_wide: caps.mfma().is_some_and(|mfma| mfma.wide),
+            mfma_flushes: caps.mfma().is_some_and(|mfma| mfma.flushes),
+            ..self
         }
     }
 }

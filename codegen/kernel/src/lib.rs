@@ -8,12 +8,14 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 
+mod arch;
 mod caches;
 mod dtype;
 mod size;
 mod source;
 mod target;
 
+pub use arch::{ArchCaps, MatrixUnit, Mfma, UnitCaps};
 pub use caches::CpuCaches;
 pub use dtype::DType;
 pub use size::Size;

@@ -1,5 +1,6 @@
 //! The targets of kernels: the name of a backend and its architecture.
 
+use crate::arch::{CUDA, ROCM};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -61,9 +62,6 @@ pub struct CudaArch {
 pub struct RocmArch {
     /// The LLVM processor name: `gfx942`.
     pub name: &'static str,
-    /// Lanes per wave in the mode our kernels use: 64 on gfx9 (CDNA), 32 on
-    /// gfx10, gfx11 and gfx12 (RDNA).
-    pub wave: u32,
 }
 
 /// A target name that moesaic does not know.
@@ -88,53 +86,12 @@ const CPU: [(CpuIsa, &str); 7] = [
     (CpuIsa::NeonBf16, "neonbf16"),
 ];
 
-const CUDA: [(u16, Option<char>); 22] = [
-    (70, None),
-    (72, None),
-    (75, None),
-    (80, None),
-    (86, None),
-    (87, None),
-    (88, None),
-    (89, None),
-    (90, None),
-    (90, Some('a')),
-    (100, None),
-    (100, Some('a')),
-    (100, Some('f')),
-    (103, None),
-    (103, Some('a')),
-    (110, None),
-    (110, Some('a')),
-    (120, None),
-    (120, Some('a')),
-    (120, Some('f')),
-    (121, None),
-    (121, Some('a')),
-];
-
-const ROCM: [(&str, u32); 9] = [
-    ("gfx908", 64),
-    ("gfx90a", 64),
-    ("gfx942", 64),
-    ("gfx950", 64),
-    ("gfx1030", 32),
-    ("gfx1100", 32),
-    ("gfx1101", 32),
-    ("gfx1200", 32),
-    ("gfx1201", 32),
-];
-
 impl Target {
     /// Returns every target moesaic can emit for.
     pub fn all() -> Vec<Target> {
         let cpu = CPU.iter().map(|&(isa, _)| Target::Cpu(isa));
-        let cuda = CUDA
-            .iter()
-            .map(|&(capability, suffix)| Target::Cuda(CudaArch { capability, suffix }));
-        let rocm = ROCM
-            .iter()
-            .map(|&(name, wave)| Target::Rocm(RocmArch { name, wave }));
+        let cuda = CUDA.iter().map(|row| Target::Cuda(row.arch));
+        let rocm = ROCM.iter().map(|row| Target::Rocm(row.arch));
         let gpus: Vec<Target> = cuda.chain(rocm).collect();
         let real: Vec<Target> = cpu.chain(gpus).collect();
         let sim = real.clone().into_iter().filter_map(Target::simulated);
@@ -337,7 +294,7 @@ mod tests {
                 } else {
                     32
                 };
-                assert_eq!(arch.wave, lanes, "{}", arch.name);
+                assert_eq!(arch.caps().wave, lanes, "{}", arch.name);
             }
         }
     }

@@ -16,9 +16,6 @@ use moesaic_target::{
 use std::sync::Arc;
 use vendor::Cuda;
 
-/// The first compute capability with clusters and tensor maps.
-const HOPPER: u16 = 90;
-
 /// An NVIDIA GPU and one stream on it.
 #[derive(Debug)]
 pub struct CudaDevice {
@@ -63,12 +60,16 @@ impl CudaDevice {
                 Box::new(stream.clone()),
             )),
         };
-        let clusters = facts.capability()? >= HOPPER;
+        let caps = CudaArch {
+            capability: facts.capability()?,
+            suffix: None,
+        }
+        .caps();
         let vendor = Cuda {
             table,
             context,
-            clusters,
-            overlaps: clusters && table.overlaps(),
+            clusters: caps.clusters,
+            overlaps: caps.dependent_launches && table.overlaps(),
         };
         let gpu = GpuDevice::new(vendor, setup)?;
         Ok(CudaDevice { gpu, stream })

@@ -250,14 +250,14 @@ fn no_compiler(refused: &[Refused]) -> CompileError {
 fn check_waves(arch: RocmArch, kernels: &[CodeObjectKernel]) -> Result<(), String> {
     let wrong = kernels
         .iter()
-        .find(|kernel| kernel.wave.is_some_and(|wave| wave != arch.wave));
+        .find(|kernel| kernel.wave.is_some_and(|wave| wave != arch.caps().wave));
     match wrong {
         None => Ok(()),
         Some(kernel) => Err(format!(
             "`{}` has waves of {} lanes, moesaic emits for {} on {}",
             kernel.report.symbol,
             kernel.wave.unwrap_or_default(),
-            arch.wave,
+            arch.caps().wave,
             arch.name
         )),
     }

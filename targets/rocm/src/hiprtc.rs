@@ -148,16 +148,9 @@ impl Hiprtc {
         format!("HIPRTC of {vendor}clang {version}")
     }
 
-    /// Returns true if the clang in the first ROCm for `arch` (7.0, 6.4, 6.0,
-    /// and 5.0 for the others) is not newer: HIPRTC has no list.
+    /// Returns true if the clang in the first ROCm for `arch` is not newer: HIPRTC has no list.
     pub fn knows(&self, arch: RocmArch) -> bool {
-        let since = match arch.name {
-            "gfx950" => 20,
-            "gfx1200" | "gfx1201" => 19,
-            "gfx942" | "gfx1100" | "gfx1101" => 17,
-            _ => 14,
-        };
-        self.release >= since
+        self.release >= arch.caps().clang
     }
 
     pub fn fingerprint(&self, arch: RocmArch) -> String {

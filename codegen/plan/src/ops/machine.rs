@@ -1,7 +1,7 @@
 //! The machine that a tiling is for.
 
 use crate::CacheClass;
-use moesaic_kernel::{CpuIsa, CudaArch, Entry, RocmArch, SimArch, Target};
+use moesaic_kernel::{ArchCaps, CpuIsa, CudaArch, Entry, RocmArch, SimArch, Target};
 
 /// The machine that a kernel is tiled for.
 #[derive(Clone, Copy, Debug)]
@@ -47,20 +47,25 @@ impl Machine {
     /// Returns an entry that begins by waiting for the launch before it, on GPUs whose launches may
     /// overlap.
     pub(crate) fn overlapping(self, mut entry: Entry) -> Entry {
-        // Programmatic dependent launch came with Hopper: a kernel's blocks may start before the
-        // one before it has ended, which hides the start of a launch behind the end of another.
-        let wait = matches!(self, Machine::Gpu(Gpu::Cuda(arch)) if arch.capability >= 90);
+        // A kernel's blocks may start before the one before it has ended, which hides the start of
+        // a launch behind the end of another.
+        let wait = matches!(self, Machine::Gpu(gpu) if gpu.caps().dependent_launches);
         entry.launch.dependent = wait;
         entry
     }
 }
 
 impl Gpu {
+    /// Returns the properties of the architecture.
+    pub fn caps(self) -> &'static ArchCaps {
+        match self {
+            Gpu::Cuda(arch) => arch.caps(),
+            Gpu::Rocm(arch) => arch.caps(),
+        }
+    }
+
     /// Returns the lanes of a warp.
     pub fn wave(self) -> u32 {
-        match self {
-            Gpu::Cuda(_) => 32,
-            Gpu::Rocm(arch) => arch.wave,
-        }
+        self.caps().wave
     }
 }

@@ -260,16 +260,11 @@ fn no_compiler(attempts: &[Attempt]) -> CompileError {
     }
 }
 
-/// Returns true if NVRTC takes `arch`. Its list has no suffixed names: suffix
-/// `a` came with capability 9.0, suffix `f` with release 12.9.
+/// Returns true if NVRTC takes `arch`. Its list has no suffixed names; suffix `f` came with release
+/// 12.9.
 fn accepts(arch: CudaArch, archs: &[u16], version: (u32, u32)) -> bool {
-    let suffix = match arch.suffix {
-        None => true,
-        Some('a') => arch.capability >= 90,
-        Some('f') => arch.capability >= 100 && version >= (12, 9),
-        Some(_) => false,
-    };
-    suffix && archs.contains(&arch.capability)
+    let suffix = arch.suffix != Some('f') || version >= (12, 9);
+    suffix && arch.is_known() && archs.contains(&arch.capability)
 }
 
 fn refuse_spills(

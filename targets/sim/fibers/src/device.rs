@@ -101,13 +101,9 @@ impl FiberDevice {
 }
 
 impl DeviceState {
-    /// Returns the shared memory that a block may take, in bytes: the LDS of a
-    /// compute unit (CDNA3 and CDNA4 ISA guides, "Local Data Share").
+    /// Returns the shared memory that a block may take, in bytes.
     pub(crate) fn shared_bytes(&self) -> u32 {
-        match self.arch.name {
-            "gfx950" => 160 << 10,
-            _ => 64 << 10,
-        }
+        self.arch.caps().block_shared
     }
 
     /// Returns the number of a launch, for stamps. When the numbers start

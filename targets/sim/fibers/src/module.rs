@@ -93,7 +93,7 @@ impl FiberModule {
             (*header).machine = &raw const MACHINE;
             ((*header).shared, (*header).shared_end, (*header).wave)
         };
-        let own = i64::from(self.device.arch.wave);
+        let own = i64::from(self.device.arch.caps().wave);
         if wave != own {
             let name = self.device.arch.name;
             return Err(format!(
@@ -173,7 +173,7 @@ impl Module for FiberModule {
 impl FiberModule {
     /// Checks that a compute unit could run such a block.
     fn check_block(&self, entry: &Entry, dims: &LaunchDims) -> Result<(), String> {
-        let wave = self.device.arch.wave;
+        let wave = self.device.arch.caps().wave;
         if dims.threads == 0 || dims.threads > 1024 || !dims.threads.is_multiple_of(wave) {
             return Err(format!(
                 "a block of {} threads is not 1 to {} whole waves of {wave}",

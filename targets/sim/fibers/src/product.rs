@@ -1,7 +1,7 @@
 //! Matrix products of a wave, with the layouts of `moesaic-hardware`.
 
 use moesaic_hardware::mfma::{MfmaElement, MfmaKind, execute};
-use moesaic_kernel::RocmArch;
+use moesaic_kernel::{MatrixUnit, RocmArch};
 
 /// The operands of one lane, on its stack.
 #[derive(Clone, Copy)]
@@ -36,8 +36,7 @@ impl std::fmt::Display for Shape {
 #[derive(Clone, Copy)]
 pub(crate) struct Product {
     kind: MfmaKind,
-    /// Subnormal halves of A and B count as zero, as on gfx90a, whose matrix
-    /// cores flush denormals of f16 and bf16.
+    /// Subnormal halves of A and B count as zero.
     flushes: bool,
 }
 
@@ -53,17 +52,20 @@ impl Shape {
             usize::try_from(self.edge).ok()?,
             usize::try_from(self.k).ok()?,
         );
-        let wmma = arch.name.starts_with("gfx11") && (edge, k) == (16, 16);
-        let kind = match arch.wave {
-            64 => MfmaKind::mfma(edge, k, element),
-            _ => MfmaKind::wmma(element).filter(|_| wmma),
-        };
-        // gfx950 (CDNA4) doubled k; bf16 in this form came with gfx90a (CDNA2).
-        let wide = edge * k > 256 && arch.name != "gfx950";
-        let old = arch.name == "gfx908" && element == MfmaElement::Bf16;
-        let flushes = arch.name == "gfx90a" && element != MfmaElement::F32;
-        let kind = kind.filter(|_| !wide && !old)?;
-        Some(Product { kind, flushes })
+        match arch.caps().matrix {
+            MatrixUnit::Mfma(mfma) => {
+                let wide = edge * k > 256 && !mfma.wide;
+                let old = element == MfmaElement::Bf16 && !mfma.bf16;
+                let kind = MfmaKind::mfma(edge, k, element).filter(|_| !wide && !old)?;
+                let flushes = mfma.flushes && element != MfmaElement::F32;
+                Some(Product { kind, flushes })
+            }
+            MatrixUnit::Wmma if (edge, k) == (16, 16) => Some(Product {
+                kind: MfmaKind::wmma(element)?,
+                flushes: false,
+            }),
+            _ => None,
+        }
     }
 }
 

@@ -113,7 +113,7 @@ impl Worker {
     pub(crate) fn new(arch: RocmArch) -> std::io::Result<Worker> {
         Ok(Worker {
             arch,
-            block: Block::new(arch.wave as usize),
+            block: Block::new(arch.caps().wave as usize),
             counts: Counts::default(),
             fault: None,
             stacks: Stacks::new(0)?,

@@ -13,7 +13,7 @@ fn out(name: &str) -> Param {
 
 /// Returns each thread's answer to an expression, for two blocks of two waves.
 fn answers(gpu: &str, expression: &str) -> Vec<u32> {
-    let threads = 2 * arch(gpu).wave;
+    let threads = 2 * arch(gpu).caps().wave;
     let body = format!(
         "KERNEL({threads}) k(u32 *y) {{ const i32 t = thread_index(); (void)t;\n\
          y[block_x() * {threads} + t] = (u32)({expression}); }}"

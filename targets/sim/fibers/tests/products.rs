@@ -85,7 +85,7 @@ fn digits(count: usize, seed: u32) -> Vec<f32> {
 
 /// Runs `product` of a GPU's prelude on random matrices.
 fn check(gpu: &str, product: &str, dtype: &str, layout: &Layout) {
-    let lanes = arch(gpu).wave as usize;
+    let lanes = arch(gpu).caps().wave as usize;
     let Layout {
         edge,
         k,
@@ -160,7 +160,7 @@ fn products_follow_the_manuals() {
 #[test]
 fn products_that_cannot_be() {
     let fails = |gpu: &str, bf16: &str, call: &str, expected: &str| {
-        let lanes = arch(gpu).wave;
+        let lanes = arch(gpu).caps().wave;
         let body = format!(
             "{}\nPLAIN void wide(const void *a, f32 *y)\n{{\n    sim_image.machine->matrix_product({{32, 16, sim::BF16}}, a, a, y, 7);\n}}\n\
              KERNEL({lanes}) k(f32 *y)\n{{\n    const i32 t = thread_index();\n    {call}\n    y[t] = 0;\n}}",

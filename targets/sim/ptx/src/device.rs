@@ -55,19 +55,6 @@ pub struct PtxDevice {
     shared: Arc<DeviceState>,
 }
 
-/// Returns the shared memory a block can have, in bytes, by architecture: the
-/// opt-in maximum of the CUDA C++ Programming Guide, table "Technical
-/// Specifications per Compute Capability".
-fn shared_limit(arch: CudaArch) -> u32 {
-    match arch.capability {
-        ..75 => 96 << 10,
-        75 => 64 << 10,
-        80 | 87 => 163 << 10,
-        86 | 88 | 89 | 120.. => 99 << 10,
-        _ => 227 << 10,
-    }
-}
-
 impl PtxDevice {
     /// Returns a GPU of this architecture.
     pub fn new(arch: CudaArch, options: PtxOptions) -> PtxDevice {
@@ -85,7 +72,7 @@ impl PtxDevice {
             shared: Arc::new(DeviceState {
                 options,
                 threads: threads.get(),
-                shared_limit: shared_limit(arch),
+                shared_limit: arch.caps().block_shared,
                 heap: Mutex::default(),
                 findings: Mutex::default(),
                 counters: Mutex::default(),

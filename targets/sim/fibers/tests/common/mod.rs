@@ -205,7 +205,7 @@ fn rendered(arch: RocmArch, name: &str, activations: &str) -> String {
     let target = TargetFacts {
         dialect: "sim",
         arch: arch.name,
-        wave: arch.wave,
+        wave: arch.caps().wave,
     };
     context.insert("target", &target);
     context.insert("d", &DescFacts { activations });
@@ -230,7 +230,7 @@ struct DescFacts<'a> {
 
 /// Returns the matrix products of a GPU for operands of a type.
 pub fn products(gpu: &str, dtype: &str) -> String {
-    let name = match arch(gpu).wave {
+    let name = match arch(gpu).caps().wave {
         64 => "prelude/sim/mfma.hpp",
         _ => "prelude/sim/wmma.hpp",
     };

@@ -5,7 +5,7 @@ mod wgmma;
 
 use super::{simt_one_matrix, simt_wgrad};
 use crate::ops::gemm::*;
-use moesaic_kernel::{CudaArch, DType};
+use moesaic_kernel::{CudaArch, DType, MatrixUnit};
 
 /// Lanes of a warp.
 const WARP: u32 = 32;
@@ -25,9 +25,9 @@ pub fn decode(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<G
 /// reads only what the halves share, whichever family each of them has.
 fn tile_rows(d: &GroupedGemmDesc, arch: CudaArch) -> usize {
     // At 4096 tokens the mean expert then fills one tile of 128, or two.
-    let share = match arch.capability {
-        _ if wgmma::is_hopper(arch) => 32,
-        80.. => 16,
+    let share = match arch.caps().matrix {
+        MatrixUnit::Wgmma => 32,
+        MatrixUnit::Mma => 16,
         _ => 0,
     };
     if is_half(d) && share * d.top_k >= d.experts {

@@ -2,7 +2,7 @@
 
 use super::{simt_one_matrix, simt_wgrad};
 use crate::ops::gemm::*;
-use moesaic_kernel::{DType, RocmArch};
+use moesaic_kernel::{DType, MatrixUnit, RocmArch};
 use moesaic_spec::Activation;
 
 pub fn forward(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
@@ -24,10 +24,10 @@ enum Unit {
 /// that both halves of a layer get the same ones.
 fn unit([a, b]: [DType; 2], arch: RocmArch) -> Unit {
     let half = matches!(a, DType::F16 | DType::Bf16);
-    match arch.name {
+    match arch.caps().matrix {
         _ if a != b => Unit::Simt,
-        "gfx90a" | "gfx942" | "gfx950" => Unit::Mfma,
-        "gfx1100" | "gfx1101" if half => Unit::Wmma,
+        MatrixUnit::Mfma(mfma) if mfma.bf16 => Unit::Mfma,
+        MatrixUnit::Wmma if half => Unit::Wmma,
         _ => Unit::Simt,
     }
 }
@@ -40,13 +40,22 @@ fn tile_rows(d: &GroupedGemmDesc) -> usize {
     if busy { 128 } else { 64 }
 }
 
-/// Returns the MFMA tiling: two by two waves. A line of LDS is 128 bytes where two blocks then fit
-/// on a compute unit, or nearly; gfx950 has 160 KB, the others 64.
+/// Returns the bytes of a line of LDS of tiles of 128 rows. It is 128 where two blocks then fit on a compute unit, or nearly: with 160 KB of LDS, not with 64.
+fn line_bytes(arch: RocmArch) -> usize {
+    if arch.caps().block_shared > 64 << 10 {
+        128
+    } else {
+        64
+    }
+}
+
+/// Returns the MFMA tiling: two by two waves. Small tiles have long lines of LDS everywhere.
 fn mfma(d: &GroupedGemmDesc, arch: RocmArch) -> GroupedGemmConfig {
     let tile_rows = tile_rows(d);
-    let row_bytes = match (arch.name, tile_rows) {
-        ("gfx950", _) | (_, 64) => 128,
-        _ => 64,
+    let row_bytes = if tile_rows == 64 {
+        128
+    } else {
+        line_bytes(arch)
     };
     let gather = d.plain_rows && !d.dense;
     GroupedGemmConfig {
@@ -70,7 +79,7 @@ pub fn decode(d: &GroupedGemmDesc, arch: RocmArch) -> Option<GroupedGemmConfig> 
     // Waves of 64 rows have the larger instruction.
     let lines = if many.thread_rows >= 64 { 32 } else { 16 };
     Some(GroupedGemmConfig {
-        threads: arch.wave,
+        threads: arch.caps().wave,
         tile_columns: lines / d.matrices(),
         thread_columns: lines / d.matrices(),
         family: GemmFamily::MfmaDecode { gather },
@@ -150,13 +159,12 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, arch: RocmArch) -> GroupedGemmConfig {
         Unit::Wmma => (32, GemmFamily::Wmma { gather }),
         Unit::Simt => return simt_wgrad(d),
     };
-    let row_bytes = if arch.name == "gfx950" { 128 } else { 64 };
     let matrices = if d.gated { 2 } else { 1 };
     GroupedGemmConfig {
         threads: 256,
         tile_rows: 128 / matrices,
         tile_columns: 128,
-        tile_depth: row_bytes / d.left.size(),
+        tile_depth: line_bytes(arch) / d.left.size(),
         thread_rows,
         thread_columns: 64,
         family,
@@ -181,7 +189,7 @@ mod tests {
 
     fn halves(name: &'static str, types: [DType; 2], experts: usize) -> [GroupedGemmConfig; 2] {
         let spec = spec(types, experts);
-        let arch = RocmArch { name, wave: 64 };
+        let arch = RocmArch { name };
         [Half::Up, Half::Down]
             .map(|half| forward(&crate::ops::gemm::desc::routed(&spec, half), arch))
     }
@@ -221,7 +229,7 @@ mod tests {
         for name in ["gfx90a", "gfx950", "gfx1100", "gfx1201"] {
             for experts in [8, 60] {
                 let [up, _] = halves(name, [F16, F16], experts);
-                let arch = RocmArch { name, wave: 64 };
+                let arch = RocmArch { name };
                 for half in [Half::Up, Half::Down] {
                     let spec = spec([F16, F16], experts);
                     let d = crate::ops::gemm::dgrad::routed(&spec, half);
@@ -244,10 +252,7 @@ mod tests {
             let mut spec = spec([Bf16, Bf16], 8);
             let expression = moesaic_spec::Expression::parse(text).unwrap();
             spec.experts.activation = Activation::Custom(expression);
-            let arch = RocmArch {
-                name: "gfx1100",
-                wave: 32,
-            };
+            let arch = RocmArch { name: "gfx1100" };
             dgrad(&crate::ops::gemm::dgrad::routed(&spec, half), arch)
         };
         let short = "x / (1 + abs(x)) + 0.5 * erf(x) + log(1 + x^2) * tanh(x)";
@@ -264,10 +269,7 @@ mod tests {
     #[test]
     fn factors_of_two_types_are_for_the_ordinary_units() {
         let spec = spec([Bf16, Bf16], 8);
-        let arch = RocmArch {
-            name: "gfx942",
-            wave: 64,
-        };
+        let arch = RocmArch { name: "gfx942" };
         let unit = |right| {
             let d = crate::ops::gemm::wgrad::router(&spec, 8, false, right);
             wgrad(&d, arch).family.name()

@@ -8,7 +8,7 @@ use super::WARP;
 use crate::ops::gemm::GroupedGemmDesc;
 use crate::ops::gemm::tiles::registers::{Held, widest};
 use crate::ops::gemm::{GemmFamily, GroupedGemmConfig};
-use moesaic_kernel::{CudaArch, DType};
+use moesaic_kernel::{CudaArch, DType, MatrixUnit};
 
 /// Bytes of a row of a tile in shared memory; they span all banks once.
 const LINE: usize = 128;
@@ -120,29 +120,20 @@ fn takes(d: &GroupedGemmDesc, arch: CudaArch) -> bool {
 /// products of tf32, unless the spec allows one of rounded operands; three pay only where tf32 is
 /// many times faster than f32.
 fn fast(dtype: DType, tf32: bool, arch: CudaArch) -> bool {
+    let caps = arch.caps();
     match dtype {
-        DType::F32 if !tf32 => matches!(arch.capability, 80 | 90 | 100 | 103),
-        _ => arch.capability >= 80,
+        DType::F32 if !tf32 => caps.fast_tf32,
+        _ => matches!(caps.matrix, MatrixUnit::Mma | MatrixUnit::Wgmma),
     }
 }
 
 /// Returns the number of stages: as many, up to four, as let two blocks share a multiprocessor, or
 /// one block where two would have less than two stages each.
 fn stages(stage: usize, arch: CudaArch) -> usize {
-    let limit = shared_limit(arch);
+    let limit = arch.caps().block_shared as usize;
     let two = (limit / 2 - 1024) / stage;
     let fit = if two >= 2 { two } else { limit / stage };
     fit.clamp(2, 4)
-}
-
-/// Returns the shared memory in bytes that a block can have.
-fn shared_limit(arch: CudaArch) -> usize {
-    let kilobytes = match arch.capability {
-        80 | 87 => 163,
-        90 | 100 | 103 | 110 => 227,
-        _ => 99,
-    };
-    kilobytes << 10
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Tilings of the `wgmma` family: sm_90a.
+//! Tilings of the `wgmma` family.
 
 mod backward;
 
@@ -7,7 +7,7 @@ pub use backward::{dgrad, wgrad};
 use super::is_half;
 use crate::ops::gemm::GroupedGemmDesc;
 use crate::ops::gemm::{GemmFamily, GroupedGemmConfig};
-use moesaic_kernel::CudaArch;
+use moesaic_kernel::{CudaArch, MatrixUnit};
 
 /// Bytes of a row of a tile: a line of the 128-byte swizzle.
 const LINE: usize = 128;
@@ -22,22 +22,18 @@ const WARPGROUP_ROWS: usize = 64;
 /// Bytes of a barrier; a stage has two.
 const BARRIER: usize = 8;
 
-/// Dynamic shared memory that a block of sm_90 can have.
-const SHARED: usize = 227 << 10;
-
 /// The most stages. More would hide no more latency.
 const MAX_STAGES: usize = 6;
 
-/// Returns whether the architecture has `wgmma`, which no later one has.
-pub fn is_hopper(arch: CudaArch) -> bool {
-    arch.capability == 90 && arch.suffix == Some('a')
+fn has_wgmma(arch: CudaArch) -> bool {
+    arch.caps().matrix == MatrixUnit::Wgmma
 }
 
 /// Returns the tiling of a forward GEMM; `None` for types and shapes that `wgmma` or TMA do not
 /// take, such as rows that are no multiple of 16 bytes. A block has a producer warpgroup and a
 /// consumer warpgroup for each 64 rows.
 pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<GroupedGemmConfig> {
-    if !is_hopper(arch) || !is_half(d) || !d.inner.is_multiple_of(8) {
+    if !has_wgmma(arch) || !is_half(d) || !d.inner.is_multiple_of(8) {
         return None;
     }
     let matrices = if d.gated { 2 } else { 1 };
@@ -47,6 +43,7 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<
         .fused_shared
         .map_or(d.inner, |shared| d.inner.max(shared.inner));
     let pipeline = Pipeline {
+        arch,
         left: tile_rows,
         right: matrices * tile_columns,
         epilogue_bytes: tile_rows * LINE,
@@ -67,6 +64,7 @@ fn most_sums(d: &GroupedGemmDesc) -> usize {
 
 /// The contents of shared memory.
 struct Pipeline {
+    arch: CudaArch,
     /// Lines of the left operands in a stage; a warpgroup multiplies 64.
     left: usize,
     /// Lines of the right operands in a stage.
@@ -80,7 +78,7 @@ struct Pipeline {
 impl Pipeline {
     fn config(&self, tile_rows: usize, tile_columns: usize) -> GroupedGemmConfig {
         let stage = (self.left + self.right) * LINE;
-        let (stages, shared_bytes) = stages(stage, self.epilogue_bytes, self.slices);
+        let (stages, shared_bytes) = self.stages(stage);
         GroupedGemmConfig {
             threads: (WARPGROUP + self.left / WARPGROUP_ROWS * WARPGROUP) as u32,
             tile_rows,
@@ -95,17 +93,16 @@ impl Pipeline {
             },
         }
     }
-}
 
-/// Returns the number of stages, as many as fit and have a use, and the bytes of all shared memory:
-/// a struct whose size, like its address, is a multiple of 1024.
-fn stages(stage: usize, epilogue_bytes: usize, slices: usize) -> (usize, u32) {
-    let each = stage + 2 * BARRIER;
-    let stages = ((SHARED - epilogue_bytes) / each)
-        .min(slices)
-        .min(MAX_STAGES);
-    let bytes = stages * each + epilogue_bytes;
-    (stages, bytes.next_multiple_of(1024) as u32)
+    /// Returns the number of stages, as many as fit and have a use, and the bytes of all shared
+    /// memory: a struct whose size, like its address, is a multiple of 1024.
+    fn stages(&self, stage: usize) -> (usize, u32) {
+        let each = stage + 2 * BARRIER;
+        let room = self.arch.caps().block_shared as usize - self.epilogue_bytes;
+        let stages = (room / each).min(self.slices).min(MAX_STAGES);
+        let bytes = stages * each + self.epilogue_bytes;
+        (stages, bytes.next_multiple_of(1024) as u32)
+    }
 }
 
 #[cfg(test)]
@@ -179,10 +176,7 @@ mod tests {
         for (d, stages) in [(8, 1), (64, 1), (72, 2), (200, 4), (256, 4), (320, 4)] {
             let config = up(d, 128, [DType::Bf16; 2]).unwrap();
             assert_eq!(self::stages(&config), stages, "{d}");
-            assert!(
-                config.shared_bytes() as usize <= super::SHARED,
-                "{config:?}"
-            );
+            assert!(config.shared_bytes() <= 227 << 10, "{config:?}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Tilings of backward GEMMs by `wgmma`.
 
-use super::{Pipeline, TILE_DEPTH, is_hopper};
+use super::{Pipeline, TILE_DEPTH, has_wgmma};
 use crate::ops::gemm::{GroupedGemmConfig, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
 use moesaic_kernel::{CudaArch, DType};
 
@@ -23,6 +23,7 @@ pub fn dgrad(
     let tile_columns = d.outer.next_power_of_two().clamp(64, MAX_COLUMNS);
     let sums = if d.gated && d.half == Half::Up { 2 } else { 1 };
     let pipeline = Pipeline {
+        arch,
         left: tile_rows,
         right: tile_columns,
         epilogue_bytes: tile_rows / 16 * EPILOGUE_TILE_BYTES,
@@ -42,6 +43,7 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<GroupedGemmConf
     let tile_rows = d.height.next_power_of_two().clamp(64, 128 / matrices);
     let tile_columns = d.width.next_power_of_two().clamp(64, MAX_COLUMNS);
     let pipeline = Pipeline {
+        arch,
         left: matrices * tile_rows,
         right: tile_columns,
         epilogue_bytes: 0,
@@ -53,5 +55,5 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<GroupedGemmConf
 /// Returns whether operands have one 16-bit type and rows of whole 16 bytes.
 fn takes(types: [DType; 2], widths: [usize; 2], arch: CudaArch) -> bool {
     let half = types[0] == types[1] && matches!(types[0], DType::F16 | DType::Bf16);
-    is_hopper(arch) && half && widths.iter().all(|width| width.is_multiple_of(8))
+    has_wgmma(arch) && half && widths.iter().all(|width| width.is_multiple_of(8))
 }
