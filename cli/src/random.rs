@@ -3,7 +3,7 @@
 
 use moesaic::half::{bf16, f16};
 use moesaic::spec::format::ScaleType;
-use moesaic::spec::{LossKind, RouterKind, canonical_tensors};
+use moesaic::spec::{Chooser, LossKind, canonical_tensors};
 use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
 use std::thread;
 
@@ -51,13 +51,13 @@ pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
         ..Input::default()
     };
     input.insert("x", rows(dtype, tokens, d, 1 << 20));
-    match spec.router.kind {
-        RouterKind::Table => {
+    match spec.router.kind.chooser() {
+        Chooser::Table => {
             let rows = spec.router.table_rows.unwrap_or(1).max(1);
             let ids = (0..tokens).map(|t| (t * 7919 % rows) as i32).collect();
             input.insert("token_ids", Tensor::owned(&[tokens], ids));
         }
-        RouterKind::External => {
+        Chooser::Caller => {
             let experts = spec.routed_experts();
             let ids = (0..tokens * k)
                 .map(|slot| (slot % experts) as i32)
@@ -68,7 +68,7 @@ pub fn input(spec: &LayerSpec, tokens: usize) -> Input<'static> {
                 Tensor::owned(&[tokens, k], vec![1.0 / k as f32; tokens * k]),
             );
         }
-        RouterKind::Linear | RouterKind::Cosine => {}
+        Chooser::Scores => {}
     }
     if spec.router.token_mask {
         let mask = vec![1; tokens];

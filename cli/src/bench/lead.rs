@@ -3,7 +3,7 @@
 use crate::failure::{Failure, Result};
 use crate::random;
 use moesaic::reference::Skew;
-use moesaic::spec::{RouterInput, RouterKind};
+use moesaic::spec::{Chooser, LogitsFormula, RouterInput};
 use moesaic::{Input, Layer, LayerSpec, Tensor, Tensors};
 
 /// The amount that is added to the logits of a token's intended experts. The other logits are of
@@ -26,21 +26,24 @@ pub fn input(
     let mut input = random::input(spec, tokens);
     let (experts, k) = (spec.routed_experts(), spec.shape.top_k);
     let ids = skew.draw(experts, k.min(experts), tokens, SEED);
-    match spec.router.kind {
-        RouterKind::Linear => {
+    let kind = spec.router.kind.def();
+    let linear = kind.logits.map(|logits| logits.formula) == Some(LogitsFormula::Linear);
+    match kind.chooser {
+        Chooser::Scores if linear => {
             let x = leaned(&input.tensors["x"], &ids, k, &directions(spec, weights));
             input.insert("x", x);
         }
-        RouterKind::External => input.insert("topk_ids", Tensor::owned(&[tokens, k], ids)),
-        RouterKind::Table => {
+        Chooser::Caller => input.insert("topk_ids", Tensor::owned(&[tokens, k], ids)),
+        Chooser::Table => {
             let rows = rows_of(&weights["router.table"], experts, k);
             let wanted = ids.chunks(k).map(|ids| rows[ids[0] as usize]).collect();
             input.insert("token_ids", Tensor::owned(&[tokens], wanted));
         }
-        RouterKind::Cosine => {
-            return Err(Failure::input(
-                "--skew: tokens cannot be led to the experts of a cosine router",
-            ));
+        Chooser::Scores => {
+            return Err(Failure::input(format!(
+                "--skew: tokens cannot be led to the experts of a {} router",
+                kind.name
+            )));
         }
     }
     Ok(input)

@@ -9,7 +9,7 @@ use moesaic::LayerSpec;
 use moesaic::cache::{Bucket, Tuned};
 use moesaic::kernel::Access;
 use moesaic::plan::{LayerPlan, Role};
-use moesaic::spec::{CapacityMode, Renormalize, RouterKind, Score};
+use moesaic::spec::{CapacityMode, Renormalize, Score};
 use moesaic::target::KernelReport;
 use std::iter;
 
@@ -112,12 +112,7 @@ fn shape(spec: &LayerSpec) -> String {
 
 /// Describes the router and the capacity.
 pub fn router(spec: &LayerSpec) -> String {
-    let kind = match spec.router.kind {
-        RouterKind::Linear => "linear",
-        RouterKind::Cosine => "cosine",
-        RouterKind::Table => "table",
-        RouterKind::External => "external",
-    };
+    let kind = spec.router.kind.def().name;
     let score = match spec.router.score {
         Score::Softmax => "softmax",
         Score::SoftmaxSelected => "softmax over the selected",

@@ -2,7 +2,7 @@
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
-use moesaic::spec::{LossKind, Router, RouterKind};
+use moesaic::spec::{Chooser, LossKind, Router};
 use moesaic::weights::{Checkpoint, TensorRef};
 use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
 use std::ops::Range;
@@ -57,14 +57,14 @@ impl<'a> Tokens<'a> {
             ));
         }
         tokens.insert("x", rounded);
-        match spec.router.kind {
-            RouterKind::Table => {
+        match spec.router.kind.chooser() {
+            Chooser::Table => {
                 let ids = find(file, "token_ids")?;
                 expect_shape(&ids, &[Some(count)], "[tokens]")?;
                 tokens.insert("token_ids", integers(&ids)?);
             }
-            RouterKind::External => tokens.routing(file, spec)?,
-            RouterKind::Linear | RouterKind::Cosine => {}
+            Chooser::Caller => tokens.routing(file, spec)?,
+            Chooser::Scores => {}
         }
         tokens.masks(file, spec)?;
         Ok(tokens)

@@ -2,7 +2,7 @@
 //! methods, so that text and parameter lists cannot differ.
 
 use moesaic_plan::{GateTopkDesc, Logits, Op};
-use moesaic_spec::{RouterInput, RouterKind, Select};
+use moesaic_spec::{Chooser, RouterInput, Select};
 use serde::Serialize;
 
 /// A gate, for its templates, forward and backward.
@@ -64,7 +64,7 @@ fn gate(d: &GateTopkDesc) -> GateText {
         has_logits,
         cosine: matches!(d.logits, Logits::Cosine(_)),
         rms: has_logits && d.router.input == RouterInput::RmsScaled,
-        table: d.router.kind == RouterKind::Table,
+        table: d.router.kind.chooser() == Chooser::Table,
         mixer: matches!(d.router.select, Select::SparseMixer(_)),
         choice: d.expert_choice().is_some(),
         relative: d.relative_scores(),

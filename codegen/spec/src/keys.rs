@@ -11,7 +11,7 @@
 //! | gated `gate`, `up`, `down` | `experts.W_fc1`, `W_fc2`, `W_fc3`, flat or not, transposed | – |
 
 use crate::hf::{Alternative, TensorParts, TensorSource, TensorStep};
-use crate::{LayerSpec, RouterKind, TensorSpec, canonical_tensors};
+use crate::{Chooser, LayerSpec, RouterWeight, TensorSpec, canonical_tensors};
 
 /// A library whose checkpoints moesaic reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -92,7 +92,7 @@ impl Keys {
     /// gate if the router has weights.
     pub fn owned(&self, spec: &LayerSpec) -> Vec<String> {
         let mut parts = vec![format!("{}experts.", self.prefix)];
-        if spec.router.kind != RouterKind::External {
+        if spec.router.kind.chooser() != Chooser::Caller {
             parts.push(self.gate_prefix());
         }
         parts
@@ -151,12 +151,11 @@ impl Keys {
                 TensorStep::Transpose,
             ]
         };
+        let of_router = RouterWeight::named(&tensor.name).and_then(|(_, weight)| weight.tutel);
+        if let Some(name) = of_router {
+            return vec![self.of_gate(name, vec![])];
+        }
         vec![match (tensor.name.as_str(), gated) {
-            ("router.weight", _) => self.of_gate("wg.weight", vec![]),
-            ("router.projector.weight", _) => self.of_gate("cosine_projector.weight", vec![]),
-            ("router.projector.bias", _) => self.of_gate("cosine_projector.bias", vec![]),
-            ("router.similarity", _) => self.of_gate("sim_matrix", vec![]),
-            ("router.temperature", _) => self.of_gate("temperature", vec![]),
             ("experts.gate.weight", true) => self.named("experts.W_fc1", turned()),
             ("experts.up.weight", true) => self.named("experts.W_fc2", turned()),
             ("experts.down.weight", true) => self.named("experts.W_fc3", turned()),

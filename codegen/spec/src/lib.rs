@@ -20,6 +20,7 @@ mod limits;
 mod loss;
 #[cfg(test)]
 mod reference;
+mod router_kind;
 mod schema;
 mod suggest;
 mod tensors;
@@ -38,6 +39,9 @@ pub use diagnostic::{Problem, Related, SpecError};
 pub use expression::{Expression, ExpressionError};
 pub use limits::*;
 pub use loss::*;
+pub use router_kind::{
+    Chooser, LogitsDef, LogitsFormula, RouterAxis, RouterDef, RouterKind, RouterSize, RouterWeight,
+};
 #[doc(hidden)]
 pub use suggest::closest;
 pub use tensors::{TensorSpec, canonical_tensors};

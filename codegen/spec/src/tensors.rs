@@ -1,6 +1,6 @@
 //! The weight tensors of a layer, by canonical name.
 
-use crate::{Biases, ExpertForm, LayerSpec, NoiseKind, RouterInput, RouterKind, SharedGate};
+use crate::{Biases, ExpertForm, LayerSpec, NoiseKind, RouterInput, RouterWeight, SharedGate};
 use moesaic_kernel::DType;
 
 /// A weight tensor that a layer expects.
@@ -46,58 +46,39 @@ pub fn canonical_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
 }
 
 fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
+    let of_kind = |list: &'static [RouterWeight]| {
+        list.iter().map(|weight| TensorSpec {
+            name: weight.name.to_string(),
+            dtype: weight.dtype,
+            shape: weight.shape.iter().map(|axis| axis.size(spec)).collect(),
+            meaning: weight.meaning,
+        })
+    };
+    let logits = spec.logits().map_or(&[][..], |logits| logits.weights);
+    let mut list: Vec<TensorSpec> = of_kind(logits).collect();
+    list.extend(option_tensors(spec));
+    list.extend(of_kind(spec.router.kind.def().choice_weights));
+    list
+}
+
+/// Returns the weights that options add to every kind of router.
+fn option_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     let (router, model, experts) = (&spec.router, spec.shape.model_dim, spec.routed_experts());
     let mut list = Vec::new();
-    let mut push = |name: &str, dtype, shape: &[usize], meaning| {
+    let mut push = |name: &str, shape: &[usize], meaning| {
         list.push(TensorSpec {
             name: name.to_string(),
-            dtype,
+            dtype: DType::F32,
             shape: shape.to_vec(),
             meaning,
         });
     };
-    let float = DType::F32;
-    if router.kind == RouterKind::Cosine {
-        let width = router.projection_dim.unwrap_or_default();
-        push(
-            "router.projector.weight",
-            float,
-            &[width, model],
-            "projection of tokens",
-        );
-        push(
-            "router.projector.bias",
-            float,
-            &[width],
-            "bias of the projection",
-        );
-        push(
-            "router.similarity",
-            float,
-            &[width, experts],
-            "one direction per expert, in columns",
-        );
-        push(
-            "router.temperature",
-            float,
-            &[1],
-            "logarithm of the logit scale",
-        );
-    } else if spec.has_logits() {
-        push(
-            "router.weight",
-            float,
-            &[experts, model],
-            "projection of tokens to logits",
-        );
-    }
     if router.bias {
-        push("router.bias", float, &[experts], "bias of the logits");
+        push("router.bias", &[experts], "bias of the logits");
     }
     if router.select_bias {
         push(
             "router.select_bias",
-            float,
             &[experts],
             "added to scores for selection only",
         );
@@ -105,7 +86,6 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     if router.noise > 0.0 && router.noise_kind == NoiseKind::Learned {
         push(
             "router.noise.weight",
-            float,
             &[experts, model],
             "projection of tokens to the scale of the noise",
         );
@@ -113,7 +93,6 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     if router.entropy.is_some() {
         push(
             "router.load",
-            float,
             &[experts],
             "share of the assignments that each expert got lately",
         );
@@ -121,7 +100,6 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     if router.input == RouterInput::RmsScaled {
         push(
             "router.input_scale",
-            float,
             &[model],
             "scale of the normalised router input",
         );
@@ -129,18 +107,8 @@ fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     if router.expert_scale {
         push(
             "router.expert_scale",
-            float,
             &[experts],
             "factor on the weight of each expert",
-        );
-    }
-    if router.kind == RouterKind::Table {
-        let rows = router.table_rows.unwrap_or_default();
-        push(
-            "router.table",
-            DType::I32,
-            &[rows, spec.shape.top_k],
-            "experts of each token id",
         );
     }
     list

@@ -124,7 +124,7 @@ pub fn sample(seed: u64) -> LayerSpec {
 /// excludes something.
 fn guidance(seed: u64, spec: &mut LayerSpec) {
     let rng = &mut SampleRng::new(seed ^ 0x9d1d_a9ce);
-    let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
+    let scored = spec.router.kind.chooser() == Chooser::Scores;
     if scored && rng.one_in(8) {
         expert_choice(rng, spec);
     }
@@ -211,7 +211,7 @@ fn biases(seed: u64, spec: &mut LayerSpec) {
 
 /// Chooses other selections for layers that have the plain one.
 fn selections(rng: &mut SampleRng, spec: &mut LayerSpec) {
-    let scored = matches!(spec.router.kind, RouterKind::Linear | RouterKind::Cosine);
+    let scored = spec.router.kind.chooser() == Chooser::Scores;
     let plain = scored && spec.router.select == Select::TopK && spec.router.groups.is_none();
     if !plain || spec.router.select_bias {
         return;
@@ -225,7 +225,7 @@ fn selections(rng: &mut SampleRng, spec: &mut LayerSpec) {
 fn draws(rng: &mut SampleRng, spec: &mut LayerSpec) {
     let r = &spec.router;
     let top_k = r.select == Select::TopK;
-    let scored = matches!(r.kind, RouterKind::Linear | RouterKind::Cosine);
+    let scored = r.kind.chooser() == Chooser::Scores;
     let second = top_k && scored && spec.shape.top_k == 2;
     let compared = top_k && scored && !r.select_bias && r.groups.is_none();
     if spec.has_logits() && rng.one_in(5) {
@@ -457,7 +457,12 @@ fn groups(rng: &mut SampleRng, spec: &LayerSpec) -> Groups {
 }
 
 fn logits(rng: &mut SampleRng, router: &mut Router) {
-    router.bias = router.kind != RouterKind::Cosine && rng.one_in(3);
+    router.bias = !router
+        .kind
+        .def()
+        .logits
+        .is_some_and(|logits| logits.own_bias)
+        && rng.one_in(3);
     if rng.one_in(5) {
         router.input = RouterInput::RmsScaled;
     }

@@ -4,7 +4,7 @@
 //! full.
 
 use crate::{
-    Biases, Capacity, CapacityMode, Expression, Latent, Loss, SharedExpert, SharedGate,
+    Biases, Capacity, CapacityMode, Expression, Latent, Loss, RouterKind, SharedExpert, SharedGate,
     WeightFormat,
 };
 use moesaic_kernel::DType;
@@ -235,21 +235,6 @@ impl Default for Router {
             random_second: false,
         }
     }
-}
-
-/// The source of the logits, or of the decision itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum RouterKind {
-    /// `logits = x · Wᵀ (+ b)`.
-    Linear,
-    /// `logits = norm(x · Pᵀ + p) · norm(S) · exp(min(t, ln 100))` (Tutel).
-    Cosine,
-    /// The token id looks up the token's experts in a table. Weights still come from the linear
-    /// logits, unless `score = "one"`.
-    Table,
-    /// The caller passes `topk_ids` and `topk_weights`; an id of -1 masks a slot.
-    External,
 }
 
 /// The transformation of a token before the router's projection.
@@ -543,15 +528,6 @@ impl LayerSpec {
     /// Returns true if experts have a gate projection.
     pub fn gated(&self) -> bool {
         self.experts.form == ExpertForm::Gated
-    }
-
-    /// Returns true if the layer computes router logits.
-    pub fn has_logits(&self) -> bool {
-        match self.router.kind {
-            RouterKind::Linear | RouterKind::Cosine => true,
-            RouterKind::Table => self.router.score != Score::One,
-            RouterKind::External => false,
-        }
     }
 
     /// Returns true if a training call adds noise to logits that weights see too.

@@ -7,8 +7,8 @@ use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
 use crate::{Input, Weights};
 use moesaic_spec::{
-    GroupMask, GroupStat, Groups, LayerSpec, NoiseKind, Renormalize, RouterInput, RouterKind,
-    Score, Select,
+    Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind, Renormalize,
+    RouterInput, Score, Select,
 };
 
 /// The result of the gate.
@@ -94,9 +94,10 @@ pub fn logits(spec: &LayerSpec, weights: &Weights, x: &[f64], tokens: usize) -> 
 
 /// Returns the logits for the result of [`router_input`].
 fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
-    let mut logits = match spec.router.kind {
-        RouterKind::Cosine => cosine_row(spec, weights, x),
-        _ => {
+    let formula = spec.logits().map(|logits| logits.formula);
+    let mut logits = match formula.unwrap_or(LogitsFormula::Linear) {
+        LogitsFormula::Cosine => cosine_row(spec, weights, x),
+        LogitsFormula::Linear => {
             let w = weights.get("router.weight");
             (0..spec.routed_experts())
                 .map(|e| dot(w.outer(e), x))
@@ -155,7 +156,7 @@ pub fn decide(
     input: &Input,
     logits: Option<&[f64]>,
 ) -> Decision {
-    if spec.router.kind == RouterKind::External {
+    if spec.router.kind.chooser() == Chooser::Caller {
         return external(spec, input);
     }
     let (k, width) = (spec.shape.top_k, spec.routed_experts());
@@ -205,8 +206,8 @@ fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f
     let mut all = Vec::new();
     for t in 0..input.tokens {
         let row = || &logits.expect("a router that selects has logits")[t * width..][..width];
-        let mut ids = match (spec.router.kind, &columns) {
-            (RouterKind::Table, _) => looked_up(weights, input, t),
+        let mut ids = match (spec.router.kind.chooser(), &columns) {
+            (Chooser::Table, _) => looked_up(weights, input, t),
             (_, Some(columns)) => {
                 let keys = exponentials(row()).into_iter().zip(columns);
                 best(&keys.map(|(k, c)| k * c).collect::<Vec<f64>>(), k)

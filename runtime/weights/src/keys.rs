@@ -4,7 +4,7 @@ use crate::recipe::listed;
 use crate::{Checkpoint, LayerReader, LoadOptions, WeightsError};
 use moesaic_spec::hf::TensorSource;
 use moesaic_spec::keys::{CheckpointLibrary, Keys, rank_tensors};
-use moesaic_spec::{LayerSpec, RouterKind};
+use moesaic_spec::{Chooser, LayerSpec};
 use moesaic_tensor::Tensors;
 use std::collections::HashSet;
 
@@ -115,7 +115,8 @@ impl Finder<'_> {
         asked: Option<usize>,
         spec: &LayerSpec,
     ) -> Result<usize, WeightsError> {
-        if self.library != CheckpointLibrary::Tutel || spec.router.kind == RouterKind::External {
+        if self.library != CheckpointLibrary::Tutel || spec.router.kind.chooser() == Chooser::Caller
+        {
             return match asked {
                 Some(_) => Err(self.error("there is no gate to choose here".to_string())),
                 None => Ok(0),

@@ -8,7 +8,7 @@ use crate::weight::{Rounded, Weight};
 use crate::{Checkpoint, LoadOptions, TensorRef, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::{Alternative, Import, TensorSource, TensorStep, canonical_sources};
-use moesaic_spec::{FormatTensor, LayerSpec, RouterKind, TensorSpec, canonical_tensors};
+use moesaic_spec::{Chooser, FormatTensor, LayerSpec, TensorSpec, canonical_tensors};
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -163,7 +163,7 @@ impl<'a> LayerReader<'a> {
         let known: BTreeSet<String> = alternatives.flat_map(names_read).collect();
         // With an external router, ids and weights come with each call, and the file may still hold
         // the router's tensors. Trained layers may also keep optimizer state beside their weights.
-        let external = spec.router.kind == RouterKind::External;
+        let external = spec.router.kind.chooser() == Chooser::Caller;
         let beside = |name: &str| {
             name.starts_with("optimizer.") || (external && name.starts_with("router."))
         };

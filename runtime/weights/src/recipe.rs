@@ -9,7 +9,7 @@ use crate::{LoadOptions, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::format::BLOCKS;
 use moesaic_spec::hf::{Alternative, TensorParts, TensorStep};
-use moesaic_spec::{LayerSpec, RouterKind, TensorSpec, canonical_tensors, closest};
+use moesaic_spec::{Chooser, LayerSpec, TensorSpec, canonical_tensors, closest};
 use moesaic_tensor::read_float;
 use safetensors::Dtype;
 use std::sync::Mutex;
@@ -138,7 +138,8 @@ impl<'a> Finder<'a, '_> {
                 (parts.collect::<Result<_, _>>()?, true)
             }
         };
-        let table = self.spec.router.kind == RouterKind::Table && self.tensor.dtype == DType::I32;
+        let table =
+            self.spec.router.kind.chooser() == Chooser::Table && self.tensor.dtype == DType::I32;
         Ok(Weight {
             dtype: self.tensor.dtype,
             shape: shape.clone(),

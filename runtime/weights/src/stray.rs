@@ -1,6 +1,6 @@
 //! Hints on tensors that the spec does not use.
 
-use moesaic_spec::{LayerSpec, canonical_tensors, closest};
+use moesaic_spec::{LayerSpec, RouterKind, RouterWeight, canonical_tensors, closest};
 
 /// An optional tensor of layers, and the option that adds it.
 struct Optional {
@@ -14,6 +14,7 @@ const fn optional(name: &'static str, option: &'static str) -> Optional {
     Optional { name, option }
 }
 
+/// Options that add a tensor to every kind of router.
 const ROUTER: &[Optional] = &[
     optional("router.bias", "`bias = true` under [router]"),
     optional("router.select_bias", "`select_bias = true` under [router]"),
@@ -30,18 +31,6 @@ const ROUTER: &[Optional] = &[
         "router.expert_scale",
         "`expert_scale = true` under [router]",
     ),
-    optional("router.table", "`kind = \"table\"` under [router]"),
-    optional(
-        "router.projector.weight",
-        "`kind = \"cosine\"` under [router]",
-    ),
-    optional(
-        "router.projector.bias",
-        "`kind = \"cosine\"` under [router]",
-    ),
-    optional("router.similarity", "`kind = \"cosine\"` under [router]"),
-    optional("router.temperature", "`kind = \"cosine\"` under [router]"),
-    optional("router.weight", "`kind = \"linear\"` under [router]"),
 ];
 
 /// Tensors of routed and of shared experts, named without their prefix.
@@ -65,6 +54,9 @@ pub(crate) fn stray(name: &str, spec: &LayerSpec) -> String {
 fn option(name: &str) -> Option<String> {
     if let Some(found) = ROUTER.iter().find(|known| known.name == name) {
         return Some(found.option.to_string());
+    }
+    if let Some((kind, _)) = RouterWeight::named(name) {
+        return Some(format!("`kind = \"{}\"` under [router]", kind.def().name));
     }
     let parts: Vec<&str> = name.split('.').collect();
     let text = match parts.as_slice() {
@@ -97,9 +89,12 @@ fn meant(name: &str, spec: &LayerSpec) -> Option<String> {
         .map(|t| t.name)
         .collect();
     let added = ["experts.gate.bias", "experts.up.bias", "experts.down.bias"];
+    let kinds = RouterKind::ALL.into_iter();
+    let of_kinds = kinds.flat_map(|kind| kind.def().weights().map(|weight| weight.name));
     let added = added
         .into_iter()
-        .chain(ROUTER.iter().map(|known| known.name));
+        .chain(ROUTER.iter().map(|known| known.name))
+        .chain(of_kinds);
     let all: Vec<&str> = own.iter().map(String::as_str).chain(added).collect();
     let ends = |known: &&&str| {
         known

@@ -8,7 +8,7 @@ use crate::ops::combine::CombineBwd;
 use crate::ops::gemm::{Half, LATENT_DOWN, dgrad};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
-use moesaic_spec::{LayerSpec, RouterInput, RouterKind, canonical_tensors};
+use moesaic_spec::{Chooser, LayerSpec, RouterInput, canonical_tensors};
 
 /// Returns the tensors that only a backward pass names.
 pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
@@ -160,7 +160,7 @@ impl Builder {
         if recompute == Recompute::None {
             return false;
         }
-        let external = self.plan.spec.router.kind == RouterKind::External;
+        let external = self.plan.spec.router.kind.chooser() == Chooser::Caller;
         // A caller's weights were renormalised where they lie: only once.
         let once = external && self.plan.spec.capacity.renormalize_after_drop;
         let routing = recompute == Recompute::All && !once;

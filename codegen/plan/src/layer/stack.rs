@@ -3,7 +3,7 @@
 
 use super::{LayerPlan, Step};
 use crate::Op;
-use moesaic_spec::{CapacityMode, LayerSpec, RouterKind};
+use moesaic_spec::{CapacityMode, Chooser, LayerSpec};
 
 /// Returns the experts of a spec as a layer whose ids come from outside: its tokens are those of
 /// one router, then those of the next. `None` if a call of all routers differs from a call of each:
@@ -12,7 +12,7 @@ pub fn stacked(spec: &LayerSpec) -> Option<LayerSpec> {
     let mode = spec.capacity.mode;
     let drops = !matches!(mode, CapacityMode::Dropless | CapacityMode::MaxCount);
     let rescales = spec.capacity.renormalize_after_drop;
-    let external = spec.router.kind == RouterKind::External;
+    let external = spec.router.kind.chooser() == Chooser::Caller;
     if drops || rescales || external || spec.latent.is_some() {
         return None;
     }

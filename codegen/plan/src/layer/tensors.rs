@@ -7,7 +7,7 @@ use crate::ops::gate::selection_tensors;
 use crate::ops::scan::scan_tensors;
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
-use moesaic_spec::{LayerSpec, RouterKind, SharedGate, canonical_tensors};
+use moesaic_spec::{Chooser, LayerSpec, SharedGate, canonical_tensors};
 
 /// Returns every tensor a forward pass can name.
 pub(super) fn declared_tensors(
@@ -48,8 +48,8 @@ fn routing_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<Te
     let (tokens, k) = (Size::Tokens, constant(spec.shape.top_k));
     let model = constant(spec.shape.model_dim);
     let experts = constant(spec.routed_experts());
-    let kind = spec.router.kind;
-    let decided = if kind == RouterKind::External {
+    let chooser = spec.router.kind.chooser();
+    let decided = if chooser == Chooser::Caller {
         Role::Input
     } else {
         Role::Output
@@ -72,11 +72,13 @@ fn routing_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<Te
             Role::Output,
         ));
     }
-    if let (RouterKind::Cosine, Some(width)) = (kind, spec.router.projection_dim) {
-        let shape = [tokens.clone(), constant(width)];
-        list.push(tensor("router.projected", F32, &shape, Role::Scratch));
+    if let Some(logits) = spec.logits()
+        && let Some(projected) = logits.projected
+    {
+        let shape = [tokens.clone(), constant(logits.width.size(spec))];
+        list.push(tensor(projected, F32, &shape, Role::Scratch));
     }
-    if kind == RouterKind::Table {
+    if chooser == Chooser::Table {
         let shape = std::slice::from_ref(&tokens);
         list.push(tensor("token_ids", I32, shape, Role::Input));
     }

@@ -8,7 +8,7 @@ use super::HfError;
 use super::config::Config;
 use super::draft::Draft;
 use super::families;
-use crate::{GroupStat, LayerSpec, Renormalize, RouterKind, Score, SharedGate, WeightSite};
+use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score, SharedGate, WeightSite};
 use serde_json::Value;
 
 /// Spellings of one setting.
@@ -430,7 +430,7 @@ impl Said<'_> {
 
     /// Returns true if a table of token ids chooses the experts.
     fn by_table(&self) -> bool {
-        self.spec.router.kind == RouterKind::Table
+        self.spec.router.kind.chooser() == Chooser::Table
     }
 
     /// Returns true if the number, or each one of a list, is accepted by `wanted`.

@@ -6,8 +6,9 @@ use std::fs;
 use syn::{Attribute, Expr, Fields, Item, ItemEnum, ItemStruct, Lit, Meta, Type};
 
 /// The files of the structs.
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
     "types",
+    "router_kind",
     "capacity",
     "around",
     "loss",

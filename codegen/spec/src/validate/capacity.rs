@@ -2,8 +2,8 @@
 
 use super::{Conflict, Range, Real, quoted};
 use crate::{
-    Capacity, CapacityMode, CapacityOrder, LayerSpec, MAX_ALIGN, MAX_CAPACITY_FACTOR,
-    MAX_CAPACITY_ROWS, Problem, RouterKind,
+    Capacity, CapacityMode, CapacityOrder, Chooser, LayerSpec, MAX_ALIGN, MAX_CAPACITY_FACTOR,
+    MAX_CAPACITY_ROWS, Problem,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -118,7 +118,7 @@ fn order(capacity: &Capacity, problems: &mut Vec<Problem>) {
 /// Refuses an order by score with an external router, which passes no scores.
 fn importance(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let (order, kind) = (spec.capacity.order, spec.router.kind);
-    if order != CapacityOrder::BatchPrioritized || kind != RouterKind::External {
+    if order != CapacityOrder::BatchPrioritized || kind.chooser() != Chooser::Caller {
         return;
     }
     let conflict = Conflict {

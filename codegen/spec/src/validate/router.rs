@@ -2,18 +2,19 @@
 
 use super::{Conflict, Range, Real, clash, quoted};
 use crate::{
-    GroupStat, Groups, LayerSpec, MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize, Router,
-    RouterInput, RouterKind, Score, Select,
+    Chooser, GroupStat, Groups, LayerSpec, MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize,
+    Router, RouterInput, RouterKind, RouterSize, Score, Select,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     numbers(&spec.router, problems);
-    table(spec, problems);
-    cosine(&spec.router, problems);
-    match spec.router.kind {
-        RouterKind::External => external(&spec.router, problems),
-        RouterKind::Table => looked_up(spec, problems),
-        RouterKind::Linear | RouterKind::Cosine => selection(spec, problems),
+    sizes(&spec.router, problems);
+    table_area(spec, problems);
+    bias(&spec.router, problems);
+    match spec.router.kind.chooser() {
+        Chooser::Caller => external(&spec.router, problems),
+        Chooser::Table => looked_up(spec, problems),
+        Chooser::Scores => selection(spec, problems),
     }
     random_second(spec, problems);
     renormalization(&spec.router, problems);
@@ -31,77 +32,36 @@ fn numbers(router: &Router, problems: &mut Vec<Problem>) {
     }
 }
 
-fn table(spec: &LayerSpec, problems: &mut Vec<Problem>) {
-    let Some(rows) = needed(
-        &Needed {
-            key: "router.table_rows",
-            value: spec.router.table_rows,
-            kind: RouterKind::Table,
-            add: "table_rows = 32000, the number of token ids",
-        },
-        &spec.router,
-        problems,
-    ) else {
-        return;
-    };
-    Range {
-        key: "router.table_rows",
-        value: rows,
-        least: 1,
-        most: MAX_TABLE_ROWS,
-        because: "the largest table of token ids",
+/// Checks the sizes that one kind has and other kinds cannot use.
+fn sizes(router: &Router, problems: &mut Vec<Problem>) {
+    for kind in RouterKind::ALL {
+        let Some(size) = &kind.def().size else {
+            continue;
+        };
+        if let Some(value) = needed(kind, size, router, problems) {
+            Range {
+                key: size.key,
+                value,
+                least: 1,
+                most: size.most,
+                because: size.because,
+            }
+            .check(problems);
+        }
     }
-    .check(problems);
-    let k = spec.shape.top_k;
-    // A table with too many rows has a problem already; do not report its product too.
-    if rows <= MAX_TABLE_ROWS && rows.saturating_mul(k) > MAX_MATRIX {
-        let message = format!("a table of {rows} x {k} expert ids is too large");
-        let help = format!(
-            "offsets in the table are 32-bit: keep rows times `top_k` at {MAX_MATRIX} or below"
-        );
-        let problem = Problem::new("router.table_rows", message).label("rows");
-        problems.push(problem.with("shape.top_k", "ids per row").help(help));
-    }
-}
-
-fn cosine(router: &Router, problems: &mut Vec<Problem>) {
-    let width = needed(
-        &Needed {
-            key: "router.projection_dim",
-            value: router.projection_dim,
-            kind: RouterKind::Cosine,
-            add: "projection_dim = 256, the width tokens are projected to",
-        },
-        router,
-        problems,
-    );
-    if let Some(width) = width {
-        Range::dim("router.projection_dim", width).check(problems);
-    }
-    if router.kind == RouterKind::Cosine && router.bias {
-        problems.push(against_kind(
-            router,
-            "router.bias",
-            "true",
-            "the projection has its own bias",
-        ));
-    }
-}
-
-/// A size that one kind of router needs and other kinds cannot use.
-struct Needed<'a> {
-    key: &'a str,
-    value: Option<usize>,
-    kind: RouterKind,
-    add: &'a str,
 }
 
 /// Returns the size, if it is present and wanted.
-fn needed(size: &Needed<'_>, router: &Router, problems: &mut Vec<Problem>) -> Option<usize> {
-    let kind = quoted(&size.kind);
-    match (size.kind == router.kind, size.value) {
+fn needed(
+    kind: RouterKind,
+    size: &RouterSize,
+    router: &Router,
+    problems: &mut Vec<Problem>,
+) -> Option<usize> {
+    let name = kind.def().name;
+    match (kind == router.kind, (size.value)(router)) {
         (true, None) => {
-            let message = format!("`router.kind` = {kind} needs `{}`", size.key);
+            let message = format!("`router.kind` = \"{name}\" needs `{}`", size.key);
             let problem = Problem::new("router.kind", message)
                 .label(format!(
                     "needs `{}`",
@@ -112,11 +72,35 @@ fn needed(size: &Needed<'_>, router: &Router, problems: &mut Vec<Problem>) -> Op
             None
         }
         (false, Some(value)) => {
-            let because = format!("only a {} router has it", kind.trim_matches('"'));
+            let because = format!("only a {name} router has it");
             problems.push(against_kind(router, size.key, &value.to_string(), &because));
             None
         }
         (_, value) => value,
+    }
+}
+
+/// Checks the product of a table's sizes.
+fn table_area(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (rows, k) = (spec.router.table_rows.unwrap_or(0), spec.shape.top_k);
+    let has_table = spec.router.kind.chooser() == Chooser::Table;
+    // A table with too many rows has a problem already; do not report its product too.
+    if has_table && rows <= MAX_TABLE_ROWS && rows.saturating_mul(k) > MAX_MATRIX {
+        let message = format!("a table of {rows} x {k} expert ids is too large");
+        let help = format!(
+            "offsets in the table are 32-bit: keep rows times `top_k` at {MAX_MATRIX} or below"
+        );
+        let problem = Problem::new("router.table_rows", message).label("rows");
+        problems.push(problem.with("shape.top_k", "ids per row").help(help));
+    }
+}
+
+/// Refuses a bias on logits where the product before them has one.
+fn bias(router: &Router, problems: &mut Vec<Problem>) {
+    let logits = router.kind.def().logits;
+    if router.bias && logits.is_some_and(|logits| logits.own_bias) {
+        let because = "the projection has its own bias";
+        problems.push(against_kind(router, "router.bias", "true", because));
     }
 }
 

@@ -3,8 +3,8 @@
 use super::router::select_word;
 use super::{Range, Real, clash, quoted};
 use crate::{
-    CapacityMode, LayerSpec, LossKind, MAX_BALANCED_EXPERTS, MAX_SINKHORN_ROUNDS, NoiseKind,
-    Problem, Router, RouterKind, Select,
+    CapacityMode, Chooser, LayerSpec, LossKind, MAX_BALANCED_EXPERTS, MAX_SINKHORN_ROUNDS,
+    NoiseKind, Problem, Router, Select,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -82,7 +82,7 @@ fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         return;
     }
     let because = "this noise moves logits that are compared, and nothing compares them";
-    if router.kind == RouterKind::Table {
+    if router.kind.chooser() == Chooser::Table {
         let with = ("router.kind", quoted(&router.kind));
         clash(problems, key, kind(), with, because);
     }

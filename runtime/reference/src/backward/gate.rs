@@ -8,7 +8,7 @@ use crate::math::{sigmoid, softmax, softplus};
 use crate::noise::{deviate, input_factors, noise_logits};
 use crate::norm::{denominator, denominator_slopes};
 use crate::{Gate, LossValue, Routed};
-use moesaic_spec::{LayerSpec, RouterInput, RouterKind, Score, Select};
+use moesaic_spec::{Chooser, LayerSpec, LogitsFormula, RouterInput, Score, Select};
 
 impl Pass<'_> {
     /// Propagates the gradient of the gate's weights to the router's tensors and x.
@@ -17,7 +17,7 @@ impl Pass<'_> {
             return;
         }
         // The gradient of the weights goes to the caller, who made them.
-        if self.spec.router.kind == RouterKind::External {
+        if self.spec.router.kind.chooser() == Chooser::Caller {
             return;
         }
         let (k, experts) = (self.spec.shape.top_k, self.spec.routed_experts());
@@ -175,9 +175,10 @@ impl Pass<'_> {
             add(self.of("router.bias"), dlogits, 1.0);
         }
         let routed = router_input(self.spec, self.weights, self.input, t);
-        let mut droute = match self.spec.router.kind {
-            RouterKind::Cosine => self.cosine_back(&routed, dlogits),
-            _ => self.linear_back("router.weight", &routed, dlogits),
+        let formula = self.spec.logits().map(|logits| logits.formula);
+        let mut droute = match formula.unwrap_or(LogitsFormula::Linear) {
+            LogitsFormula::Cosine => self.cosine_back(&routed, dlogits),
+            LogitsFormula::Linear => self.linear_back("router.weight", &routed, dlogits),
         };
         if let Some(dscales) = self.noise_back(t, &routed, dlogits, losses) {
             let part = self.linear_back("router.noise.weight", &routed, &dscales);

@@ -4,7 +4,7 @@ use super::slices::gather;
 use super::{Layout, check_spec, weight_of};
 use crate::{STATE_PREFIX, TrainError};
 use moesaic_kernel::DType;
-use moesaic_spec::{GroupMask, LayerSpec, RouterKind, Score, Select, canonical_tensors};
+use moesaic_spec::{Chooser, GroupMask, LayerSpec, Score, Select, canonical_tensors};
 use moesaic_tensor::{Tensor, Tensors, write_float};
 use std::ops::RangeInclusive;
 
@@ -146,24 +146,27 @@ impl Quiet {
         let router = &spec.router;
         refuse_dependence(spec)?;
         let (mut logits, mut keys) = (spec.has_logits(), router.select_bias);
-        match router.kind {
-            RouterKind::External => (logits, keys) = (false, false),
+        let unbiased = spec.logits().is_some_and(|logits| logits.own_bias);
+        match router.kind.chooser() {
+            Chooser::Caller => (logits, keys) = (false, false),
             // The table selects, so the others matter only in a softmax over all experts.
-            RouterKind::Table => logits &= router.score == Score::Softmax,
-            RouterKind::Cosine => match router.score {
+            Chooser::Table => logits &= router.score == Score::Softmax,
+            Chooser::Scores if unbiased => match router.score {
                 Score::Sigmoid | Score::SqrtSoftplus if margin.is_none() => {
-                    // Without a bias on its logits, a cosine router can only keep new experts out
-                    // of the selection.
+                    // Without a bias on its logits, a router can only keep new experts out of the
+                    // selection.
                     (logits, keys) = (false, true);
                 }
                 _ => {
-                    let reason = "a cosine router has no bias on its logits; experts can be \
-                                  added to one with score = \"sigmoid\" or \"sqrt-softplus\" \
-                                  and no margin";
-                    return Err(TrainError::NotPreserved(reason.to_string()));
+                    let reason = format!(
+                        "a {} router has no bias on its logits; experts can be added to one with \
+                         score = \"sigmoid\" or \"sqrt-softplus\" and no margin",
+                        router.kind.def().name
+                    );
+                    return Err(TrainError::NotPreserved(reason));
                 }
             },
-            RouterKind::Linear => {}
+            Chooser::Scores => {}
         }
         Ok(Quiet { logits, keys })
     }
@@ -199,13 +202,9 @@ impl Quiet {
 /// Returns a tensor that every router of this kind has. Its absence marks a set of state without
 /// weights.
 fn router_tensor(spec: &LayerSpec) -> String {
-    let cosine = spec.router.kind == RouterKind::Cosine;
-    if cosine {
-        "router.similarity"
-    } else {
-        "router.weight"
-    }
-    .to_string()
+    let logits = spec.router.kind.def().logits;
+    let name = logits.map_or("router.weight", |logits| logits.expert_weight());
+    name.to_string()
 }
 
 /// Refuses layers whose function depends on the number of experts.

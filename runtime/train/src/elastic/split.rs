@@ -6,7 +6,7 @@ use crate::TrainError;
 use moesaic_engine::{ProcessGroup, joined_placed, part_of_placed, part_shape_placed};
 use moesaic_kernel::DType;
 use moesaic_plan::{MeshError, Parallel, Placement, RankCoords};
-use moesaic_spec::{LayerSpec, RouterKind};
+use moesaic_spec::{Chooser, LayerSpec};
 use moesaic_tensor::{Tensor, Tensors};
 
 /// Splits a layer into layers with `counts` of its experts each, and their rows of the router. Each
@@ -280,7 +280,7 @@ fn place(mesh: Parallel, rank: usize) -> Result<RankCoords, TrainError> {
 
 /// Refuses routers that refer to experts of other parts.
 fn check_separable(spec: &LayerSpec) -> Result<(), TrainError> {
-    let reason = if spec.router.kind == RouterKind::Table {
+    let reason = if spec.router.kind.chooser() == Chooser::Table {
         "a routing table names experts of all parts"
     } else if spec.router.groups.is_some() {
         "groups of experts would be cut differently in parts"

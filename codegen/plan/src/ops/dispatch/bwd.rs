@@ -2,7 +2,6 @@
 
 use crate::layer::{Builder, borrowed, owned};
 use crate::ops::copies::{COPY_THREADS, token_tiling};
-use crate::ops::gate::bwd::routed_back;
 use crate::ops::params::{entry, one, per_slot, some, tokens_by, when};
 use crate::ops::shared::{SharedBwdDesc, shared_bwd};
 use crate::ops::{Machine, Op, Operator};
@@ -62,7 +61,7 @@ fn desc(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
         activations: spec.precision.activations,
         weighted: spec.router.weight_on == WeightSite::Input,
         shared: shared_bwd(spec, shared_parts),
-        router: routed_back(spec) && !latent,
+        router: spec.has_logits() && !latent,
     }
 }
 
@@ -84,7 +83,7 @@ fn later(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
         activations: spec.precision.activations,
         weighted: false,
         shared: [vec![projected], shared_bwd(spec, shared_parts)].concat(),
-        router: routed_back(spec),
+        router: spec.has_logits(),
     }
 }
 

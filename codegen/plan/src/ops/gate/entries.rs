@@ -7,7 +7,7 @@ use super::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
 use crate::ops::params::{entry, one, some, tokens_by, when};
 use moesaic_kernel::DType::{F32, I32};
 use moesaic_kernel::{Access, Entry, Param, Size};
-use moesaic_spec::{RouterInput, RouterKind};
+use moesaic_spec::{Chooser, RouterInput};
 
 pub(super) fn entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     let mut list: Vec<Entry> = d.draws_input().then(|| draw(d, c)).into_iter().collect();
@@ -298,7 +298,7 @@ fn shared_params(d: &GateTopkDesc) -> Vec<Param> {
 fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
     let (e, k) = (d.experts, d.top_k);
     let per_expert = format!("[{e}]");
-    let table = d.router.kind == RouterKind::Table;
+    let table = d.router.kind.chooser() == Chooser::Table;
     let rows = d.router.table_rows.unwrap_or_default();
     let has_logits = d.logits != Logits::None;
     let choice = d.expert_choice().is_some();

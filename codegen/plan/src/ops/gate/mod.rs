@@ -10,8 +10,8 @@ pub(crate) use steps::selection_tensors;
 use super::{Core, Machine, Op, Operator};
 use moesaic_kernel::{DType, Entry};
 use moesaic_spec::{
-    CapacityOrder, LayerSpec, Loss, LossKind, NoiseKind, Renormalize, Router, RouterInput,
-    RouterKind, Score, Select, SharedGate,
+    CapacityOrder, Chooser, LayerSpec, LogitsFormula, Loss, LossKind, NoiseKind, Renormalize,
+    Router, RouterInput, Score, Select, SharedGate,
 };
 use serde::{Deserialize, Serialize};
 
@@ -100,11 +100,15 @@ pub const WARP_EXPERTS: usize = 1024;
 
 /// Returns the gate of the routed experts; absent when routing comes from outside.
 pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc> {
-    let logits = match (spec.router.kind, spec.has_logits()) {
-        (RouterKind::External, _) => return None,
-        (_, false) => Logits::None,
-        (RouterKind::Cosine, _) => Logits::Cosine(spec.router.projection_dim.unwrap_or(1)),
-        _ => Logits::Linear,
+    if spec.router.kind.chooser() == Chooser::Caller {
+        return None;
+    }
+    let logits = match spec.logits() {
+        None => Logits::None,
+        Some(def) => match def.formula {
+            LogitsFormula::Linear => Logits::Linear,
+            LogitsFormula::Cosine => Logits::Cosine(def.width.size(spec)),
+        },
     };
     // Where training does nothing more, its gate is that of evaluation.
     let serving = serving(&spec.router);
@@ -210,7 +214,7 @@ impl GateTopkDesc {
             Renormalize::PNorm => true,
         };
         // The best of all softmax scores is 1 / E at least.
-        let best_chosen = router.kind != RouterKind::Table
+        let best_chosen = router.kind.chooser() == Chooser::Scores
             && router.select == Select::TopK
             && !router.select_bias
             && router.groups.is_none()

@@ -6,7 +6,7 @@ use crate::ops::params::{edges, entry, gradient, one, per_slot, tokens_by, when}
 use crate::ops::{Machine, Op, Operator};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param, Size};
-use moesaic_spec::{CapacityMode, LayerSpec, RouterKind, Select, SharedGate, WeightSite};
+use moesaic_spec::{CapacityMode, Chooser, LayerSpec, Select, SharedGate, WeightSite};
 use serde::{Deserialize, Serialize};
 
 /// `grouped_gemm_wgrad`: `grad[e] = Σ over rows of e of leftᵀ · right`, f32.
@@ -138,7 +138,7 @@ pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmWgradDesc {
 fn has_empty_tokens(spec: &LayerSpec) -> bool {
     use CapacityMode::{Dropless, MaxCount};
     let r = &spec.router;
-    let given = matches!(r.kind, RouterKind::External | RouterKind::Table);
+    let given = r.kind.chooser() != Chooser::Scores;
     let chosen = matches!(r.select, Select::ExpertChoice(_));
     let drops = !matches!(spec.capacity.mode, Dropless | MaxCount);
     r.token_mask || r.active_k || given || chosen || drops

@@ -8,7 +8,7 @@ pub(crate) use steps::scan_tensors;
 use super::gate::{histogram, tile_tokens};
 use super::{Histogram, Machine, Op, Operator};
 use moesaic_kernel::Entry;
-use moesaic_spec::{Capacity, CapacityMode, CapacityOrder, LayerSpec, RouterKind};
+use moesaic_spec::{Capacity, CapacityMode, CapacityOrder, Chooser, LayerSpec};
 use serde::{Deserialize, Serialize};
 
 /// `expert_scan`: ids `[T, K]` to counts, offsets, locations and maps.
@@ -90,7 +90,7 @@ fn expert_scan(spec: &LayerSpec, training: bool) -> ExpertScanDesc {
             ..spec.capacity.clone()
         },
         scale: spec.router.scale,
-        external: spec.router.kind == RouterKind::External,
+        external: spec.router.kind.chooser() == Chooser::Caller,
         keep_sums: training && spec.capacity.renormalize_after_drop,
         drawn: training && spec.capacity.order == CapacityOrder::Random,
     }

@@ -9,7 +9,7 @@ pub(crate) use steps::tensors;
 use super::{GateTopkDesc, Logits, gate_topk, team};
 use crate::ops::{Machine, Op, Operator};
 use moesaic_kernel::Entry;
-use moesaic_spec::{LayerSpec, Loss, LossKind, RouterInput, RouterKind, Score};
+use moesaic_spec::{LayerSpec, Loss, LossKind, RouterInput, Score};
 use serde::{Deserialize, Serialize};
 
 /// `gate_topk_bwd`: gradients of `topk_weights [T, K]` and of the losses to
@@ -158,7 +158,7 @@ impl GateTopkBwdDesc {
 /// Returns the desc; `None` if no gradient flows back into a router.
 pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
     let gate = gate_topk(spec, true)?;
-    if !routed_back(spec) && !spec.router.expert_scale {
+    if !spec.has_logits() && !spec.router.expert_scale {
         return None;
     }
     let router = &spec.router;
@@ -174,11 +174,6 @@ pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
         gate,
     };
     Some(desc.with_rows())
-}
-
-/// Returns whether the gate's weights have a gradient towards the router.
-pub(crate) fn routed_back(spec: &LayerSpec) -> bool {
-    spec.has_logits() && spec.router.kind != RouterKind::External
 }
 
 impl Operator for GateTopkBwdDesc {

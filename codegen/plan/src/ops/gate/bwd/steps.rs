@@ -8,7 +8,7 @@ use crate::ops::gemm::{dgrad, wgrad};
 use crate::ops::{Machine, Op, Operator};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::Size;
-use moesaic_spec::{LayerSpec, LossKind, RouterInput, RouterKind, SharedGate};
+use moesaic_spec::{LayerSpec, LossKind, RouterInput, SharedGate};
 use std::slice::from_ref;
 
 /// Parameters whose tensors have another name.
@@ -165,17 +165,16 @@ impl Builder {
     /// gradients of matrix and bias.
     fn router_gemms(&mut self) {
         let spec = self.plan.spec.clone();
-        let (matrix, rows, width) = match (spec.router.kind, spec.router.projection_dim) {
-            (RouterKind::Cosine, Some(width)) => {
-                ("router.projector", "grad.router.projected", width)
-            }
-            _ => ("router", "grad.router.logits", spec.routed_experts()),
+        let Some(logits) = spec.logits() else {
+            return;
         };
+        let (matrix, width) = (logits.matrix, logits.width.size(&spec));
+        let rows = &format!("grad.{}", logits.projected.unwrap_or("router.logits"));
         let (input, dtype) = match spec.router.input {
             RouterInput::Token => (self.routed_tokens(), spec.precision.activations),
             RouterInput::RmsScaled => ("router.input", F32),
         };
-        let bias = spec.router.bias || spec.router.kind == RouterKind::Cosine;
+        let bias = spec.router.bias || logits.own_bias;
         let weight = format!("{matrix}.weight");
         let (grad, grad_bias) = (format!("grad.{weight}"), format!("grad.{matrix}.bias"));
         let wgrad = wgrad::router(&spec, width, bias, dtype);
