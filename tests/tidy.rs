@@ -339,15 +339,11 @@ fn files_stay_readable() {
 #[test]
 fn every_stem_is_everywhere() {
     for stem in Stem::all() {
-        let cpu = match stem {
-            Stem::GroupedGemm => "gemm/forward".to_string(),
-            Stem::GroupedGemmDgrad => "gemm/dgrad".to_string(),
-            Stem::GroupedGemmWgrad => "gemm/wgrad".to_string(),
-            _ => stem.to_string(),
-        };
+        let operator = stem.operator();
         for path in [
-            format!("templates/cpu/{cpu}.c.tera"),
-            format!("templates/gpu/{stem}.cu.tera"),
+            format!("codegen/plan/src/ops/{operator}/mod.rs"),
+            format!("templates/{operator}/cpu/{stem}.c.tera"),
+            format!("templates/{operator}/gpu/{stem}.cu.tera"),
             format!("docs/kernels/{stem}.md"),
             format!("tests/golden/{stem}"),
         ] {

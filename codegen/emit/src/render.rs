@@ -5,8 +5,8 @@ use crate::gate::GateText;
 use crate::gemm::GemmText;
 use crate::signature::EntryText;
 use crate::{Prelude, language};
-use moesaic_kernel::{ArchCaps, Entry, Language, Stem, Target};
-use moesaic_plan::{GemmFamily, KernelPlan, Op};
+use moesaic_kernel::{ArchCaps, Entry, Language, Target};
+use moesaic_plan::{KernelPlan, Op};
 use moesaic_spec::Expression;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -120,7 +120,7 @@ fn dialect(target: Target, prelude: Prelude) -> &'static str {
 pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<String, String> {
     let context = offered(kernel, target, prelude);
     let text = engine(target)?
-        .render(&template_name(kernel, target), &context)
+        .render(&template(&kernel.op, target), &context)
         .map_err(|error| error.to_string())?;
     Ok(tidy(&(text + &launchers(kernel, target, prelude))))
 }
@@ -199,33 +199,16 @@ fn context(op: &Op) -> Context {
     context
 }
 
-/// Returns the template of a kernel. Families that need one vendor's tensor or matrix cores lie in
-/// that vendor's folder.
-pub(crate) fn template_name(kernel: &KernelPlan, target: Target) -> String {
-    let stem = kernel.stem();
-    if let Op::Route { .. } = &kernel.op {
-        return "gpu/route.cu".to_string();
-    }
-    let vendor = match kernel.op.gemm().map(|config| &config.family) {
-        Some(GemmFamily::Mma { .. } | GemmFamily::MmaDecode { .. } | GemmFamily::Wgmma { .. }) => {
-            "cuda"
-        }
-        Some(GemmFamily::Mfma { .. } | GemmFamily::MfmaDecode { .. } | GemmFamily::Wmma { .. }) => {
-            "rocm"
-        }
-        _ => return plain_template(stem, target),
-    };
-    let family = kernel.family().unwrap_or_default();
-    format!("{vendor}/{stem}_{family}.cu")
-}
-
-pub(crate) fn plain_template(stem: Stem, target: Target) -> String {
-    match (language(target), stem) {
-        (Language::C, Stem::GroupedGemm) => "cpu/gemm/forward.c".to_string(),
-        (Language::C, Stem::GroupedGemmDgrad) => "cpu/gemm/dgrad.c".to_string(),
-        (Language::C, Stem::GroupedGemmWgrad) => "cpu/gemm/wgrad.c".to_string(),
-        (Language::C, _) => format!("cpu/{stem}.c"),
-        (Language::Cuda | Language::Hip, _) => format!("gpu/{stem}.cu"),
+/// Returns the template of an operator: the operator's folder, in it that of the targets, and the
+/// file of the kernel. GEMM families on one vendor's tensor or matrix cores have a file each.
+pub(crate) fn template(op: &Op, target: Target) -> String {
+    let (operator, name) = (op.operator(), op.name());
+    let family = op.gemm().map(|config| &config.family);
+    let vendor = family.and_then(|family| Some((family.vendor()?, family.name())));
+    match (language(target), vendor) {
+        (Language::C, _) => format!("{operator}/cpu/{name}.c"),
+        (_, None) => format!("{operator}/gpu/{name}.cu"),
+        (_, Some((vendor, family))) => format!("{operator}/{vendor}/{name}_{family}.cu"),
     }
 }
 

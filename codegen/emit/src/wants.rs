@@ -262,7 +262,7 @@ fn kernels() -> BTreeMap<String, (KernelPlan, Target)> {
             for options in [PlanOptions::default(), training] {
                 let plan = plan(&sample(seed), target, &options).expect("a plan");
                 for kernel in plan.kernels {
-                    let name = render::template_name(&kernel, target);
+                    let name = render::template(&kernel.op, target);
                     kernels.entry(name).or_insert((kernel, target));
                 }
             }
@@ -276,7 +276,7 @@ fn what_templates_want_is_offered() {
     let all = all();
     let kernels = kernels();
     for stem in Stem::all() {
-        let cpu = render::plain_template(stem, TARGETS[0].parse().expect("a target"));
+        let cpu = format!("{}/cpu/{stem}.c", stem.operator());
         assert!(
             stem == Stem::CommCast || kernels.contains_key(&cpu),
             "no kernel of {cpu}"

@@ -77,6 +77,18 @@ impl Stem {
             Stem::CommCast => "comm_cast",
         }
     }
+
+    /// Returns the operator that the stem belongs to: its folder in `codegen/plan/src/ops` and in
+    /// `templates`. A backward stem has that of its forward one.
+    pub const fn operator(self) -> &'static str {
+        match self {
+            Stem::GateTopkBwd => Stem::GateTopk.name(),
+            Stem::DispatchBwd => Stem::Dispatch.name(),
+            Stem::GroupedGemmDgrad | Stem::GroupedGemmWgrad => Stem::GroupedGemm.name(),
+            Stem::CombineBwd => Stem::Combine.name(),
+            own => own.name(),
+        }
+    }
 }
 
 impl fmt::Display for Stem {

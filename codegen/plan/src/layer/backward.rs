@@ -5,7 +5,7 @@ use super::tensors::{constant, tensor};
 use super::{Builder, Recompute, Role, Step, TensorPlan};
 use crate::Op;
 use crate::ops::combine::CombineBwd;
-use crate::ops::gemm::{Half, LATENT_DOWN, dgrad};
+use crate::ops::grouped_gemm::{Half, LATENT_DOWN, dgrad};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
 use moesaic_spec::{Chooser, LayerSpec, RouterInput, canonical_tensors};

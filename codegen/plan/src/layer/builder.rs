@@ -4,7 +4,7 @@
 use super::tensors::declared_tensors;
 use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
 use crate::ops::Calls;
-use crate::ops::gate;
+use crate::ops::gate_topk;
 use crate::{KernelPlan, Machine, Op, Operator};
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
@@ -83,7 +83,7 @@ impl Builder {
         let mut tensors = declared_tensors(spec, machine, training.is_some());
         if training.is_some() {
             tensors.extend(backward::tensors(spec));
-            tensors.extend(gate::bwd::tensors(spec, machine));
+            tensors.extend(gate_topk::bwd::tensors(spec, machine));
         }
         Builder {
             plan: LayerPlan {

@@ -234,7 +234,7 @@ impl LayerPlan {
     /// launch can pack some of them.
     pub fn expert_axis(&self, step: &LaunchStep) -> usize {
         let config = self.kernels[step.entry.kernel].op.gemm();
-        config.map_or(0, crate::ops::gemm::expert_axis)
+        config.map_or(0, crate::ops::grouped_gemm::expert_axis)
     }
 
     /// Returns the tensor of this name.

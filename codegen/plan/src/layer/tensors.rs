@@ -3,8 +3,8 @@
 use super::supported::training_only;
 use super::{Role, TensorPlan};
 use crate::Machine;
-use crate::ops::gate::selection_tensors;
-use crate::ops::scan::scan_tensors;
+use crate::ops::expert_scan::scan_tensors;
+use crate::ops::gate_topk::selection_tensors;
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
 use moesaic_spec::{Chooser, LayerSpec, SharedGate, canonical_tensors};

@@ -1,4 +1,5 @@
-//! The operators of a layer, a folder each, backward next to forward. Each has the desc (what a
+//! The operators of a layer, a folder each, backward next to forward; `templates` has a folder of
+//! the same name with their text. Each has the desc (what a
 //! kernel computes), the config (its tiling) and its choice for every machine, the entries (what a
 //! target launches), and the steps that it adds to a pass. They are in the operator's `mod.rs`, in
 //! this order, or in files called `desc`, `config`, `tiles`, `entries` and `steps`.
@@ -8,12 +9,12 @@ pub(crate) mod combine;
 mod comm_cast;
 mod copies;
 mod dispatch;
-pub(crate) mod gate;
-pub(crate) mod gemm;
+pub(crate) mod expert_scan;
+pub(crate) mod gate_topk;
+pub(crate) mod grouped_gemm;
 mod machine;
 mod params;
 pub(crate) mod route;
-pub(crate) mod scan;
 mod shared;
 
 pub(crate) use calls::Calls;
@@ -21,13 +22,17 @@ pub use calls::DECODE_TOKENS;
 pub use combine::{CombineBwdConfig, CombineBwdDesc, CombineConfig, CombineDecode, CombineDesc};
 pub use comm_cast::{CommCastConfig, CommCastDesc};
 pub use dispatch::{DispatchBwdConfig, DispatchBwdDesc, DispatchConfig, DispatchDesc};
-pub use gate::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
-pub use gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
-pub use gemm::{CodePanel, CpuGemm, FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
-pub use gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
+pub use expert_scan::{
+    CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, most_rows, row_limit,
+};
+pub use gate_topk::bwd::{GateTopkBwdConfig, GateTopkBwdDesc, LossSlope, LossSum};
+pub use gate_topk::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERTS};
+pub use grouped_gemm::{
+    CodePanel, CpuGemm, FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc,
+};
+pub use grouped_gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
 pub use machine::{Core, Gpu, Machine};
 pub use route::{DecodeLogits, RouteConfig, RouteDesc};
-pub use scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile, most_rows, row_limit};
 pub use shared::{SharedBwdDesc, SharedDesc};
 
 use moesaic_kernel::{Entry, Stem};
@@ -143,6 +148,22 @@ impl Op {
             Op::GateTopkBwd { .. } => Stem::GateTopkBwd,
             Op::DispatchBwd { .. } => Stem::DispatchBwd,
             Op::CommCast { .. } => Stem::CommCast,
+        }
+    }
+
+    /// Returns the name of the kernel's text: the stem, but for a kernel of two operators.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::Route { .. } => "route",
+            _ => self.stem().name(),
+        }
+    }
+
+    /// Returns the folder of the operator, here and in `templates`.
+    pub fn operator(&self) -> &'static str {
+        match self {
+            Op::Route { .. } => "route",
+            _ => self.stem().operator(),
         }
     }
 

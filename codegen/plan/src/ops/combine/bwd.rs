@@ -2,7 +2,7 @@
 
 use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
 use crate::ops::copies::{COPY_THREADS, row_tiling};
-use crate::ops::gemm::{self, Half};
+use crate::ops::grouped_gemm::{self, Half};
 use crate::ops::params::{edges, entry, one, per_slot, some, tokens_by, when};
 use crate::ops::shared::{SharedBwdDesc, adds_later, apart, shared_bwd};
 use crate::ops::{Machine, Op, Operator};
@@ -271,7 +271,7 @@ impl Builder {
         // arrive.
         let parts = match self.part {
             Part::Tokens { parts } => parts,
-            _ => self.parts(&gemm::dgrad::routed(spec, Half::Down)),
+            _ => self.parts(&grouped_gemm::dgrad::routed(spec, Half::Down)),
         };
         let routed = desc(spec, parts, &shared);
         let gated = spec

@@ -8,9 +8,9 @@ mod steps;
 
 pub(crate) use steps::Routed;
 
-use super::gate::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
+use super::expert_scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
+use super::gate_topk::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
 use super::params::{entry, one};
-use super::scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
 use super::{Calls, DECODE_TOKENS, Machine, Op, Operator};
 use moesaic_kernel::{Access, Entry, Param, ParamType, Size};
 use serde::{Deserialize, Serialize};
