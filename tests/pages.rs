@@ -22,6 +22,7 @@ fn pages() -> Vec<PathBuf> {
         "interop",
         "templates",
         "tests",
+        "tools",
     ] {
         pages.extend(files(&root().join(folder), &["md"]));
     }
@@ -129,7 +130,7 @@ fn anchors_are_headings() {
 }
 
 /// Folders at the root whose files pages and comments name by their whole path.
-const FOLDERS: [&str; 12] = [
+const FOLDERS: [&str; 13] = [
     "benches/",
     "cli/",
     "codegen/",
@@ -141,6 +142,7 @@ const FOLDERS: [&str; 12] = [
     "targets/",
     "templates/",
     "tests/",
+    "tools/",
     "xtask/",
 ];
 

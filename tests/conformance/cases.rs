@@ -1,5 +1,5 @@
 //! The layers and calls that tests run on one device after another, as data.
-//! `tests/gpu-smoke` runs them on hardware.
+//! `tools/gpu-smoke` runs them on hardware.
 
 use super::Case;
 use moesaic::spec::{

@@ -1,5 +1,5 @@
 //! Gradients as other projects' autograd gives them: one fixture on one engine.
-//! `tests/gpu-smoke` runs them on hardware.
+//! `tools/gpu-smoke` runs them on hardware.
 
 use super::layers::{Tutel, import};
 use moesaic::spec::hf::TensorParts;

@@ -1,4 +1,4 @@
-//! Layers as other projects compute them: one fixture on one engine. `tests/gpu-smoke` runs
+//! Layers as other projects compute them: one fixture on one engine. `tools/gpu-smoke` runs
 //! them on hardware.
 
 use moesaic::spec::{LayerSpec, hf};

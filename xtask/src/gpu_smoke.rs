@@ -51,7 +51,7 @@ pub fn folder(arguments: impl Iterator<Item = String>) -> Result<(), String> {
         fs::remove_dir_all(out).map_err(|error| format!("{}: {error}", out.display()))?;
     }
     copy(&program, &out.join("moesaic-gpu-smoke"))?;
-    copy(&root.join("tests/gpu-smoke/run.sh"), &out.join("run.sh"))?;
+    copy(&root.join("tools/gpu-smoke/run.sh"), &out.join("run.sh"))?;
     let peer = "torch_layer.py";
     copy(
         &root.join("benches/peers").join(peer),

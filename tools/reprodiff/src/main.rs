@@ -5,7 +5,7 @@
 //! every CPU instruction set and simulator that works here, have to be the same
 //! bytes.
 
-#[path = "../../oracle/archive.rs"]
+#[path = "../../../tests/oracle/archive.rs"]
 mod archive;
 mod compare;
 mod comparison;

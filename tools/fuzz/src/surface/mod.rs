@@ -1,6 +1,6 @@
 //! The readers of inputs, and their promises for any of them.
 
-#[path = "../../../oracle/archive.rs"]
+#[path = "../../../../tests/oracle/archive.rs"]
 mod archive;
 mod cache;
 mod call;

@@ -9,7 +9,7 @@
 //! ```text
 //! cargo xtask fuzz --inputs 1000000 --seed 1
 //! cargo xtask fuzz --surface pack --seed 1 --first 812 --inputs 1
-//! cargo xtask fuzz --file tests/fuzz/regressions/pack/path_in_a_layer
+//! cargo xtask fuzz --file tools/fuzz/regressions/pack/path_in_a_layer
 //! ```
 
 mod heap;

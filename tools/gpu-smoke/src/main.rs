@@ -16,23 +16,23 @@ mod watch;
 
 // What the project's tests run on simulators, as data.
 #[allow(dead_code, reason = "tests and benches use the rest")]
-#[path = "../../conformance/case.rs"]
+#[path = "../../../tests/conformance/case.rs"]
 mod case;
 #[allow(dead_code, reason = "tests and benches use the rest")]
-#[path = "../../conformance/cases.rs"]
+#[path = "../../../tests/conformance/cases.rs"]
 mod cases;
-#[path = "../../conformance/compare.rs"]
+#[path = "../../../tests/conformance/compare.rs"]
 mod compare;
 #[allow(dead_code, reason = "tests and benches use the rest")]
-#[path = "../../training/helloworld.rs"]
+#[path = "../../../tests/training/helloworld.rs"]
 mod helloworld;
-#[path = "../../conformance/sampled.rs"]
+#[path = "../../../tests/conformance/sampled.rs"]
 mod sampled;
 #[allow(dead_code, reason = "tests and benches use the rest")]
-#[path = "../../training/torch_random.rs"]
+#[path = "../../../tests/training/torch_random.rs"]
 mod torch_random;
 #[allow(dead_code, reason = "tests and benches use the rest")]
-#[path = "../../conformance/trained.rs"]
+#[path = "../../../tests/conformance/trained.rs"]
 mod trained;
 
 // What the bench of layers on CPUs and its peers talk with.
