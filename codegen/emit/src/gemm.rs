@@ -5,7 +5,7 @@ use crate::codes::CodesText;
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
 use moesaic_plan::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
 use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
-use moesaic_spec::{Activation, ActivationFormat};
+use moesaic_spec::ActivationFormat;
 use serde::Serialize;
 
 /// A GEMM of a layer.
@@ -228,23 +228,11 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
 }
 
 fn forward_formula(d: &GroupedGemmDesc) -> String {
-    let activation = activation(&d.nonlinearity.activation);
+    let activation = d.nonlinearity.activation.name().unwrap_or("act");
     match (d.half, d.gated) {
         (Half::Down, _) => "out = hidden * down".to_string(),
         (Half::Up, false) => format!("hidden = {activation}(rows * up)"),
         (Half::Up, true) => format!("hidden = {activation}(rows * gate) * (rows * up)"),
-    }
-}
-
-/// Returns the name of a known activation.
-fn activation(activation: &Activation) -> &'static str {
-    match activation {
-        Activation::Silu => "silu",
-        Activation::Gelu => "gelu",
-        Activation::GeluTanh => "gelu-tanh",
-        Activation::Relu => "relu",
-        Activation::Relu2 => "relu2",
-        Activation::Custom(_) => "act",
     }
 }
 

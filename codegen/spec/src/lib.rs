@@ -7,6 +7,7 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 
+mod activation;
 mod around;
 mod biases;
 mod capacity;
@@ -32,6 +33,7 @@ mod validate;
 mod weight_format;
 mod write;
 
+pub use activation::Activation;
 pub use around::{Latent, SharedExpert, SharedGate};
 pub use biases::Biases;
 pub use capacity::{Capacity, CapacityMode, CapacityOrder};

@@ -4,7 +4,7 @@
 //! full.
 
 use crate::{
-    Biases, Capacity, CapacityMode, Expression, Latent, Loss, RouterKind, SharedExpert, SharedGate,
+    Activation, Biases, Capacity, CapacityMode, Latent, Loss, RouterKind, SharedExpert, SharedGate,
     WeightFormat,
 };
 use moesaic_kernel::DType;
@@ -431,25 +431,6 @@ pub enum ExpertForm {
     Gated,
     /// `down(φ(up(x)))`.
     Plain,
-}
-
-/// The non-linearity φ.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Activation {
-    /// `x·σ(alpha·x)`.
-    Silu,
-    /// `x·Φ(x)` by the error function.
-    Gelu,
-    /// The tanh approximation of gelu.
-    GeluTanh,
-    /// `max(x, 0)`.
-    Relu,
-    /// `max(x, 0)²`.
-    Relu2,
-    /// `{ expr = "x * sigmoid(1.7 * x)" }`: a custom function.
-    #[serde(rename = "expr")]
-    Custom(Expression),
 }
 
 /// The layout of gate and up in a weight file with canonical names.

@@ -1,11 +1,11 @@
 //! Stems `grouped_gemm` and `combine`: the experts, and the weighted sum of their outputs.
 
-use crate::expression;
-use crate::math::{dot, erf, sigmoid};
+use crate::activation::phi;
+use crate::math::{dot, sigmoid};
 use crate::place::kept;
 use crate::rows::Rows;
 use crate::{Input, Placement, Weights};
-use moesaic_spec::{Activation, Biases, Experts, LayerSpec, SharedGate, WeightSite};
+use moesaic_spec::{Biases, Experts, LayerSpec, SharedGate, WeightSite};
 
 /// One set of expert weights: a routed expert or a shared one.
 struct Parts<'a> {
@@ -75,8 +75,8 @@ pub fn biased(biases: Biases, part: &str) -> bool {
 /// Returns `φ(gate) · up` for a gated expert, `φ(up)` for a plain one, with clamp and offset.
 pub fn activate(experts: &Experts, gate: Option<f64>, up: f64) -> f64 {
     match limited(experts, gate, up) {
-        (Some(gate), up) => phi(experts, gate) * up,
-        (None, up) => phi(experts, up),
+        (Some(gate), up) => phi(experts, gate).0 * up,
+        (None, up) => phi(experts, up).0,
     }
 }
 
@@ -87,21 +87,6 @@ pub(crate) fn limited(experts: &Experts, gate: Option<f64>, up: f64) -> (Option<
     let below = |v: f64| if v > limit { limit } else { v };
     let above = |v: f64| if v < -limit { -limit } else { v };
     (gate.map(below), above(below(up)) + experts.up_offset)
-}
-
-fn phi(experts: &Experts, x: f64) -> f64 {
-    let relu = |x: f64| if x < 0.0 { 0.0 } else { x };
-    match &experts.activation {
-        Activation::Silu => x * sigmoid(experts.alpha * x),
-        Activation::Gelu => 0.5 * x * (1.0 + erf(x / 2f64.sqrt())),
-        Activation::GeluTanh => {
-            let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x);
-            0.5 * x * (1.0 + inner.tanh())
-        }
-        Activation::Relu => relu(x),
-        Activation::Relu2 => relu(x) * relu(x),
-        Activation::Custom(expression) => expression::evaluate(expression, x).0,
-    }
 }
 
 /// Runs one row through one routed expert, unweighted. Identity experts return it, zero experts

@@ -15,6 +15,7 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 
+mod activation;
 mod backward;
 mod choice;
 mod comm_cast;

@@ -363,20 +363,9 @@ impl Draft {
         default: &str,
     ) -> Result<(), HfError> {
         let name = config.text(keys, default)?;
-        let (activation, alpha) = match name.as_str() {
-            "silu" | "swish" => (Activation::Silu, 1.0),
-            // transformers defines it as x·σ(1.702·x).
-            "quick_gelu" => (Activation::Silu, 1.702),
-            "gelu" | "gelu_python" => (Activation::Gelu, 1.0),
-            "gelu_new" | "gelu_fast" | "gelu_accurate" | "gelu_pytorch_tanh"
-            | "gelu_python_tanh" => (Activation::GeluTanh, 1.0),
-            "relu" => (Activation::Relu, 1.0),
-            "relu2" => (Activation::Relu2, 1.0),
-            _ => {
-                let known = "this activation";
-                let remedy = "known are silu, quick_gelu, gelu, gelu_pytorch_tanh, relu and relu2";
-                return Err(config.unsupported(keys[0], known, remedy));
-            }
+        let Some((activation, alpha)) = Activation::of_transformers(&name) else {
+            let remedy = format!("known are {}", Activation::transformers_names());
+            return Err(config.unsupported(keys[0], "this activation", &remedy));
         };
         self.spec.experts.activation = activation;
         self.spec.experts.alpha = alpha;

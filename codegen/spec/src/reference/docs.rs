@@ -6,8 +6,9 @@ use std::fs;
 use syn::{Attribute, Expr, Fields, Item, ItemEnum, ItemStruct, Lit, Meta, Type};
 
 /// The files of the structs.
-const FILES: [&str; 7] = [
+const FILES: [&str; 8] = [
     "types",
+    "activation",
     "router_kind",
     "capacity",
     "around",
