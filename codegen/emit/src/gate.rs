@@ -12,8 +12,8 @@ pub(crate) struct GateText {
     backward: bool,
     /// There are logits.
     has_logits: bool,
-    /// Logits are a cosine similarity.
-    cosine: bool,
+    /// The formula of the logits: see [`Logits::name`].
+    formula: &'static str,
     /// The router reads tokens divided by their root mean square.
     rms: bool,
     /// The experts of a token come from a table.
@@ -62,7 +62,7 @@ fn gate(d: &GateTopkDesc) -> GateText {
     GateText {
         backward: false,
         has_logits,
-        cosine: matches!(d.logits, Logits::Cosine(_)),
+        formula: d.logits.name(),
         rms: has_logits && d.router.input == RouterInput::RmsScaled,
         table: d.router.kind.chooser() == Chooser::Table,
         mixer: matches!(d.router.select, Select::SparseMixer(_)),

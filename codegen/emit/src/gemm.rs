@@ -342,7 +342,7 @@ fn wgrad_formula(d: &GroupedGemmWgradDesc) -> &'static str {
     }
 }
 
-/// Returns whether a field of [`GemmText`] can be this text.
+/// Returns whether a field of [`GemmText`], or the formula of a gate, can be this text.
 #[cfg(test)]
 pub(crate) fn can_be(field: &str, text: &str) -> bool {
     if let Some(of_codes) = field.strip_prefix("codes.") {
@@ -353,6 +353,7 @@ pub(crate) fn can_be(field: &str, text: &str) -> bool {
     let names = match field {
         "pass" => names(&[Pass::Forward, Pass::Dgrad, Pass::Wgrad]),
         "stores" => names(&[Stores::Cached, Stores::Streamed, Stores::Runs]),
+        "formula" => moesaic_plan::Logits::NAMES.map(str::to_string).to_vec(),
         "row_format" => ["", "int8", "fp8"].map(str::to_string).to_vec(),
         "left" | "right" => names(&[DType::F32, DType::F16, DType::Bf16]),
         _ => Vec::new(),

@@ -85,6 +85,8 @@ pub struct RouterWeight {
     pub shape: &'static [RouterAxis],
     /// Its meaning, in one line.
     pub meaning: &'static str,
+    /// The parameter of kernels that takes it.
+    pub param: &'static str,
     /// Its name behind `gates.G.` in Tutel's checkpoints.
     pub tutel: Option<&'static str>,
 }
@@ -123,6 +125,7 @@ const LINEAR_LOGITS: LogitsDef = LogitsDef {
     formula: LogitsFormula::Linear,
     weights: &[RouterWeight {
         name: "router.weight",
+        param: "weight",
         dtype: DType::F32,
         shape: &[RouterAxis::Experts, RouterAxis::Model],
         meaning: "projection of tokens to logits",
@@ -139,6 +142,7 @@ const COSINE_LOGITS: LogitsDef = LogitsDef {
     weights: &[
         RouterWeight {
             name: "router.projector.weight",
+            param: "projector_weight",
             dtype: DType::F32,
             shape: &[RouterAxis::Own, RouterAxis::Model],
             meaning: "projection of tokens",
@@ -146,6 +150,7 @@ const COSINE_LOGITS: LogitsDef = LogitsDef {
         },
         RouterWeight {
             name: "router.projector.bias",
+            param: "projector_bias",
             dtype: DType::F32,
             shape: &[RouterAxis::Own],
             meaning: "bias of the projection",
@@ -153,6 +158,7 @@ const COSINE_LOGITS: LogitsDef = LogitsDef {
         },
         RouterWeight {
             name: "router.similarity",
+            param: "similarity",
             dtype: DType::F32,
             shape: &[RouterAxis::Own, RouterAxis::Experts],
             meaning: "one direction per expert, in columns",
@@ -160,6 +166,7 @@ const COSINE_LOGITS: LogitsDef = LogitsDef {
         },
         RouterWeight {
             name: "router.temperature",
+            param: "temperature",
             dtype: DType::F32,
             shape: &[RouterAxis::One],
             meaning: "logarithm of the logit scale",
@@ -198,6 +205,7 @@ const TABLE: RouterDef = RouterDef {
     chooser: Chooser::Table,
     choice_weights: &[RouterWeight {
         name: "router.table",
+        param: "table",
         dtype: DType::I32,
         shape: &[RouterAxis::Own, RouterAxis::TopK],
         meaning: "experts of each token id",

@@ -27,6 +27,21 @@ pub enum Logits {
     Cosine(usize),
 }
 
+impl Logits {
+    /// The names of all variants.
+    pub const NAMES: [&str; 3] = ["none", "linear", "cosine"];
+
+    /// Returns the name, by which templates tell formulas apart.
+    pub fn name(&self) -> &'static str {
+        let [none, linear, cosine] = Logits::NAMES;
+        match self {
+            Logits::None => none,
+            Logits::Linear => linear,
+            Logits::Cosine(_) => cosine,
+        }
+    }
+}
+
 /// `gate_topk`: x `[T, d]` to ids and weights `[T, K]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GateTopkDesc {

@@ -9,8 +9,8 @@ use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterInput, SharedGate};
 
-/// Parameters whose tensors have another name.
-const NAMES: [(&str, &str); 25] = [
+/// Parameters whose tensors have another name, beside [`kind_names`].
+const NAMES: [(&str, &str); 18] = [
     ("logits", "router.logits"),
     ("clean_logits", "router.clean_logits"),
     ("noise_logits", "router.noise_logits"),
@@ -20,23 +20,26 @@ const NAMES: [(&str, &str); 25] = [
     ("dlogits", "grad.router.logits"),
     ("dnoise_logits", "grad.router.noise_logits"),
     ("dnoise_scale", "grad.router.noise_scale"),
-    ("weight", "router.weight"),
     ("bias", "router.bias"),
     ("input_scale", "router.input_scale"),
-    ("projector_weight", "router.projector.weight"),
-    ("projector_bias", "router.projector.bias"),
-    ("projected", "router.projected"),
-    ("similarity", "router.similarity"),
-    ("temperature", "router.temperature"),
     ("select_bias", "router.select_bias"),
     ("expert_scale", "router.expert_scale"),
-    ("table", "router.table"),
     ("load", "router.load"),
     ("columns", "router.columns"),
     ("shared_weight", "shared.0.router.weight"),
     ("shared_bias", "shared.0.router.bias"),
     ("shared_logits", "shared.0.router.logits"),
 ];
+
+/// Returns the parameters that the router's kind has, with their tensors.
+pub(super) fn kind_names(
+    spec: &LayerSpec,
+) -> impl Iterator<Item = (&'static str, &'static str)> + use<> {
+    let def = spec.router.kind.def();
+    let projected = def.logits.and_then(|logits| logits.projected);
+    let weights = def.weights().map(|weight| (weight.param, weight.name));
+    weights.chain(projected.map(|name| ("projected", name)))
+}
 
 /// Returns the tensors between logits and ids of selections beyond top-k, and of training.
 pub(crate) fn selection_tensors(
@@ -86,7 +89,7 @@ impl Builder {
             gate: desc.clone(),
             scan: Some(self.scan_desc()),
         };
-        let routed = self.route_decode("route", whole, &NAMES);
+        let routed = self.route_decode("route", whole, &self.names());
         let op = self.tiled(desc.clone());
         let kernel = self.kernel_by("gate_topk", op, |symbol| gate_calls(routed, symbol));
         self.gate_step(kernel, "gate_draw", &[]);
@@ -172,11 +175,19 @@ impl Builder {
         }
     }
 
+    /// Returns all parameters whose tensors have another name.
+    fn names(&self) -> Vec<(&'static str, &'static str)> {
+        NAMES
+            .into_iter()
+            .chain(kind_names(&self.plan.spec))
+            .collect()
+    }
+
     /// Adds a step of this entry, if the kernel has it; `first` takes precedence over the names.
     fn gate_step(&mut self, kernel: usize, symbol: &str, first: Bind) {
         let mut entries = self.plan.kernels[kernel].entries.iter();
         if let Some(index) = entries.position(|entry| entry.symbol == symbol) {
-            let bind: Vec<(&str, &str)> = first.iter().chain(&NAMES).copied().collect();
+            let bind: Vec<(&str, &str)> = first.iter().copied().chain(self.names()).collect();
             self.step(kernel, index, &bind);
         }
     }

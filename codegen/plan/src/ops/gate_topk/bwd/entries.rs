@@ -7,6 +7,17 @@ use crate::ops::params::{entry, gradient, one, per_slot, some, tokens_by, when};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
 
+/// The entries that run before the GEMMs of the router's projection, in this order. Forward keeps
+/// tokens and not what the router made of them, so `gate_input` computes the GEMMs' factor again.
+pub(super) const BEFORE_GEMMS: [&str; 6] = [
+    "gate_topk_bwd",
+    "gate_scale_bwd",
+    "gate_cosine_bwd",
+    "gate_similarity_bwd",
+    "gate_temperature_bwd",
+    "gate_input",
+];
+
 pub(super) fn entries(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Vec<Entry> {
     let mut list = Vec::new();
     if !d.losses.is_empty() {

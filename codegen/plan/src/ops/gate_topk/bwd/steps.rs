@@ -1,8 +1,10 @@
 //! The losses of a forward pass, and the way back through the router.
 
+use super::entries::BEFORE_GEMMS;
 use super::{GateTopkBwdDesc, gate_topk_bwd};
 use crate::KernelPlan;
 use crate::layer::{Bind, Builder, Role, TensorPlan, borrowed, constant, tensor};
+use crate::ops::gate_topk::steps::kind_names;
 use crate::ops::gate_topk::{Logits, WARP_EXPERTS};
 use crate::ops::grouped_gemm::{dgrad, wgrad};
 use crate::ops::{Machine, Op, Operator};
@@ -11,8 +13,8 @@ use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, LossKind, RouterInput, SharedGate};
 use std::slice::from_ref;
 
-/// Parameters whose tensors have another name.
-const NAMES: [(&str, &str); 18] = [
+/// Parameters whose tensors have another name, beside those of the router's kind.
+const NAMES: [(&str, &str); 12] = [
     ("logits", "router.logits"),
     ("dlogits", "grad.router.logits"),
     ("noise_logits", "router.noise_logits"),
@@ -21,12 +23,6 @@ const NAMES: [(&str, &str); 18] = [
     ("load", "router.load"),
     ("grad_expert_scale", "grad.router.expert_scale"),
     ("grad_topk_weights", "grad.topk_weights"),
-    ("projected", "router.projected"),
-    ("dprojected", "grad.router.projected"),
-    ("similarity", "router.similarity"),
-    ("temperature", "router.temperature"),
-    ("grad_similarity", "grad.router.similarity"),
-    ("grad_temperature", "grad.router.temperature"),
     ("input_scale", "router.input_scale"),
     ("grad_input_scale", "grad.router.input_scale"),
     ("router_input", "router.input"),
@@ -116,19 +112,7 @@ impl Builder {
             // added it already.
             let known = self.plan.kernels.iter().position(is_bwd);
             let kernel = known.unwrap_or_else(|| self.kernel("gate_topk_bwd", desc));
-            self.gate_steps(
-                kernel,
-                &[
-                    "gate_topk_bwd",
-                    "gate_scale_bwd",
-                    "gate_cosine_bwd",
-                    "gate_similarity_bwd",
-                    "gate_temperature_bwd",
-                    // Forward keeps tokens and not what the router made of them, so the GEMMs'
-                    // factor is computed again.
-                    "gate_input",
-                ],
-            );
+            self.gate_steps(kernel, &BEFORE_GEMMS);
             if logits {
                 self.router_gemms();
                 self.noise_bwd();
@@ -141,6 +125,16 @@ impl Builder {
 
     /// Adds a step for each of these entries that the kernel has.
     fn gate_steps(&mut self, kernel: usize, symbols: &[&str]) {
+        let of_kind = kind_names(&self.plan.spec).flat_map(|(param, name)| {
+            let grad = match param {
+                "projected" => "dprojected".to_string(),
+                weight => format!("grad_{weight}"),
+            };
+            [
+                (param.to_string(), name.to_string()),
+                (grad, format!("grad.{name}")),
+            ]
+        });
         let renamed = NAMES.map(|(from, to)| (from.to_string(), to.to_string()));
         let losses = self.plan.spec.losses.iter().map(|loss| {
             let name = loss_name(loss.kind);
@@ -151,7 +145,11 @@ impl Builder {
             ("clean_logits", self.clean_logits()),
         ];
         let given = given.map(|(from, to)| (from.to_string(), to.to_string()));
-        let names = renamed.into_iter().chain(given).chain(losses);
+        let names = renamed
+            .into_iter()
+            .chain(of_kind)
+            .chain(given)
+            .chain(losses);
         let names: Vec<(String, String)> = names.collect();
         for symbol in symbols {
             let mut entries = self.plan.kernels[kernel].entries.iter();
