@@ -22,7 +22,7 @@ impl Tensors {
             .unwrap_or_else(|| panic!("no tensor `{name}`"))
     }
 
-    /// Whether the layer has such a tensor.
+    /// Returns whether the layer has such a tensor.
     pub fn has(&self, name: &str) -> bool {
         self.values.contains_key(name)
     }

@@ -51,7 +51,7 @@ pub fn at_most(mut plan: LayerPlan, blocks: u64) -> LayerPlan {
     plan
 }
 
-/// Whether a kernel routes.
+/// Returns whether a kernel routes.
 pub fn routes(kernel: &KernelPlan) -> bool {
     ROUTING.contains(&kernel.stem())
 }

@@ -358,7 +358,7 @@ impl Call<'_> {
         self.compare("grad.router.projector.weight", &sums, wanted);
     }
 
-    /// Whether a kernel of the stem writes this tensor.
+    /// Returns whether a kernel of the stem writes this tensor.
     fn own(&self, name: &str) -> bool {
         let plan = &self.harness.plan;
         let mut steps = plan.backward.iter();

@@ -189,7 +189,7 @@ impl<'a> Comparison<'a> {
         Ok(path.display().to_string())
     }
 
-    /// Whether half of the time has gone, or enough is known.
+    /// Returns whether half of the time has gone, or enough is known.
     fn is_over(&self, started: Instant) -> bool {
         let half = self.arguments.seconds.map(|s| Duration::from_secs(s) / 2);
         let late = half.is_some_and(|half| started.elapsed() > half);

@@ -59,7 +59,7 @@ fn examples(root: &Path) -> Vec<Case> {
 /// Every string in a test that is a valid spec, or becomes one behind a string
 /// of the same file that says the shape.
 fn written_in_tests(root: &Path) -> Vec<Case> {
-    let folders = ["tests", "cli/tests", "codegen", "runtime"];
+    let folders = ["tests", "tools", "cli/tests", "codegen", "runtime"];
     let paths = folders.iter().flat_map(|f| files(&root.join(f), "rs"));
     paths.flat_map(|path| written_in(root, &path)).collect()
 }

@@ -41,7 +41,7 @@ impl Table {
         self.left.push((what.to_string(), layers));
     }
 
-    /// Whether text, or results, of some layers were the same.
+    /// Returns whether text, or results, of some layers were the same.
     pub fn has(&self, only: Only) -> bool {
         let text = only == Only::Text;
         let mut rows = self.rows.iter();

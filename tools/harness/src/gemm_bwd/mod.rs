@@ -163,7 +163,7 @@ struct Call<'a> {
 }
 
 impl Call<'_> {
-    /// Whether a kernel depends on what was in a tensor before.
+    /// Returns whether a kernel depends on what was in a tensor before.
     fn reads(&self, access: Access) -> bool {
         match access {
             Access::Read => true,
@@ -186,7 +186,7 @@ fn name(param: &Param) -> &str {
     param.name.strip_suffix("_map").unwrap_or(&param.name)
 }
 
-/// Whether a tensor has a row for each assignment: what is beyond them has no value.
+/// Returns whether a tensor has a row for each assignment: what is beyond them has no value.
 fn by_row(name: &str) -> bool {
     let names = [
         "rows", "hidden", "gate_pre", "up_pre", "dout", "dgate", "dup", "drows",
