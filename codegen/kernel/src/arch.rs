@@ -83,7 +83,7 @@ const KB: u32 = 1 << 10;
 
 // ---- NVIDIA ----
 
-/// What architectures share; each generation says how it differs.
+/// The first generation, from which all others say how they differ.
 const VOLTA: ArchCaps = ArchCaps {
     gpus: &[],
     wave: 32,
@@ -269,7 +269,7 @@ pub(crate) const ROCM: [RocmRow; 9] = [
     rocm("gfx1201", RDNA4.of(&["rx9070xt"])),
 ];
 
-/// What a row of the table says beside its generation.
+/// The words of a row: what an architecture has beside its generation.
 impl ArchCaps {
     const fn of(mut self, gpus: &'static [&'static str]) -> ArchCaps {
         self.gpus = gpus;
@@ -286,8 +286,9 @@ impl ArchCaps {
         self
     }
 
-    /// A multiprocessor by the CUDA C++ Programming Guide, "Technical Specifications per Compute
-    /// Capability"; the system takes 1 KB of shared memory of each block.
+    /// Returns the architecture with this multiprocessor, of which the system takes 1 KB of shared
+    /// memory for each block: CUDA C++ Programming Guide, "Technical Specifications per Compute
+    /// Capability".
     const fn multiprocessor(self, threads: u32, blocks: u32, shared: u32) -> ArchCaps {
         self.holding(UnitCaps {
             threads,
@@ -299,7 +300,7 @@ impl ArchCaps {
         })
     }
 
-    /// The same where the system takes nothing.
+    /// Returns the same where the system takes nothing.
     const fn early_multiprocessor(self, threads: u32, blocks: u32, shared: u32) -> ArchCaps {
         self.holding(UnitCaps {
             threads,
@@ -311,7 +312,8 @@ impl ArchCaps {
         })
     }
 
-    /// A compute unit by AMD's guides of instruction sets: waves, registers of a lane, LDS.
+    /// Returns the architecture with this compute unit: waves, registers of a lane and LDS by AMD's
+    /// guides of instruction sets.
     const fn compute_unit(self, waves: u32, registers: u32, shared: u32) -> ArchCaps {
         self.holding(UnitCaps {
             threads: waves * 64,

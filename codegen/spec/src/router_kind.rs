@@ -94,7 +94,7 @@ pub struct RouterWeight {
 /// A size of a router's weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterAxis {
-    /// 1.
+    /// The size 1.
     One,
     /// The model dimension.
     Model,
@@ -117,7 +117,7 @@ pub struct RouterSize {
     pub most: usize,
     /// The reason for this limit.
     pub because: &'static str,
-    /// Reads it.
+    /// Reads the value from a spec.
     pub value: fn(&Router) -> Option<usize>,
 }
 
