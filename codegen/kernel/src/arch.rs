@@ -30,7 +30,7 @@ pub struct ArchCaps {
     /// Whether blocks of a launch may start before the launch before it has ended.
     pub dependent_launches: bool,
     /// The accelerator complex dies (XCDs) that the hardware deals blocks out to, each with an L2
-    /// cache of its own; 1 for a GPU with one cache.
+    /// cache of its own, on the largest GPU of the architecture; 1 for a GPU with one cache.
     pub dies: u32,
     /// The first release of clang that compiles for it; 0 for NVIDIA's, which NVRTC lists itself.
     pub clang: u32,
