@@ -33,6 +33,9 @@ struct TargetText {
     arch: String,
     wave: u32,
     capability: u16,
+    bf16_rounding: bool,
+    warp_max: bool,
+    dependent_launches: bool,
 }
 
 /// The variables of a desc that the prelude uses.
@@ -61,12 +64,16 @@ pub fn render(
     mut context: Context,
 ) -> Result<String, Trouble> {
     let hardware = target.hardware();
+    let caps = target.caps();
     let facts = TargetText {
         backend: hardware.backend(),
         dialect: "cuda",
         arch: hardware.arch(),
         wave: 32,
         capability: capability(target),
+        bf16_rounding: caps.is_some_and(|caps| caps.bf16_rounding),
+        warp_max: caps.is_some_and(|caps| caps.warp_max),
+        dependent_launches: caps.is_some_and(|caps| caps.dependent_launches),
     };
     context.insert("target", &facts);
     context.insert("d", &Desc { activations });

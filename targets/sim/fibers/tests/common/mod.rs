@@ -206,6 +206,7 @@ fn rendered(arch: RocmArch, name: &str, activations: &str) -> String {
         dialect: "sim",
         arch: arch.name,
         wave: arch.caps().wave,
+        mfma_wide: arch.caps().mfma().is_some_and(|mfma| mfma.wide),
     };
     context.insert("target", &target);
     context.insert("d", &DescFacts { activations });
@@ -221,6 +222,7 @@ struct TargetFacts {
     dialect: &'static str,
     arch: &'static str,
     wave: u32,
+    mfma_wide: bool,
 }
 
 #[derive(serde::Serialize)]
