@@ -41,6 +41,16 @@ pub enum Hop {
     InterNode,
 }
 
+/// The way of rows from their tokens' ranks to their experts' ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowPath {
+    /// Every rank sends to every rank directly.
+    Direct,
+    /// Two hops over the nodes of the group, in these orders. Each order moves one share of the
+    /// rows; shares move concurrently.
+    OverNodes(&'static [[Hop; 2]]),
+}
+
 /// One row of [`ALL_TO_ALLS`].
 #[derive(Clone, Copy, Debug)]
 pub struct AllToAllRow {
@@ -48,9 +58,10 @@ pub struct AllToAllRow {
     pub all_to_all: AllToAll,
     /// Its name in the text of a strategy.
     pub name: &'static str,
-    /// The hops of each share of the rows on their way to experts; no share where every rank sends
-    /// to every rank directly. Shares move concurrently.
-    pub orders: &'static [[Hop; 2]],
+    /// The way of rows to experts. They come back the same way in the opposite direction.
+    pub path: RowPath,
+    /// Whether searches and benches try the algorithm by themselves.
+    pub searched: bool,
     /// Whether equal rows of a token cross to a node once, and sums of rows come back once.
     pub deduplicates: bool,
 }
@@ -62,31 +73,36 @@ pub const ALL_TO_ALLS: [AllToAllRow; 5] = [
     AllToAllRow {
         all_to_all: AllToAll::Linear,
         name: "linear",
-        orders: &[],
+        path: RowPath::Direct,
+        searched: true,
         deduplicates: false,
     },
     AllToAllRow {
         all_to_all: AllToAll::TwoDh,
         name: "2dh",
-        orders: &[[IntraNode, InterNode]],
+        path: RowPath::OverNodes(&[[IntraNode, InterNode]]),
+        searched: true,
         deduplicates: false,
     },
     AllToAllRow {
         all_to_all: AllToAll::TwoDhInterFirst,
         name: "2dh-inter-first",
-        orders: &[[InterNode, IntraNode]],
+        path: RowPath::OverNodes(&[[InterNode, IntraNode]]),
+        searched: true,
         deduplicates: false,
     },
     AllToAllRow {
         all_to_all: AllToAll::TwoDhConcurrent,
         name: "2dh-concurrent",
-        orders: &[[IntraNode, InterNode], [InterNode, IntraNode]],
+        path: RowPath::OverNodes(&[[IntraNode, InterNode], [InterNode, IntraNode]]),
+        searched: true,
         deduplicates: false,
     },
     AllToAllRow {
         all_to_all: AllToAll::Dedup,
         name: "dedup",
-        orders: &[[InterNode, IntraNode]],
+        path: RowPath::OverNodes(&[[InterNode, IntraNode]]),
+        searched: true,
         deduplicates: true,
     },
 ];
@@ -101,22 +117,38 @@ impl AllToAll {
 impl AllToAllRow {
     /// Returns whether every rank sends to every rank directly, whatever the nodes.
     pub fn is_direct(&self) -> bool {
-        self.orders.is_empty()
+        self.path == RowPath::Direct
+    }
+
+    /// Returns whether the algorithm needs several nodes with the same number of consecutive ranks.
+    pub fn needs_nodes(&self) -> bool {
+        matches!(self.path, RowPath::OverNodes(_))
+    }
+
+    /// Returns the number of shares of a row that move concurrently.
+    pub fn shares(&self) -> usize {
+        match self.path {
+            RowPath::Direct => 1,
+            RowPath::OverNodes(orders) => orders.len(),
+        }
     }
 
     /// Returns the number of hops in one direction, over all shares: a measure of complexity.
     pub fn hops(&self) -> usize {
-        let hops: usize = self.orders.iter().map(|order| order.len()).sum();
-        hops.max(1)
+        match self.path {
+            RowPath::Direct => 1,
+            RowPath::OverNodes(orders) => orders.iter().map(|order| order.len()).sum(),
+        }
     }
 
-    /// Returns the messages of the counts, and of rows that each travel on their own.
+    /// Returns the messages of the counts, and of rows that each travel on their own. An algorithm
+    /// that needs no nodes takes only the number of ranks from the shape.
     pub fn algorithm(&self, shape: NodeShape) -> Algorithm {
-        match self.orders {
-            [] => Algorithm::Direct,
-            [[IntraNode, _]] => Algorithm::Hierarchical(shape),
-            [[InterNode, _]] => Algorithm::InterFirst(shape),
-            _ => Algorithm::Concurrent(shape),
+        match self.path {
+            RowPath::Direct => Algorithm::Direct,
+            RowPath::OverNodes([[IntraNode, _]]) => Algorithm::Hierarchical(shape),
+            RowPath::OverNodes([[InterNode, _]]) => Algorithm::InterFirst(shape),
+            RowPath::OverNodes(_) => Algorithm::Concurrent(shape),
         }
     }
 }
@@ -148,8 +180,12 @@ mod tests {
         };
         let level = |hop: &Hop| usize::from(*hop == IntraNode);
         for row in &ALL_TO_ALLS {
-            let orders = row.orders.iter();
+            let orders = match row.path {
+                RowPath::OverNodes(orders) => orders,
+                RowPath::Direct => &[],
+            };
             let want: Vec<Vec<usize>> = orders
+                .iter()
                 .map(|order| order.iter().map(level).collect())
                 .collect();
             let sent = row.algorithm(shape).hops();

@@ -398,7 +398,7 @@ impl CommConfig<'_> {
             cast_ratio: comm_dtype_part(self.comm_dtype, row, element),
             there,
             dedup: once,
-            side_by_side: self.all_to_all.row().orders.len() > 1,
+            side_by_side: self.all_to_all.row().shares() > 1,
         }
     }
 

@@ -238,7 +238,7 @@ impl<'q> Simulator<'q> {
             let all_to_all = strategy.all_to_all.to_string();
             return Err(PlannerError::OverlapBy { all_to_all });
         }
-        if !strategy.all_to_all.row().is_direct() && !self.has_nodes(mesh) {
+        if strategy.all_to_all.row().needs_nodes() && !self.has_nodes(mesh) {
             return Err(PlannerError::AllToAll {
                 all_to_all: strategy.all_to_all.to_string(),
                 group: mesh.group(),

@@ -7,7 +7,7 @@
 use crate::Machine;
 use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::routing::Routing;
-use moesaic_dist::{AllToAll, Hop, Parallel, Placement, RowSource};
+use moesaic_dist::{AllToAll, Hop, Parallel, Placement, RowPath, RowSource};
 
 /// The loads of a rank in one phase by level, in rows.
 pub(crate) type LevelLoads = [LevelLoad; MOST_LEVELS];
@@ -243,12 +243,12 @@ impl<'a> MeshGroup<'a> {
         let own = (0..self.ranks()).map(|rank| each * all.rows(rank, rank));
         let own = own.collect();
         let row = all_to_all.row();
-        let mut steps = match row.orders {
+        let mut steps = match row.path {
             _ if straight => vec![all.linear(self.block, each)],
             _ if row.deduplicates => all.once(),
-            [] => vec![all.linear(self.block, each)],
-            [order] => all.in_order(order),
-            [one, other, ..] => all.concurrent([one, other]),
+            RowPath::Direct | RowPath::OverNodes([]) => vec![all.linear(self.block, each)],
+            RowPath::OverNodes([order]) => all.in_order(order),
+            RowPath::OverNodes([one, other, ..]) => all.concurrent([one, other]),
         };
         steps.iter_mut().for_each(|step| self.share(step));
         Traffic { steps, own }
@@ -552,7 +552,7 @@ pub(crate) fn block(mesh: Parallel, adaptive_r: usize) -> usize {
 /// one rank of each place.
 pub(crate) fn by_place(all_to_all: AllToAll, node: usize, block: usize) -> bool {
     let row = all_to_all.row();
-    row.is_direct() || node == block || (node < block && !row.deduplicates)
+    !row.needs_nodes() || node == block || (node < block && !row.deduplicates)
 }
 
 /// Returns the ranks of a range that have a rank's place in blocks.

@@ -117,6 +117,11 @@ impl HopOrder {
         }
     }
 
+    /// Returns the number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.levels.ranks()
+    }
+
     /// Returns the number of hops, the most that any data take.
     pub fn count(&self) -> usize {
         self.levels.count()
@@ -151,20 +156,24 @@ impl HopOrder {
         (from, to)
     }
 
-    /// Returns the ranks that a rank exchanges with in a hop, each with the places that change
-    /// hands; both sides use the same place numbers.
-    pub(super) fn peers(
-        &self,
-        order: usize,
-        hop: usize,
-        rank: usize,
-    ) -> impl Iterator<Item = (usize, Vec<Range<usize>>)> {
+    /// Returns the ranks that a rank sends to in a hop, each with the places whose blocks leave, in
+    /// the order in which the receiver expects them.
+    pub(super) fn sends(&self, order: usize, hop: usize, rank: usize) -> Vec<HopMessage> {
         let (levels, level) = (self.levels, self.orders[order][hop]);
         let own = levels.digit(rank, level);
-        others(own, levels.radix(level)).map(move |digit| {
-            let peer = levels.with(rank, level, digit);
-            (peer, places(&levels, level, digit))
-        })
+        let message = |digit| HopMessage {
+            peer: levels.with(rank, level, digit),
+            places: places(&levels, level, digit),
+        };
+        others(own, levels.radix(level)).map(message).collect()
+    }
+
+    /// Returns the ranks that a rank receives from in a hop, each with the places that its blocks
+    /// take. Together these are the places that [`HopOrder::sends`] empties.
+    pub(super) fn receives(&self, order: usize, hop: usize, rank: usize) -> Vec<HopMessage> {
+        // Ranks whose numbers differ in one digit exchange, each place for the one of the other's
+        // digit.
+        self.sends(order, hop, rank)
     }
 
     /// Returns the places that stay on their rank in a hop.
@@ -213,6 +222,15 @@ impl HopOrder {
     }
 }
 
+/// The blocks that a rank exchanges with a peer in one hop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct HopMessage {
+    /// The other rank.
+    pub peer: usize,
+    /// The places of the blocks on this rank.
+    pub places: Vec<Range<usize>>,
+}
+
 /// Returns the numbers with this digit at a level, as ranges.
 fn places(levels: &Levels, level: usize, digit: usize) -> Vec<Range<usize>> {
     let stride = levels.stride(level);
@@ -241,7 +259,7 @@ pub struct HopSchedule {
 impl HopSchedule {
     /// Returns the schedule of one block per pair, all of one size.
     pub fn equal(hops: HopOrder, rank: usize, bytes: usize) -> HopSchedule {
-        let places = vec![bytes; hops.levels.ranks()];
+        let places = vec![bytes; hops.ranks()];
         let stages = vec![places; hops.count() + 1];
         HopSchedule {
             rank,
