@@ -456,7 +456,7 @@ mod tests {
             "",
             "adaptive_r",
             "r=x",
-            "all_to_all=ring",
+            "all_to_all=rings",
             "overlap_by=tokens",
             "comm_dtype=f32",
             "overlap_degree=1/",
