@@ -13,11 +13,12 @@ use moesaic::trace::{Lane, Trace};
 use moesaic::{DType, Engine, Mesh, Parallel, Recompute, Strategy, Training};
 use std::sync::Arc;
 
-const ROUTES: [&str; 4] = [
+const ROUTES: [&str; 5] = [
     "all_to_all=2dh",
     "all_to_all=2dh-inter-first",
     "all_to_all=2dh-concurrent",
     "all_to_all=dedup",
+    "all_to_all=ring",
 ];
 
 /// Ranks as threads that give themselves hosts.
@@ -140,6 +141,12 @@ fn nodes_that_an_algorithm_cannot_use_are_refused() {
         let mesh = Mesh::on_host(&mut world, mesh(4, 1, 1), host).unwrap();
         let mut layer = layer_on(&engine, &mesh, &case, None);
         let mut error = |text: &str| layer.set_strategy(text.parse().unwrap()).unwrap_err();
+        // A ring needs no nodes.
+        layer
+            .set_strategy("all_to_all=ring".parse().unwrap())
+            .unwrap();
+        layer.forward(&case.input()).unwrap();
+        layer.set_strategy(Strategy::default()).unwrap();
         let errors = [
             error("all_to_all=2dh-inter-first").to_string(),
             error("all_to_all=dedup").to_string(),

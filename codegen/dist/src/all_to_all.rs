@@ -30,6 +30,11 @@ pub enum AllToAll {
     /// experts have weighted; where `combine` applies the weights, one row comes back for each
     /// expert.
     Dedup,
+    /// Around a ring of all ranks of the group, in their order: in each of `n - 1` hops a rank
+    /// sends the next one all rows that have not arrived. Rows come back in the opposite direction.
+    /// A rank sends about `n / 2` times as many bytes as with [`AllToAll::Linear`], so take it only
+    /// where ranks have links to two neighbours alone, or each rank may have one message in flight.
+    Ring,
 }
 
 /// One hop of a row over the nodes of a group.
@@ -49,6 +54,8 @@ pub enum RowPath {
     /// Two hops over the nodes of the group, in these orders. Each order moves one share of the
     /// rows; shares move concurrently.
     OverNodes(&'static [[Hop; 2]]),
+    /// Every rank sends to the next rank of a ring, which passes on what is for others.
+    Ring,
 }
 
 /// One row of [`ALL_TO_ALLS`].
@@ -69,7 +76,7 @@ pub struct AllToAllRow {
 use Hop::{InterNode, IntraNode};
 
 /// The all-to-all algorithms, in the order of [`AllToAll`].
-pub const ALL_TO_ALLS: [AllToAllRow; 5] = [
+pub const ALL_TO_ALLS: [AllToAllRow; 6] = [
     AllToAllRow {
         all_to_all: AllToAll::Linear,
         name: "linear",
@@ -105,6 +112,14 @@ pub const ALL_TO_ALLS: [AllToAllRow; 5] = [
         searched: true,
         deduplicates: true,
     },
+    AllToAllRow {
+        all_to_all: AllToAll::Ring,
+        name: "ring",
+        path: RowPath::Ring,
+        // The planner's machines have no links that a ring would use better than direct messages.
+        searched: false,
+        deduplicates: false,
+    },
 ];
 
 impl AllToAll {
@@ -128,7 +143,7 @@ impl AllToAllRow {
     /// Returns the number of shares of a row that move concurrently.
     pub fn shares(&self) -> usize {
         match self.path {
-            RowPath::Direct => 1,
+            RowPath::Direct | RowPath::Ring => 1,
             RowPath::OverNodes(orders) => orders.len(),
         }
     }
@@ -138,6 +153,8 @@ impl AllToAllRow {
         match self.path {
             RowPath::Direct => 1,
             RowPath::OverNodes(orders) => orders.iter().map(|order| order.len()).sum(),
+            // One hop for each other rank: with many ranks more than any other algorithm.
+            RowPath::Ring => usize::MAX,
         }
     }
 
@@ -149,6 +166,7 @@ impl AllToAllRow {
             RowPath::OverNodes([[IntraNode, _]]) => Algorithm::Hierarchical(shape),
             RowPath::OverNodes([[InterNode, _]]) => Algorithm::InterFirst(shape),
             RowPath::OverNodes(_) => Algorithm::Concurrent(shape),
+            RowPath::Ring => Algorithm::Ring(shape.ranks()),
         }
     }
 }
@@ -167,7 +185,7 @@ mod tests {
             let json = serde_json::to_string(&row.all_to_all).unwrap();
             assert_eq!(json, format!("\"{}\"", row.name));
         }
-        assert_eq!(AllToAll::Dedup as usize + 1, ALL_TO_ALLS.len());
+        assert_eq!(AllToAll::Ring as usize + 1, ALL_TO_ALLS.len());
     }
 
     /// Checks that the hops of the table are those of the schedules, whose level 0 is between
@@ -182,13 +200,16 @@ mod tests {
         for row in &ALL_TO_ALLS {
             let orders = match row.path {
                 RowPath::OverNodes(orders) => orders,
-                RowPath::Direct => &[],
+                RowPath::Direct | RowPath::Ring => &[],
             };
             let want: Vec<Vec<usize>> = orders
                 .iter()
                 .map(|order| order.iter().map(level).collect())
                 .collect();
-            let sent = row.algorithm(shape).hops();
+            let sent = row
+                .algorithm(shape)
+                .hops()
+                .filter(|hops| hops.ring.is_none());
             assert_eq!(sent.map_or(Vec::new(), |hops: HopOrder| hops.orders), want);
         }
     }

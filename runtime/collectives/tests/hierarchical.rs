@@ -35,6 +35,7 @@ fn algorithms(nodes: usize, per_node: usize) -> Vec<Algorithm> {
         Algorithm::Hierarchical(shape),
         Algorithm::InterFirst(shape),
         Algorithm::Concurrent(shape),
+        Algorithm::Ring(shape.ranks()),
     ];
     let halves = |n: usize| {
         if n.is_multiple_of(2) {
@@ -220,6 +221,24 @@ fn few_large_messages_cross_between_nodes() {
             near * count,
             "{algorithm:?}"
         );
+    }
+}
+
+/// Each hop is one message to the next rank, with one block less than the hop before; on the way
+/// back, to the previous rank.
+#[test]
+fn a_ring_sends_to_neighbours_alone() {
+    let (rank, ranks, count) = (3, 5, 16);
+    let around = hops(Algorithm::Ring(ranks));
+    let sizes = vec![count; ranks];
+    for (hops, peer, blocks) in [
+        (around.clone(), 4, [4, 3, 2, 1]),
+        (around.back(), 2, [1, 2, 3, 4]),
+    ] {
+        let schedule = HopSchedule::equal(hops, rank, count);
+        let plan = plan::all_to_all_with(&schedule, &sizes, &sizes, 0).packed();
+        let [sent, _] = plan.traffic();
+        assert_eq!(sent, blocks.map(|blocks| (peer, blocks * count)));
     }
 }
 

@@ -6,7 +6,13 @@ use crate::exchange::to_range;
 use crate::published;
 
 /// Returns the hops of a row.
-fn hops(all_to_all: AllToAll, node: usize, from: usize, to: usize) -> Vec<(usize, usize)> {
+fn hops(group: &MeshGroup, all_to_all: AllToAll, from: usize, to: usize) -> Vec<(usize, usize)> {
+    let (node, ranks) = (group.units[0], group.ranks());
+    if all_to_all == AllToAll::Ring {
+        let distance = (to + ranks - from) % ranks;
+        let at = |hops: usize| (from + hops) % ranks;
+        return (0..distance).map(|hop| (at(hop), at(hop + 1))).collect();
+    }
     let via = match all_to_all {
         AllToAll::TwoDh => from / node * node + to % node,
         AllToAll::TwoDhInterFirst => to / node * node + from % node,
@@ -24,7 +30,7 @@ fn followed(
     let mut moved = vec![[0.0; 4]; group.ranks()];
     for from in 0..group.ranks() {
         for to in 0..group.ranks() {
-            for (a, b) in hops(all_to_all, group.units[0], from, to) {
+            for (a, b) in hops(group, all_to_all, from, to) {
                 let level = group.level(a, b).unwrap();
                 moved[a][level] += rows(from, to);
                 moved[b][2 + level] += rows(from, to);
@@ -48,11 +54,12 @@ fn sums(traffic: &Traffic) -> Vec<[f64; 4]> {
     (0..traffic.own.len()).map(of).collect()
 }
 
-const ALGORITHMS: [AllToAll; 4] = [
+const ALGORITHMS: [AllToAll; 5] = [
     AllToAll::Linear,
     AllToAll::TwoDh,
     AllToAll::TwoDhInterFirst,
     AllToAll::TwoDhConcurrent,
+    AllToAll::Ring,
 ];
 
 /// Returns rows of each rank by expert: unequal ones with some ranks empty, and equal ones.
@@ -82,7 +89,7 @@ fn every_row_takes_the_messages_that_are_counted() {
             for start in [0, mesh.group()] {
                 let group = MeshGroup::new(&machine, mesh, start, &routing, &placement);
                 for all_to_all in ALGORITHMS {
-                    if all_to_all != AllToAll::Linear && !group.has_nodes() {
+                    if all_to_all.row().needs_nodes() && !group.has_nodes() {
                         continue;
                     }
                     let rows = |from: usize, to: usize| {
