@@ -21,6 +21,15 @@ pub enum CommDtype {
     Fp8,
 }
 
+/// The scales of a dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CommScales {
+    /// The number of adjacent values of a row that share a scale.
+    pub span: usize,
+    /// The bytes of one scale.
+    pub bytes: usize,
+}
+
 /// One row of [`COMM_DTYPES`].
 #[derive(Clone, Copy, Debug)]
 pub struct CommDtypeRow {
@@ -32,8 +41,8 @@ pub struct CommDtypeRow {
     pub same_as: Option<DType>,
     /// The bytes of one value; `None` where rows travel as they are.
     pub value_bytes: Option<usize>,
-    /// The number of values that share a scale.
-    pub values_per_scale: Option<usize>,
+    /// The scales of a row; `None` where values have none.
+    pub scales: Option<CommScales>,
     /// Whether values of a layer may leave its range, so that the kernels count them.
     pub saturates: bool,
 }
@@ -45,7 +54,7 @@ pub const COMM_DTYPES: [CommDtypeRow; 4] = [
         name: "none",
         same_as: None,
         value_bytes: None,
-        values_per_scale: None,
+        scales: None,
         saturates: false,
     },
     CommDtypeRow {
@@ -53,7 +62,7 @@ pub const COMM_DTYPES: [CommDtypeRow; 4] = [
         name: "f16",
         same_as: Some(DType::F16),
         value_bytes: Some(2),
-        values_per_scale: None,
+        scales: None,
         saturates: true,
     },
     CommDtypeRow {
@@ -61,7 +70,7 @@ pub const COMM_DTYPES: [CommDtypeRow; 4] = [
         name: "bf16",
         same_as: Some(DType::Bf16),
         value_bytes: Some(2),
-        values_per_scale: None,
+        scales: None,
         saturates: false,
     },
     CommDtypeRow {
@@ -69,7 +78,10 @@ pub const COMM_DTYPES: [CommDtypeRow; 4] = [
         name: "fp8",
         same_as: None,
         value_bytes: Some(1),
-        values_per_scale: Some(128),
+        scales: Some(CommScales {
+            span: 128,
+            bytes: 4,
+        }),
         saturates: false,
     },
 ];
@@ -93,10 +105,11 @@ impl CommDtypeRow {
         width * self.value_bytes.unwrap_or(size)
     }
 
-    /// Returns the bytes of the scales of a row, which are f32.
-    pub fn scales(&self, width: usize) -> usize {
-        let scales = self.values_per_scale.map_or(0, |span| width.div_ceil(span));
-        scales * DType::F32.size()
+    /// Returns the bytes of the scales of a row of `width` values; the last scale serves what is
+    /// left.
+    pub fn scale_bytes(&self, width: usize) -> usize {
+        let scales = self.scales.as_ref();
+        scales.map_or(0, |scales| width.div_ceil(scales.span) * scales.bytes)
     }
 }
 
@@ -120,7 +133,7 @@ mod tests {
     fn bytes_of_a_row_are_those_of_values_and_scales() {
         let bytes = |comm_dtype: CommDtype| {
             let row = comm_dtype.row();
-            [row.values(160, 4), row.scales(160)]
+            [row.values(160, 4), row.scale_bytes(160)]
         };
         assert_eq!(bytes(CommDtype::Unchanged), [640, 0]);
         assert_eq!(bytes(CommDtype::Bf16), [320, 0]);

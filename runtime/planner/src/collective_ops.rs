@@ -543,7 +543,7 @@ pub(crate) fn comm_dtype_part(comm_dtype: CommDtype, row: f64, element: usize) -
         return 1.0;
     }
     let (table, width) = (comm_dtype.row(), width as usize);
-    let packed = table.values(width, element) + table.scales(width);
+    let packed = table.values(width, element) + table.scale_bytes(width);
     (packed as f64 / row).min(1.0)
 }
 
