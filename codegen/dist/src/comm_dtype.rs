@@ -19,6 +19,8 @@ pub enum CommDtype {
     Bf16,
     /// FP8 E4M3 with an f32 scale for each 128 numbers of a row.
     Fp8,
+    /// MXFP8 of OCP MX v1.0: E4M3 with an E8M0 scale, a power of two, for each 32 numbers of a row.
+    Mxfp8,
 }
 
 /// The scales of a dtype.
@@ -48,7 +50,7 @@ pub struct CommDtypeRow {
 }
 
 /// The dtypes, in the order of [`CommDtype`].
-pub const COMM_DTYPES: [CommDtypeRow; 4] = [
+pub const COMM_DTYPES: [CommDtypeRow; 5] = [
     CommDtypeRow {
         comm_dtype: CommDtype::Unchanged,
         name: "none",
@@ -82,6 +84,14 @@ pub const COMM_DTYPES: [CommDtypeRow; 4] = [
             span: 128,
             bytes: 4,
         }),
+        saturates: false,
+    },
+    CommDtypeRow {
+        comm_dtype: CommDtype::Mxfp8,
+        name: "mxfp8",
+        same_as: None,
+        value_bytes: Some(1),
+        scales: Some(CommScales { span: 32, bytes: 1 }),
         saturates: false,
     },
 ];
@@ -126,7 +136,7 @@ mod tests {
             let json = serde_json::to_string(&row.comm_dtype).unwrap();
             assert_eq!(json, format!("\"{}\"", row.name));
         }
-        assert_eq!(CommDtype::Fp8 as usize + 1, COMM_DTYPES.len());
+        assert_eq!(CommDtype::Mxfp8 as usize + 1, COMM_DTYPES.len());
     }
 
     #[test]
@@ -138,6 +148,7 @@ mod tests {
         assert_eq!(bytes(CommDtype::Unchanged), [640, 0]);
         assert_eq!(bytes(CommDtype::Bf16), [320, 0]);
         assert_eq!(bytes(CommDtype::Fp8), [160, 8]);
+        assert_eq!(bytes(CommDtype::Mxfp8), [160, 5]);
         assert!(
             CommDtype::Bf16.row().keeps(DType::Bf16) && !CommDtype::F16.row().keeps(DType::F32)
         );

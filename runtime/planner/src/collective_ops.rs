@@ -562,5 +562,10 @@ mod tests {
             7392.0
         );
         assert_eq!(comm_dtype_part(CommDtype::Fp8, 4.0, 4), 1.0);
+        // 7168 elements and 224 scales of one byte.
+        assert_eq!(
+            comm_dtype_part(CommDtype::Mxfp8, 14336.0, 2) * 14336.0,
+            7392.0
+        );
     }
 }

@@ -41,6 +41,8 @@ impl CommCastDesc {
     /// f16, bf16   values [width], zeros
     /// fp8         codes u8 [width], zeros to a multiple of 4,
     ///             scales f32 [ceil(width / 128)], zeros
+    /// mxfp8       codes u8 [width], zeros to a multiple of 4,
+    ///             scales u8 [ceil(width / 32)], zeros
     /// ```
     pub fn row_bytes(&self) -> usize {
         let row = self.comm_dtype.row();
