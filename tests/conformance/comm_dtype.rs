@@ -98,7 +98,8 @@ const ERRORS: [(&str, f64); 4] = [
     ("f16", 2.1e-4),
     ("bf16", 1.7e-3),
     ("fp8", 2.6e-2),
-    ("mxfp8", 2.9e-2),
+    // That of the worst row: it depends on the row how many of its values saturate.
+    ("mxfp8", 3.3e-2),
 ];
 
 #[test]
@@ -152,9 +153,9 @@ fn simulated_gpus_pack_rows() {
             per_node: 1,
         };
         let exact = nodes.trained(&case, "default");
-        for comm_dtype in ["fp8/f16", "mxfp8/f16"] {
+        for (comm_dtype, format) in [("fp8/f16", 2.6e-2), ("mxfp8/f16", 3.3e-2)] {
             let packed = nodes.trained(&case, &format!("comm_dtype={comm_dtype}"));
-            for (name, format) in [("y", 2.6e-2), ("dx", 2.6e-2)] {
+            for name in ["y", "dx"] {
                 let error = error(&packed[name], &exact[name]);
                 let found = error > 0.3 * format && error < 2.0 * format;
                 assert!(found, "{name} by {comm_dtype} on {target}: {error:e}");
