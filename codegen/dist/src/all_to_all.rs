@@ -35,6 +35,9 @@ pub enum AllToAll {
     /// A rank sends about `n / 2` times as many bytes as with [`AllToAll::Linear`], so take it only
     /// where ranks have links to two neighbours alone, or each rank may have one message in flight.
     Ring,
+    /// Deduplicated dispatch between ranks: a token goes directly to each rank of its experts once,
+    /// and comes back from there as one partial sum, where [`AllToAll::Dedup`] has one.
+    DedupRanks,
 }
 
 /// One hop of a row over the nodes of a group.
@@ -69,14 +72,15 @@ pub struct AllToAllRow {
     pub path: RowPath,
     /// Whether searches and benches try the algorithm by themselves.
     pub searched: bool,
-    /// Whether equal rows of a token cross to a node once, and sums of rows come back once.
+    /// Whether equal rows of a token cross to a node once, and sums of rows come back once. Where
+    /// rows go directly, each rank counts as a node of its own.
     pub deduplicates: bool,
 }
 
 use Hop::{InterNode, IntraNode};
 
 /// The all-to-all algorithms, in the order of [`AllToAll`].
-pub const ALL_TO_ALLS: [AllToAllRow; 6] = [
+pub const ALL_TO_ALLS: [AllToAllRow; 7] = [
     AllToAllRow {
         all_to_all: AllToAll::Linear,
         name: "linear",
@@ -120,6 +124,14 @@ pub const ALL_TO_ALLS: [AllToAllRow; 6] = [
         searched: false,
         deduplicates: false,
     },
+    AllToAllRow {
+        all_to_all: AllToAll::DedupRanks,
+        name: "dedup-ranks",
+        path: RowPath::Direct,
+        // Results may differ from those of one process in the last bits, so you ask for it.
+        searched: false,
+        deduplicates: true,
+    },
 ];
 
 impl AllToAll {
@@ -130,9 +142,14 @@ impl AllToAll {
 }
 
 impl AllToAllRow {
-    /// Returns whether every rank sends to every rank directly, whatever the nodes.
+    /// Returns whether every rank sends each row to every rank directly, whatever the nodes.
     pub fn is_direct(&self) -> bool {
-        self.path == RowPath::Direct
+        self.path == RowPath::Direct && !self.deduplicates
+    }
+
+    /// Returns whether a token goes to each rank once.
+    pub fn deduplicates_ranks(&self) -> bool {
+        self.path == RowPath::Direct && self.deduplicates
     }
 
     /// Returns whether the algorithm needs several nodes with the same number of consecutive ranks.
@@ -151,7 +168,8 @@ impl AllToAllRow {
     /// Returns the number of hops in one direction, over all shares: a measure of complexity.
     pub fn hops(&self) -> usize {
         match self.path {
-            RowPath::Direct => 1,
+            // Sums on the way are as complex as another hop.
+            RowPath::Direct => 1 + usize::from(self.deduplicates),
             RowPath::OverNodes(orders) => orders.iter().map(|order| order.len()).sum(),
             // One hop for each other rank: with many ranks more than any other algorithm.
             RowPath::Ring => usize::MAX,
@@ -185,7 +203,7 @@ mod tests {
             let json = serde_json::to_string(&row.all_to_all).unwrap();
             assert_eq!(json, format!("\"{}\"", row.name));
         }
-        assert_eq!(AllToAll::Ring as usize + 1, ALL_TO_ALLS.len());
+        assert_eq!(AllToAll::DedupRanks as usize + 1, ALL_TO_ALLS.len());
     }
 
     /// Checks that the hops of the table are those of the schedules, whose level 0 is between

@@ -385,13 +385,16 @@ impl CommConfig<'_> {
         let rows = part * self.chunk.others;
         // A deduplicated row crosses once however many shards get it inside the node. On the way
         // back one row crosses too, however many shards contributed; `back` counts that one.
+        let ranks = self.all_to_all.row().deduplicates_ranks();
         let crossing = match (once && !rank.each.is_empty(), there) {
             (false, _) => rows * row,
+            (true, _) if ranks => self.repeats * rows * row,
             (true, true) => self.repeats * row * self.chunk.others,
             (true, false) => self.repeats * self.mesh.expert_tp as f64 * row * self.chunk.others,
         };
         ExchangedRows {
-            row: rows * row,
+            // Between ranks, a token goes once over links inside nodes, too.
+            row: if ranks { crossing } else { rows * row },
             own: part * self.chunk.own * row,
             peers: self.chunk.peers,
             crossing,

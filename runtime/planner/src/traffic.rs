@@ -4,6 +4,8 @@
 //! All numbers are in rows of a mesh in which each row goes to every shard of its expert. Other
 //! parallelism degrees and row widths only scale them.
 
+mod between_ranks;
+
 use crate::Machine;
 use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::routing::Routing;
@@ -233,7 +235,7 @@ impl<'a> MeshGroup<'a> {
     /// Returns whether an algorithm is a single exchange of such messages.
     pub fn is_straight(&self, all_to_all: AllToAll) -> bool {
         let row = all_to_all.row();
-        let deduplicates = row.deduplicates && self.has_nodes();
+        let deduplicates = row.deduplicates && (row.deduplicates_ranks() || self.has_nodes());
         row.path != RowPath::Ring && self.is_by_place(all_to_all) && !deduplicates
     }
 
@@ -247,6 +249,7 @@ impl<'a> MeshGroup<'a> {
         let row = all_to_all.row();
         let mut steps = match row.path {
             _ if straight => vec![all.linear(self.block, each)],
+            _ if row.deduplicates_ranks() => vec![all.once_to_ranks(self.block, each)],
             _ if row.deduplicates => all.once(),
             RowPath::Direct | RowPath::OverNodes([]) => vec![all.linear(self.block, each)],
             RowPath::Ring => all.around(self.block, each),
@@ -352,43 +355,6 @@ impl All<'_> {
             loads
         };
         TrafficPhase::of((0..self.ranks()).map(load).collect())
-    }
-
-    /// Returns one phase for each hop around the ring of all ranks, with rows as in
-    /// [`All::linear`].
-    fn around(&self, places: usize, each: f64) -> Vec<TrafficPhase> {
-        let ranks = self.ranks();
-        let rows = |from: usize, to: usize| {
-            let goes = from % places == to % places;
-            if goes {
-                each * self.rows(from, to)
-            } else {
-                0.0
-            }
-        };
-        let others = |from: usize| (1..ranks).map(move |distance| (from + distance) % ranks);
-        // The rows of each rank that have not arrived.
-        let on_the_way = |from: usize| others(from).map(|to| rows(from, to)).sum();
-        let mut moving: Vec<f64> = (0..ranks).map(on_the_way).collect();
-        let hop = |hop: usize| {
-            let mut loads = vec![LevelLoads::default(); ranks];
-            for (from, moving) in moving.iter_mut().enumerate() {
-                let [holder, next] = [hop, hop + 1].map(|hops| (from + hops) % ranks);
-                let Some(level) = self.group.level(holder, next) else {
-                    continue;
-                };
-                loads[holder][level].sent = *moving;
-                loads[next][level].received = *moving;
-                for rank in [holder, next] {
-                    let load = &mut loads[rank][level];
-                    (load.messages, load.peers) = (1.0, 1.0);
-                }
-                // Rounding may leave tiny negative differences.
-                *moving = (*moving - rows(from, next)).max(0.0);
-            }
-            TrafficPhase::of(loads)
-        };
-        (0..ranks.max(2) - 1).map(hop).collect()
     }
 
     fn node(&self) -> usize {

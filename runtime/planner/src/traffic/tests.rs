@@ -198,6 +198,25 @@ fn a_token_crosses_to_a_node_once() {
 }
 
 #[test]
+fn a_token_goes_to_a_rank_once() {
+    let machine = published("h800").unwrap().with_per_node(4);
+    let mesh = Parallel {
+        ep: 16,
+        ..Parallel::default()
+    };
+    let routing = Routing::even(1000, 64, 8);
+    let placement = Placement::contiguous(16, 64);
+    let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
+    let once = sums(&group.traffic(AllToAll::DedupRanks));
+    let each = 1000.0 * crate::expected_groups(64.0, 8, 16.0) / 16.0;
+    for (found, peers) in once[5].iter().zip([3.0, 12.0, 3.0, 12.0]) {
+        assert!((found - peers * each).abs() < 1e-6, "{once:?}");
+    }
+    let many = sums(&group.traffic(AllToAll::Linear));
+    assert!(once[0][1] < 0.85 * many[0][1] && once[0][0] < 0.85 * many[0][0]);
+}
+
+#[test]
 fn links_that_are_shared_carry_what_all_send() {
     let mut machine = published("h800").unwrap().with_per_node(2);
     machine.levels[1].shared = 2;
