@@ -93,13 +93,14 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
 
 const LAYER: &str = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 2 }";
 
-/// The relative error of a row in each format: docs/kernels/comm_cast.md.
-const ERRORS: [(&str, f64); 4] = [
-    ("f16", 2.1e-4),
-    ("bf16", 1.7e-3),
-    ("fp8", 2.6e-2),
-    // That of the worst row: it depends on the row how many of its values saturate.
-    ("mxfp8", 3.3e-2),
+/// The relative error of a row in each format (docs/kernels/comm_cast.md), and how many times as
+/// large that of a result may be.
+const ERRORS: [(&str, f64, f64); 4] = [
+    ("f16", 2.1e-4, 2.0),
+    ("bf16", 1.7e-3, 2.0),
+    ("fp8", 2.6e-2, 2.0),
+    // Values that saturate are not rounded to nearest, so their errors do not average out.
+    ("mxfp8", 2.9e-2, 3.0),
 ];
 
 #[test]
@@ -119,7 +120,7 @@ fn errors_are_those_of_the_format() {
             per_node,
         };
         let exact = nodes.trained(&case, "default");
-        for (comm_dtype, format) in ERRORS {
+        for (comm_dtype, format, most) in ERRORS {
             let packed = nodes.trained(&case, &format!("comm_dtype={comm_dtype}"));
             assert_eq!(packed.len(), exact.len());
             for (name, want) in &exact {
@@ -127,7 +128,7 @@ fn errors_are_those_of_the_format() {
                 let what = format!("{name} of {comm_dtype} on {parallel:?}, {per_node} a node");
                 println!("{what}: {error:.1e}");
                 // Twice rounded on the way, and carried on by three products.
-                assert!(error < 2.0 * format, "{what}: {error:e}");
+                assert!(error < most * format, "{what}: {error:e}");
                 assert!(error > 0.5 * format, "{what}: {error:e}");
             }
         }
