@@ -47,9 +47,9 @@ impl Ring {
     /// Returns the message that a rank sends in a hop.
     pub(super) fn sends(self, hop: usize, rank: usize) -> Option<HopMessage> {
         if self.back {
-            self.from_previous(self.hops() - 1 - hop, rank)
+            self.arriving(self.hops() - 1 - hop, rank)
         } else {
-            self.to_next(hop, rank)
+            self.leaving(hop, rank)
         }
     }
 
@@ -69,7 +69,7 @@ impl Ring {
     }
 
     /// Returns what a rank sends to the next one on the way there.
-    fn to_next(self, hop: usize, rank: usize) -> Option<HopMessage> {
+    fn leaving(self, hop: usize, rank: usize) -> Option<HopMessage> {
         (self.ranks > 1).then(|| HopMessage {
             peer: (rank + 1) % self.ranks,
             places: self.places(rank + 1, self.ranks - 1 - hop),
@@ -78,7 +78,7 @@ impl Ring {
 
     /// Returns the same message on the rank that receives it. The first block has arrived, so it
     /// takes the place of its source; all others keep theirs.
-    fn from_previous(self, hop: usize, rank: usize) -> Option<HopMessage> {
+    fn arriving(self, hop: usize, rank: usize) -> Option<HopMessage> {
         (self.ranks > 1).then(|| HopMessage {
             peer: (rank + self.ranks - 1) % self.ranks,
             places: [
