@@ -74,12 +74,9 @@ impl Drawn {
     /// Bytes of the rows of a rank that one exchange of a forward pass takes along, in as many
     /// chunks as a strategy has.
     pub fn exchanged(&self, strategy: &Strategy) -> usize {
-        let element = match strategy.comm_dtype.forward {
-            CommDtype::Unchanged => 4,
-            CommDtype::F16 | CommDtype::Bf16 => 2,
-            CommDtype::Fp8 => 1,
-        };
-        self.tokens * self.top_k * self.model_dim * element / strategy.overlap_degree.forward
+        let row = strategy.comm_dtype.forward.row();
+        let values = row.values(self.model_dim, 4);
+        self.tokens * self.top_k * values / strategy.overlap_degree.forward
     }
 
     /// The exponent of Zipf's law that loads of experts follow; 0 where they are alike.

@@ -143,6 +143,7 @@ fn format_error(comm_dtype: CommDtype) -> f64 {
         CommDtype::F16 => 2.1e-4,
         CommDtype::Bf16 => 1.7e-3,
         CommDtype::Fp8 => 2.6e-2,
+        CommDtype::Mxfp8 => 3.3e-2,
     }
 }
 

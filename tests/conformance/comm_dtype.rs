@@ -93,8 +93,15 @@ fn error(found: &[f64], want: &[f64]) -> f64 {
 
 const LAYER: &str = "shape = { model_dim = 150, hidden_dim = 24, experts = 8, top_k = 2 }";
 
-/// The relative error of a row in each format: docs/kernels/comm_cast.md.
-const ERRORS: [(&str, f64); 3] = [("f16", 2.1e-4), ("bf16", 1.7e-3), ("fp8", 2.6e-2)];
+/// The relative error of a row in each format (docs/kernels/comm_cast.md), and how many times as
+/// large that of a result may be.
+const ERRORS: [(&str, f64, f64); 4] = [
+    ("f16", 2.1e-4, 2.0),
+    ("bf16", 1.7e-3, 2.0),
+    ("fp8", 2.6e-2, 2.0),
+    // Values that saturate are not rounded to nearest, so their errors do not average out.
+    ("mxfp8", 2.9e-2, 3.0),
+];
 
 #[test]
 fn errors_are_those_of_the_format() {
@@ -113,7 +120,7 @@ fn errors_are_those_of_the_format() {
             per_node,
         };
         let exact = nodes.trained(&case, "default");
-        for (comm_dtype, format) in ERRORS {
+        for (comm_dtype, format, most) in ERRORS {
             let packed = nodes.trained(&case, &format!("comm_dtype={comm_dtype}"));
             assert_eq!(packed.len(), exact.len());
             for (name, want) in &exact {
@@ -121,7 +128,7 @@ fn errors_are_those_of_the_format() {
                 let what = format!("{name} of {comm_dtype} on {parallel:?}, {per_node} a node");
                 println!("{what}: {error:.1e}");
                 // Twice rounded on the way, and carried on by three products.
-                assert!(error < 2.0 * format, "{what}: {error:e}");
+                assert!(error < most * format, "{what}: {error:e}");
                 assert!(error > 0.5 * format, "{what}: {error:e}");
             }
         }
@@ -147,11 +154,13 @@ fn simulated_gpus_pack_rows() {
             per_node: 1,
         };
         let exact = nodes.trained(&case, "default");
-        let packed = nodes.trained(&case, "comm_dtype=fp8/f16");
-        for (name, format) in [("y", 2.6e-2), ("dx", 2.6e-2)] {
-            let error = error(&packed[name], &exact[name]);
-            let found = error > 0.3 * format && error < 2.0 * format;
-            assert!(found, "{name} on {target}: {error:e}");
+        for (comm_dtype, format) in [("fp8/f16", 2.6e-2), ("mxfp8/f16", 3.3e-2)] {
+            let packed = nodes.trained(&case, &format!("comm_dtype={comm_dtype}"));
+            for name in ["y", "dx"] {
+                let error = error(&packed[name], &exact[name]);
+                let found = error > 0.3 * format && error < 2.0 * format;
+                assert!(found, "{name} by {comm_dtype} on {target}: {error:e}");
+            }
         }
     }
 }
@@ -168,7 +177,7 @@ fn all_to_all_algorithms_change_nothing() {
             per_node,
         };
         let straight = nodes.trained(&case, "comm_dtype=fp8/f16");
-        for all_to_all in ["2dh", "2dh-inter-first", "2dh-concurrent"] {
+        for all_to_all in ["2dh", "2dh-inter-first", "2dh-concurrent", "ring"] {
             let same = nodes.trained(
                 &case,
                 &format!("all_to_all={all_to_all},comm_dtype=fp8/f16"),
@@ -253,7 +262,12 @@ fn what_is_too_large_is_counted_on_the_rank_that_sends_it() {
         // The next call counts for itself, and other formats count nothing.
         let again = layer.forward_with(&input.input(), &[SATURATED]).unwrap();
         assert_eq!(longs(&again, SATURATED), [expected as i64]);
-        for comm_dtype in [CommDtype::Fp8, CommDtype::Bf16, CommDtype::Unchanged] {
+        for comm_dtype in [
+            CommDtype::Fp8,
+            CommDtype::Mxfp8,
+            CommDtype::Bf16,
+            CommDtype::Unchanged,
+        ] {
             let strategy = Strategy {
                 comm_dtype: Both::same(comm_dtype),
                 ..Strategy::default()

@@ -13,11 +13,13 @@ use moesaic::trace::{Lane, Trace};
 use moesaic::{DType, Engine, Mesh, Parallel, Recompute, Strategy, Training};
 use std::sync::Arc;
 
-const ROUTES: [&str; 4] = [
+const ROUTES: [&str; 6] = [
     "all_to_all=2dh",
     "all_to_all=2dh-inter-first",
     "all_to_all=2dh-concurrent",
     "all_to_all=dedup",
+    "all_to_all=ring",
+    "all_to_all=dedup-ranks",
 ];
 
 /// Ranks as threads that give themselves hosts.
@@ -56,7 +58,7 @@ fn compare(engine: &Engine, parallel: Parallel, per_node: usize, case: &Case) {
             case.describe()
         );
         // Sums inside nodes are rounded: of gradients, and of outputs that are weighted before.
-        let sums = route == "all_to_all=dedup";
+        let sums = route.starts_with("all_to_all=dedup");
         let late = case.spec.router.weight_on == WeightSite::Output;
         if sums && !late {
             near(&what, &case.spec, &found.1["y"], &linear.1["y"], largest);
@@ -139,6 +141,11 @@ fn nodes_that_an_algorithm_cannot_use_are_refused() {
         let host = ["a", "a", "a", "b"][world.rank()];
         let mesh = Mesh::on_host(&mut world, mesh(4, 1, 1), host).unwrap();
         let mut layer = layer_on(&engine, &mesh, &case, None);
+        // Neither of these needs nodes.
+        for text in ["all_to_all=ring", "all_to_all=dedup-ranks", "default"] {
+            layer.set_strategy(text.parse().unwrap()).unwrap();
+            layer.forward(&case.input()).unwrap();
+        }
         let mut error = |text: &str| layer.set_strategy(text.parse().unwrap()).unwrap_err();
         let errors = [
             error("all_to_all=2dh-inter-first").to_string(),
@@ -173,8 +180,10 @@ fn all_to_all_algorithms_run_at_other_degrees() {
         let ranks = by(&engine, 4, route);
         assert!(evaluated(&ranks, grid, &case) == straight, "{route}");
     }
-    let once = by(&engine, 4, "all_to_all=dedup");
-    compare_on(&engine, &once, grid, &case, Recompute::None);
+    for route in ["all_to_all=dedup", "all_to_all=dedup-ranks"] {
+        let once = by(&engine, 4, route);
+        compare_on(&engine, &once, grid, &case, Recompute::None);
+    }
 }
 
 /// Exchanges of a training step of each rank of two, with the bytes that it sends.

@@ -5,7 +5,7 @@
 use crate::failure::{Failure, Result};
 use crate::random;
 use moesaic::collectives::{Call, Collectives, Topology};
-use moesaic::plan::{AllToAll, Both, OverlapBy, ShadowModel};
+use moesaic::plan::{ALL_TO_ALLS, AllToAll, AllToAllRow, Both, OverlapBy, ShadowModel};
 use moesaic::planner::{AllToAllFactor, Machine, Routing, Scenario, all_to_all_factor};
 use moesaic::{Engine, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Strategy, Tensors};
 use moesaic::{Input, Tensor, Training};
@@ -13,15 +13,6 @@ use std::time::Instant;
 
 /// Timed steps of each strategy. One more step comes first, which compiles.
 const ROUNDS: usize = 8;
-
-/// The all-to-all algorithms. Those that need several nodes come last.
-const ALGORITHMS: [AllToAll; 5] = [
-    AllToAll::Linear,
-    AllToAll::TwoDh,
-    AllToAll::TwoDhInterFirst,
-    AllToAll::TwoDhConcurrent,
-    AllToAll::Dedup,
-];
 
 /// The overlap degrees that are timed. The planner interpolates between them.
 const DEGREES: [usize; 3] = [1, 2, 4];
@@ -71,11 +62,7 @@ impl Steps {
         let ranks = Mesh::new(world, mesh)?;
         let mut layer = engine.mesh_layer(&ranks, spec, weights, Some(Training::default()))?;
         let nodes = topology.shape.filter(|it| it.nodes > 1 && it.per_node > 1);
-        let algorithms = match nodes {
-            Some(_) => &ALGORITHMS[..],
-            None => &ALGORITHMS[..1],
-        };
-        let mut strategies = strategies(algorithms);
+        let mut strategies = strategies(nodes.is_some());
         strategies.retain(|strategy| layer.check_strategy(*strategy).is_ok());
         let each = tokens.iter().map(|tokens| {
             let input = own_input(spec, *tokens, world.rank());
@@ -125,23 +112,27 @@ impl Steps {
     }
 }
 
-/// Returns every algorithm with each overlap degree, then chunks by peers.
-fn strategies(algorithms: &[AllToAll]) -> Vec<Strategy> {
+/// Returns every algorithm that is searched with each overlap degree, then chunks by peers. `nodes`
+/// says whether algorithms that need several nodes can run.
+fn strategies(nodes: bool) -> Vec<Strategy> {
     let of = |all_to_all, overlap_degree, overlap_by| Strategy {
         all_to_all,
         overlap_degree: Both::same(overlap_degree),
         overlap_by,
         ..Strategy::default()
     };
-    let each = |&all_to_all: &AllToAll| {
-        DEGREES.map(|overlap_degree| of(all_to_all, overlap_degree, OverlapBy::Rows))
+    let algorithms = ALL_TO_ALLS
+        .iter()
+        .filter(|row| row.searched && (nodes || !row.needs_nodes()));
+    let each = |row: &AllToAllRow| {
+        DEGREES.map(|overlap_degree| of(row.all_to_all, overlap_degree, OverlapBy::Rows))
     };
     let chunks = DEGREES
         .into_iter()
         .filter(|overlap_degree| *overlap_degree > 1);
     let by_ranks =
         chunks.map(|overlap_degree| of(AllToAll::Linear, overlap_degree, OverlapBy::Peers));
-    algorithms.iter().flat_map(each).chain(by_ranks).collect()
+    algorithms.flat_map(each).chain(by_ranks).collect()
 }
 
 /// Times a step with every strategy, in turns. Each time is the lower quartile of the slowest

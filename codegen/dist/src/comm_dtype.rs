@@ -19,6 +19,17 @@ pub enum CommDtype {
     Bf16,
     /// FP8 E4M3 with an f32 scale for each 128 numbers of a row.
     Fp8,
+    /// MXFP8 of OCP MX v1.0: E4M3 with an E8M0 scale, a power of two, for each 32 numbers of a row.
+    Mxfp8,
+}
+
+/// The scales of a dtype.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CommScales {
+    /// The number of adjacent values of a row that share a scale.
+    pub span: usize,
+    /// The bytes of one scale.
+    pub bytes: usize,
 }
 
 /// One row of [`COMM_DTYPES`].
@@ -32,20 +43,20 @@ pub struct CommDtypeRow {
     pub same_as: Option<DType>,
     /// The bytes of one value; `None` where rows travel as they are.
     pub value_bytes: Option<usize>,
-    /// The number of values that share a scale.
-    pub values_per_scale: Option<usize>,
+    /// The scales of a row; `None` where values have none.
+    pub scales: Option<CommScales>,
     /// Whether values of a layer may leave its range, so that the kernels count them.
     pub saturates: bool,
 }
 
 /// The dtypes, in the order of [`CommDtype`].
-pub const COMM_DTYPES: [CommDtypeRow; 4] = [
+pub const COMM_DTYPES: [CommDtypeRow; 5] = [
     CommDtypeRow {
         comm_dtype: CommDtype::Unchanged,
         name: "none",
         same_as: None,
         value_bytes: None,
-        values_per_scale: None,
+        scales: None,
         saturates: false,
     },
     CommDtypeRow {
@@ -53,7 +64,7 @@ pub const COMM_DTYPES: [CommDtypeRow; 4] = [
         name: "f16",
         same_as: Some(DType::F16),
         value_bytes: Some(2),
-        values_per_scale: None,
+        scales: None,
         saturates: true,
     },
     CommDtypeRow {
@@ -61,7 +72,7 @@ pub const COMM_DTYPES: [CommDtypeRow; 4] = [
         name: "bf16",
         same_as: Some(DType::Bf16),
         value_bytes: Some(2),
-        values_per_scale: None,
+        scales: None,
         saturates: false,
     },
     CommDtypeRow {
@@ -69,7 +80,18 @@ pub const COMM_DTYPES: [CommDtypeRow; 4] = [
         name: "fp8",
         same_as: None,
         value_bytes: Some(1),
-        values_per_scale: Some(128),
+        scales: Some(CommScales {
+            span: 128,
+            bytes: 4,
+        }),
+        saturates: false,
+    },
+    CommDtypeRow {
+        comm_dtype: CommDtype::Mxfp8,
+        name: "mxfp8",
+        same_as: None,
+        value_bytes: Some(1),
+        scales: Some(CommScales { span: 32, bytes: 1 }),
         saturates: false,
     },
 ];
@@ -93,10 +115,11 @@ impl CommDtypeRow {
         width * self.value_bytes.unwrap_or(size)
     }
 
-    /// Returns the bytes of the scales of a row, which are f32.
-    pub fn scales(&self, width: usize) -> usize {
-        let scales = self.values_per_scale.map_or(0, |span| width.div_ceil(span));
-        scales * DType::F32.size()
+    /// Returns the bytes of the scales of a row of `width` values; the last scale serves what is
+    /// left.
+    pub fn scale_bytes(&self, width: usize) -> usize {
+        let scales = self.scales.as_ref();
+        scales.map_or(0, |scales| width.div_ceil(scales.span) * scales.bytes)
     }
 }
 
@@ -113,18 +136,19 @@ mod tests {
             let json = serde_json::to_string(&row.comm_dtype).unwrap();
             assert_eq!(json, format!("\"{}\"", row.name));
         }
-        assert_eq!(CommDtype::Fp8 as usize + 1, COMM_DTYPES.len());
+        assert_eq!(CommDtype::Mxfp8 as usize + 1, COMM_DTYPES.len());
     }
 
     #[test]
     fn bytes_of_a_row_are_those_of_values_and_scales() {
         let bytes = |comm_dtype: CommDtype| {
             let row = comm_dtype.row();
-            [row.values(160, 4), row.scales(160)]
+            [row.values(160, 4), row.scale_bytes(160)]
         };
         assert_eq!(bytes(CommDtype::Unchanged), [640, 0]);
         assert_eq!(bytes(CommDtype::Bf16), [320, 0]);
         assert_eq!(bytes(CommDtype::Fp8), [160, 8]);
+        assert_eq!(bytes(CommDtype::Mxfp8), [160, 5]);
         assert!(
             CommDtype::Bf16.row().keeps(DType::Bf16) && !CommDtype::F16.row().keeps(DType::F32)
         );

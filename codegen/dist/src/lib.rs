@@ -23,8 +23,8 @@ mod strategy;
 #[doc(hidden)]
 pub mod testing;
 
-pub use all_to_all::{ALL_TO_ALLS, AllToAll, AllToAllRow, Hop};
-pub use comm_dtype::{COMM_DTYPES, CommDtype, CommDtypeRow};
+pub use all_to_all::{ALL_TO_ALLS, AllToAll, AllToAllRow, Hop, RowPath};
+pub use comm_dtype::{COMM_DTYPES, CommDtype, CommDtypeRow, CommScales};
 pub use mesh::{AdaptiveMesh, MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
 pub use ops::{Amount, Collective, CollectiveOp, NUMBER_BYTES, OPS, OpGroup, OpRow, OpText};
 pub use overlap::{Chunk, Distance, Overlap, OverlapBy};

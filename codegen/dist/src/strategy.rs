@@ -272,6 +272,15 @@ pub enum StrategyError {
         /// The nodes of the ranks.
         reason: String,
     },
+    /// Rows between ranks of one node would be cast, or rows between nodes would not.
+    #[error(
+        "all_to_all=dedup-ranks sends and sums rows in their own dtype, so comm_dtype={comm_dtype} \
+         would change nothing; take comm_dtype=none, or all_to_all=dedup"
+    )]
+    UncastSums {
+        /// The value that was asked for.
+        comm_dtype: Both<CommDtype>,
+    },
     /// Shadows need whole experts that rows go to.
     #[error(
         "shadows={shadows} needs whole experts that rows go to, and a layer in {expert_tp} shards \
@@ -379,6 +388,12 @@ impl Strategy {
     /// [`StrategyError`] says what is possible.
     pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
         AdaptiveMesh::new(*mesh, self.adaptive_r(mesh))?.shadowing(self.shadows)?;
+        let comm_dtype = self.comm_dtype;
+        if self.all_to_all.row().deduplicates_ranks()
+            && comm_dtype != Both::same(CommDtype::Unchanged)
+        {
+            return Err(StrategyError::UncastSums { comm_dtype });
+        }
         let degrees = [self.overlap_degree.forward, self.overlap_degree.backward];
         let wrong = degrees.iter().find(|n| !(1..=MAX_CHUNKS).contains(*n));
         if let Some(&overlap_degree) = wrong {
@@ -456,7 +471,7 @@ mod tests {
             "",
             "adaptive_r",
             "r=x",
-            "all_to_all=ring",
+            "all_to_all=rings",
             "overlap_by=tokens",
             "comm_dtype=f32",
             "overlap_degree=1/",
@@ -496,6 +511,10 @@ mod tests {
         assert!(error.contains("a layer in 4 shards"), "{error}");
         assert_eq!(check("r=4"), Ok(()));
         assert_eq!(check("comm_dtype=fp8/bf16"), Ok(()));
+        let error = check("all_to_all=dedup-ranks,comm_dtype=none/bf16").unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("so comm_dtype=none/bf16 would"), "{error}");
+        assert_eq!(check("all_to_all=dedup-ranks,overlap_degree=2"), Ok(()));
         assert_eq!(
             check("r=2,overlap_degree=4/2,all_to_all=dedup,comm_dtype=fp8/f16"),
             Ok(())

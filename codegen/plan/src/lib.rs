@@ -27,6 +27,7 @@ pub use layer::{
 pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use mesh::{Exchange, FromTo, Lane, Packed, PartTensor, RankPlan, RankStep, SATURATED};
 pub use mesh::{ShardRegion, Sharing, experts_of, plan_rank, shared_shards};
+pub use moesaic_dist::{ALL_TO_ALLS, AllToAllRow};
 pub use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
 pub use moesaic_dist::{AllToAll, Both, CommDtype, MAX_CHUNKS, Strategy, StrategyError};
 pub use moesaic_dist::{Balancer, Balancing, ExpertSlot, Kept, Move, Moves, moves, moves_from};

@@ -242,17 +242,16 @@ pub(crate) fn algorithm(
     let Some(hops) = algorithm.hops() else {
         return Ok(None);
     };
-    require(kind, hops.levels.ranks() == size, || {
-        match hops.levels.count() {
-            2 => {
-                let (nodes, each) = (hops.levels.radix(0), hops.levels.radix(1));
-                format!("{nodes} nodes of {each} ranks are not the {size} ranks of this group")
-            }
-            _ => format!(
-                "levels of {} are not the {size} ranks of this group",
-                hops.levels
-            ),
+    require(kind, hops.ranks() == size, || match hops.levels.count() {
+        2 => {
+            let (nodes, each) = (hops.levels.radix(0), hops.levels.radix(1));
+            format!("{nodes} nodes of {each} ranks are not the {size} ranks of this group")
         }
+        1 => format!("{} ranks are not the {size} of this group", hops.ranks()),
+        _ => format!(
+            "levels of {} are not the {size} ranks of this group",
+            hops.levels
+        ),
     })?;
     Ok(Some(hops))
 }

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 /// Plans an all-to-all with parts of equal size.
 pub(crate) fn equal(hops: HopOrder, rank: usize, bytes: usize) -> Plan {
-    let sizes = vec![bytes; hops.levels.ranks()];
+    let sizes = vec![bytes; hops.ranks()];
     let schedule = HopSchedule::equal(hops, rank, bytes);
     plan::all_to_all_with(&schedule, &sizes, &sizes, 0)
 }

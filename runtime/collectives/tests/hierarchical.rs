@@ -35,6 +35,7 @@ fn algorithms(nodes: usize, per_node: usize) -> Vec<Algorithm> {
         Algorithm::Hierarchical(shape),
         Algorithm::InterFirst(shape),
         Algorithm::Concurrent(shape),
+        Algorithm::Ring(shape.ranks()),
     ];
     let halves = |n: usize| {
         if n.is_multiple_of(2) {
@@ -79,7 +80,7 @@ fn carried(plan: Plan, packed: bool) -> Plan {
 
 fn equal(algorithm: Algorithm, count: usize, packed: bool) {
     let hops = hops(algorithm);
-    let ranks = hops.levels.ranks();
+    let ranks = hops.ranks();
     let part = |from, to| bytes(from, to, 0, count);
     let input = |p: usize| (0..ranks).flat_map(|q| part(p, q)).collect();
     let mut memories: Vec<Memory> = (0..ranks)
@@ -123,7 +124,7 @@ fn hop_counts(
     blocks: usize,
     units: &dyn Fn(usize, usize, usize) -> usize,
 ) -> Vec<HopCounts> {
-    let ranks = hops.levels.ranks();
+    let ranks = hops.ranks();
     let numbers = |p: usize| -> Vec<u64> {
         let all = (0..ranks).flat_map(|q| (0..blocks).map(move |i| (q, i)));
         all.map(|(q, i)| units(p, q, i) as u64).collect()
@@ -148,7 +149,7 @@ fn parts_by_counts_arrive_as_directly() {
     for (nodes, per_node) in shapes(32) {
         for (i, algorithm) in algorithms(nodes, per_node).into_iter().enumerate() {
             let hops = hops(algorithm);
-            let ranks = hops.levels.ranks();
+            let ranks = hops.ranks();
             let counts = hop_counts(&hops, 1, &|p, q, _| size(p, q, 0));
             let sent = |p: usize| -> Vec<usize> { (0..ranks).map(|q| size(p, q, 0)).collect() };
             let got = |q: usize| -> Vec<usize> { (0..ranks).map(|p| size(p, q, 0)).collect() };
@@ -223,6 +224,24 @@ fn few_large_messages_cross_between_nodes() {
     }
 }
 
+/// Each hop is one message to the next rank, with one block less than the hop before; on the way
+/// back, to the previous rank.
+#[test]
+fn a_ring_sends_to_neighbours_alone() {
+    let (rank, ranks, count) = (3, 5, 16);
+    let around = hops(Algorithm::Ring(ranks));
+    let sizes = vec![count; ranks];
+    for (hops, peer, blocks) in [
+        (around.clone(), 4, [4, 3, 2, 1]),
+        (around.back(), 2, [1, 2, 3, 4]),
+    ] {
+        let schedule = HopSchedule::equal(hops, rank, count);
+        let plan = plan::all_to_all_with(&schedule, &sizes, &sizes, 0).packed();
+        let [sent, _] = plan.traffic();
+        assert_eq!(sent, blocks.map(|blocks| (peer, blocks * count)));
+    }
+}
+
 /// Both halves keep each kind of link about equally busy in either phase.
 #[test]
 fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
@@ -258,7 +277,7 @@ fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
 /// in memory.
 fn in_phases(algorithm: Algorithm, count: usize) {
     let hops = hops(algorithm);
-    let ranks = hops.levels.ranks();
+    let ranks = hops.ranks();
     let sizes = vec![count; ranks];
     let part = |from, to| bytes(from, to, 0, count);
     let memory = |rank: usize| {

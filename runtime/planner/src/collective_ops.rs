@@ -385,20 +385,23 @@ impl CommConfig<'_> {
         let rows = part * self.chunk.others;
         // A deduplicated row crosses once however many shards get it inside the node. On the way
         // back one row crosses too, however many shards contributed; `back` counts that one.
+        let ranks = self.all_to_all.row().deduplicates_ranks();
         let crossing = match (once && !rank.each.is_empty(), there) {
             (false, _) => rows * row,
+            (true, _) if ranks => self.repeats * rows * row,
             (true, true) => self.repeats * row * self.chunk.others,
             (true, false) => self.repeats * self.mesh.expert_tp as f64 * row * self.chunk.others,
         };
         ExchangedRows {
-            row: rows * row,
+            // Between ranks, a token goes once over links inside nodes, too.
+            row: if ranks { crossing } else { rows * row },
             own: part * self.chunk.own * row,
             peers: self.chunk.peers,
             crossing,
             cast_ratio: comm_dtype_part(self.comm_dtype, row, element),
             there,
             dedup: once,
-            side_by_side: self.all_to_all.row().orders.len() > 1,
+            side_by_side: self.all_to_all.row().shares() > 1,
         }
     }
 
@@ -543,7 +546,7 @@ pub(crate) fn comm_dtype_part(comm_dtype: CommDtype, row: f64, element: usize) -
         return 1.0;
     }
     let (table, width) = (comm_dtype.row(), width as usize);
-    let packed = table.values(width, element) + table.scales(width);
+    let packed = table.values(width, element) + table.scale_bytes(width);
     (packed as f64 / row).min(1.0)
 }
 
@@ -562,5 +565,10 @@ mod tests {
             7392.0
         );
         assert_eq!(comm_dtype_part(CommDtype::Fp8, 4.0, 4), 1.0);
+        // 7168 elements and 224 scales of one byte.
+        assert_eq!(
+            comm_dtype_part(CommDtype::Mxfp8, 14336.0, 2) * 14336.0,
+            7392.0
+        );
     }
 }

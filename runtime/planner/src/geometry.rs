@@ -90,8 +90,13 @@ pub(crate) fn ranks(
         let replicas = group.sums_of_replicas();
         let traffic = group.traffic(all_to_all);
         // In two dimensions, the answers of shards are assumed to be spread evenly over them.
-        let each = (all_to_all.row().deduplicates && group.has_nodes())
-            .then(|| group.traffic(AllToAll::TwoDhInterFirst));
+        let row = all_to_all.row();
+        let each = if row.deduplicates_ranks() {
+            Some(group.traffic(AllToAll::Linear))
+        } else {
+            (row.deduplicates && group.has_nodes())
+                .then(|| group.traffic(AllToAll::TwoDhInterFirst))
+        };
         // On the way there every shard gets a row; on the way back one shard per expert answers,
         // so the two directions differ.
         let straight = group.is_straight(all_to_all) && mesh.expert_tp > 1 && adaptive_r > 0;

@@ -287,6 +287,6 @@ fn adaptive_r(mesh: Parallel) -> Vec<Option<usize>> {
 
 fn algorithms(nodes: bool) -> Vec<AllToAll> {
     let rows = ALL_TO_ALLS.iter();
-    let possible = rows.filter(|row| nodes || row.is_direct());
+    let possible = rows.filter(|row| row.searched && (nodes || !row.needs_nodes()));
     possible.map(|row| row.all_to_all).collect()
 }

@@ -175,14 +175,19 @@ impl<'q> Simulator<'q> {
         }
     }
 
-    /// Returns the mean number of chunks in which a token that crosses to a node appears; 1
-    /// unless rows are deduplicated.
+    /// Returns the mean number of chunks in which a token that goes to a node, or to a rank,
+    /// appears; 1 unless rows are deduplicated.
     fn repeats(&self, mesh: Parallel, all_to_all: AllToAll, overlap_degree: usize) -> f64 {
         if !all_to_all.row().deduplicates {
             return 1.0;
         }
         let Scenario { spec, machine, .. } = self.scenario;
-        let nodes = mesh.group() as f64 / machine.per_node() as f64;
+        let ranks = if all_to_all.row().deduplicates_ranks() {
+            mesh.expert_tp
+        } else {
+            machine.per_node()
+        };
+        let nodes = mesh.group() as f64 / ranks as f64;
         let choices = Choices {
             // One number for all ranks, because the mean depends only weakly on the number of
             // tokens.
@@ -238,7 +243,7 @@ impl<'q> Simulator<'q> {
             let all_to_all = strategy.all_to_all.to_string();
             return Err(PlannerError::OverlapBy { all_to_all });
         }
-        if !strategy.all_to_all.row().is_direct() && !self.has_nodes(mesh) {
+        if strategy.all_to_all.row().needs_nodes() && !self.has_nodes(mesh) {
             return Err(PlannerError::AllToAll {
                 all_to_all: strategy.all_to_all.to_string(),
                 group: mesh.group(),

@@ -4,10 +4,12 @@
 //! All numbers are in rows of a mesh in which each row goes to every shard of its expert. Other
 //! parallelism degrees and row widths only scale them.
 
+mod between_ranks;
+
 use crate::Machine;
 use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::routing::Routing;
-use moesaic_dist::{AllToAll, Hop, Parallel, Placement, RowSource};
+use moesaic_dist::{AllToAll, Hop, Parallel, Placement, RowPath, RowSource};
 
 /// The loads of a rank in one phase by level, in rows.
 pub(crate) type LevelLoads = [LevelLoad; MOST_LEVELS];
@@ -232,7 +234,9 @@ impl<'a> MeshGroup<'a> {
 
     /// Returns whether an algorithm is a single exchange of such messages.
     pub fn is_straight(&self, all_to_all: AllToAll) -> bool {
-        self.is_by_place(all_to_all) && !(all_to_all.row().deduplicates && self.has_nodes())
+        let row = all_to_all.row();
+        let deduplicates = row.deduplicates && (row.deduplicates_ranks() || self.has_nodes());
+        row.path != RowPath::Ring && self.is_by_place(all_to_all) && !deduplicates
     }
 
     pub fn traffic(&self, all_to_all: AllToAll) -> Traffic {
@@ -243,12 +247,14 @@ impl<'a> MeshGroup<'a> {
         let own = (0..self.ranks()).map(|rank| each * all.rows(rank, rank));
         let own = own.collect();
         let row = all_to_all.row();
-        let mut steps = match row.orders {
+        let mut steps = match row.path {
             _ if straight => vec![all.linear(self.block, each)],
+            _ if row.deduplicates_ranks() => vec![all.once_to_ranks(self.block, each)],
             _ if row.deduplicates => all.once(),
-            [] => vec![all.linear(self.block, each)],
-            [order] => all.in_order(order),
-            [one, other, ..] => all.concurrent([one, other]),
+            RowPath::Direct | RowPath::OverNodes([]) => vec![all.linear(self.block, each)],
+            RowPath::Ring => all.around(self.block, each),
+            RowPath::OverNodes([order]) => all.in_order(order),
+            RowPath::OverNodes([one, other, ..]) => all.concurrent([one, other]),
         };
         steps.iter_mut().for_each(|step| self.share(step));
         Traffic { steps, own }
@@ -552,7 +558,7 @@ pub(crate) fn block(mesh: Parallel, adaptive_r: usize) -> usize {
 /// one rank of each place.
 pub(crate) fn by_place(all_to_all: AllToAll, node: usize, block: usize) -> bool {
     let row = all_to_all.row();
-    row.is_direct() || node == block || (node < block && !row.deduplicates)
+    !row.needs_nodes() || node == block || (node < block && !row.deduplicates)
 }
 
 /// Returns the ranks of a range that have a rank's place in blocks.

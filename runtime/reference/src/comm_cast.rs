@@ -5,6 +5,8 @@
 //! f16, bf16   values [width], zeros to a multiple of 16 bytes
 //! fp8         codes u8 [width], zeros to a multiple of 4,
 //!             scales f32 [ceil(width / 128)], zeros to a multiple of 16
+//! mxfp8       codes u8 [width], zeros to a multiple of 4,
+//!             scales u8 [ceil(width / 32)], zeros to a multiple of 16
 //! ```
 
 use half::{bf16, f16};
@@ -19,6 +21,8 @@ pub enum CommDtype {
     Bf16,
     /// FP8 E4M3 with an f32 scale for each 128 values.
     Fp8,
+    /// MXFP8 of OCP MX v1.0: E4M3 with an E8M0 scale for each 32 values.
+    Mxfp8,
 }
 
 /// The NaN of every format decodes to this f32.
@@ -55,6 +59,17 @@ pub fn pack_row(comm_dtype: CommDtype, row: &[f32]) -> (Vec<u8>, u64) {
             bytes.resize(bytes.len().next_multiple_of(4), 0);
             bytes.extend(scales);
         }
+        CommDtype::Mxfp8 => {
+            let mut scales = Vec::new();
+            for span in row.chunks(32) {
+                let scale = mx_exponent(span);
+                let scaled = |value: &f32| (f64::from(*value) * 2f64.powi(-scale)) as f32;
+                bytes.extend(span.iter().map(|value| to_e4m3(scaled(value))));
+                scales.push((scale + 127) as u8);
+            }
+            bytes.resize(bytes.len().next_multiple_of(4), 0);
+            bytes.extend(scales);
+        }
     }
     bytes.resize(bytes.len().next_multiple_of(16), 0);
     (bytes, saturated)
@@ -73,9 +88,23 @@ pub fn unpack_row(comm_dtype: CommDtype, bytes: &[u8], width: usize, dtype: DTyp
             // E4M3 has no infinity, so an infinite product means a value too large for f32.
             value.clamp(-f32::MAX, f32::MAX)
         }
+        CommDtype::Mxfp8 => {
+            let exponent = i32::from(bytes[width.next_multiple_of(4) + i / 32]) - 127;
+            (f64::from(of_e4m3(bytes[i])) * 2f64.powi(exponent)) as f32
+        }
     };
     let rounded = |i: usize| rounded(fitted(value(i), dtype), dtype);
     (0..width).map(rounded).collect()
+}
+
+/// Returns the exponent of a span's E8M0 scale: that of the largest finite magnitude less that of
+/// 256, the largest power of two of E4M3, as section 6.3 of OCP MX v1.0 says; at least -127.
+fn mx_exponent(span: &[f32]) -> i32 {
+    let finite = span.iter().filter(|value| value.is_finite());
+    let largest = finite.fold(0f64, |most, value| most.max(f64::from(value.abs())));
+    // The exponent of a zero is that of no other f64, and far below the least of E8M0.
+    let binade = (largest.to_bits() >> 52) as i32 - 1023;
+    (binade - 8).max(-127)
 }
 
 /// Returns the largest finite magnitude of a span, which sets its scale. Magnitudes below 2^-117

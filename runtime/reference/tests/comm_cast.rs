@@ -116,6 +116,8 @@ fn errors_are_the_published_ones() {
         (CommDtype::F16, [2.1e-4, 2.1e-4, 2.1e-4]),
         (CommDtype::Bf16, [1.7e-3, 1.7e-3, 1.7e-3]),
         (CommDtype::Fp8, [2.6e-2, 1.4e-2, 2.6e-2]),
+        // Not published: a script in Python's floats gave these.
+        (CommDtype::Mxfp8, [2.93e-2, 3.79e-2, 3.05e-2]),
     ];
     for (comm_dtype, published) in cases {
         for (values, published) in [&plain, &outliers, &scaled].into_iter().zip(published) {
@@ -184,6 +186,25 @@ fn what_no_format_has_is_as_documented() {
                 back[0]
             );
         }
+    }
+    // A scale of MXFP8 is a power of two: -3 has the binade of 256, and 1.99 would be 509.4, which
+    // saturates. Spans of 32 have their own scales; that of zeros is the least, and an infinity
+    // counts for none.
+    let mut row = [0.0f32; 65];
+    (row[0], row[1], row[2]) = (-3.0, 1.5, 2f32.powi(-20));
+    (row[32], row[33], row[34]) = (1.99, f32::INFINITY, -f32::NAN);
+    let (bytes, over) = pack_row(CommDtype::Mxfp8, &row);
+    assert_eq!((bytes.len(), over), (80, 0));
+    assert_eq!(bytes[..3], [0xfc, 0x74, 0x00]);
+    assert_eq!(bytes[32..35], [0x7e, 0x7f, 0x7f]);
+    assert_eq!(bytes[64..72], [0, 0, 0, 0, 127 - 7, 127 - 8, 0, 0]);
+    let back = unpack_row(CommDtype::Mxfp8, &bytes, row.len(), DType::F32);
+    assert_eq!((back[..3].to_vec(), back[32]), (vec![-3.0, 1.5, 0.0], 1.75));
+    assert!(back[33].is_nan() && back[34].is_nan() && back[64] == 0.0);
+    for value in [f32::MAX, -2e-39, 1e-38] {
+        let (bytes, _) = pack_row(CommDtype::Mxfp8, &[value]);
+        let back = unpack_row(CommDtype::Mxfp8, &bytes, 1, DType::F32)[0];
+        assert!((back / value - 1.0).abs() <= 0.125, "{value:e}: {back:e}");
     }
     // A span of zeros, and one of subnormal numbers.
     for row in [[0.0, -0.0], [1e-44, -1e-40]] {

@@ -18,6 +18,10 @@ pub enum Algorithm {
     /// One half of each part inside nodes first, the other half between nodes first, so that both
     /// kinds of links are always busy.
     Concurrent(NodeShape),
+    /// Around a ring of this many ranks: each sends only to the next one, which passes on what is
+    /// for others. A rank sends about half the ranks times as many bytes as directly, so this is
+    /// for machines whose ranks have links to two neighbours alone.
+    Ring(usize),
     /// [`Algorithm::Hierarchical`] over groups of groups: the smallest groups first.
     Levels(Levels),
 }
@@ -30,6 +34,7 @@ impl Algorithm {
             Algorithm::Hierarchical(shape) => Some(HopOrder::intra_first(shape)),
             Algorithm::InterFirst(shape) => Some(HopOrder::inter_first(shape)),
             Algorithm::Concurrent(shape) => Some(HopOrder::concurrent(shape)),
+            Algorithm::Ring(ranks) => HopOrder::around(ranks),
             Algorithm::Levels(levels) => Some(HopOrder::upwards(levels)),
         }
     }

@@ -1,5 +1,6 @@
 //! The count exchange: ranks learn the size of everything that passes through them.
 
+use super::hop_order::HopMessage;
 use super::{BufferRef, Copy, HopOrder, HopSchedule, Message, Plan, Span, Step};
 use std::ops::Range;
 
@@ -192,7 +193,7 @@ impl Tables {
         let row = blocks_per_peer * NUMBER;
         Tables {
             row,
-            table: row * hops.levels.ranks(),
+            table: row * hops.ranks(),
             stages: hops.count() + 1,
         }
     }
@@ -222,14 +223,19 @@ pub fn count_hops(hops: &HopOrder, rank: usize, blocks_per_peer: usize, units: &
     for hop in 0..hops.count() {
         let (mut sends, mut receives, mut copies) = (Vec::new(), Vec::new(), Vec::new());
         for order in orders.clone() {
-            for (peer, places) in hops.peers(order, hop, rank) {
-                let message = |stage, places| Message {
+            let messages = |stage, HopMessage { peer, places }| -> Vec<Message> {
+                let message = |places| Message {
                     peer,
                     span: tables.rows(order, stage, places),
                 };
-                sends.extend(places.iter().map(|places| message(hop, places)));
-                receives.extend(places.iter().map(|places| message(hop + 1, places)));
-            }
+                places.iter().map(message).collect()
+            };
+            let (out, inward) = (
+                hops.sends(order, hop, rank),
+                hops.receives(order, hop, rank),
+            );
+            sends.extend(out.into_iter().flat_map(|to| messages(hop, to)));
+            receives.extend(inward.into_iter().flat_map(|from| messages(hop + 1, from)));
             copies.extend(stay(hops, &tables, (order, hop), rank));
         }
         let name = "counts";

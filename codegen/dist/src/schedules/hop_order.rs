@@ -8,7 +8,7 @@
 //! destination ranks; after the last, source ranks. A hop at a level moves place `f` of rank `r`
 //! to the rank that has the digit of `f`, into the place that has the digit of `r`.
 
-use super::{offsets, others};
+use super::{Ring, offsets, others};
 use crate::{Levels, NodeShape};
 use std::ops::Range;
 
@@ -20,6 +20,8 @@ pub struct HopOrder {
     pub levels: Levels,
     /// The levels of each share in hop order; each level appears once.
     pub orders: Vec<Vec<usize>>,
+    /// The ring around which data pass instead of taking digits. Ranks then have one level.
+    pub ring: Option<Ring>,
 }
 
 /// The bits of a digit's radix in [`HopOrder::code`]. The first level's radix follows from the
@@ -51,6 +53,7 @@ impl HopOrder {
         HopOrder {
             levels: shape.into(),
             orders: vec![vec![1, 0], vec![0, 1]],
+            ring: None,
         }
     }
 
@@ -59,10 +62,17 @@ impl HopOrder {
         HopOrder::one(levels, (0..levels.count()).rev().collect())
     }
 
+    /// Returns hops around a ring; `None` for no ranks.
+    pub fn around(ranks: usize) -> Option<HopOrder> {
+        let ring = Some(Ring { ranks, back: false });
+        HopOrder::direct(ranks).map(|hops| HopOrder { ring, ..hops })
+    }
+
     fn one(levels: Levels, order: Vec<usize>) -> HopOrder {
         HopOrder {
             levels,
             orders: vec![order],
+            ring: None,
         }
     }
 
@@ -74,6 +84,7 @@ impl HopOrder {
             orders: orders
                 .map(|order| order.iter().rev().copied().collect())
                 .collect(),
+            ring: self.ring.map(Ring::reversed),
             ..*self
         }
     }
@@ -84,7 +95,9 @@ impl HopOrder {
         // Direct messages have code 0 whatever the number of ranks, since signatures of other
         // operations hold 0 too.
         if levels.count() == 1 {
-            return 0;
+            return self
+                .ring
+                .map_or(0, |ring| u64::from(ring.back) << 6 | 1 << 3 | 1);
         }
         let radices = (1..levels.count()).map(|level| levels.radix(level) as u64);
         let radices = radices
@@ -100,6 +113,8 @@ impl HopOrder {
         let radix = |level: u64| code >> 8 >> (RADIX_BITS * (level - 1)) & ((1 << RADIX_BITS) - 1);
         match (count, orders, first) {
             (0, ..) => "direct".to_string(),
+            (1, _, 0) => "around a ring".to_string(),
+            (1, ..) => "around a ring in reverse".to_string(),
             (2, 1, 1) => format!("hierarchical with {} ranks per node", radix(1)),
             (2, 1, _) => format!(
                 "hierarchical between nodes first with {} ranks per node",
@@ -117,13 +132,21 @@ impl HopOrder {
         }
     }
 
+    /// Returns the number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.levels.ranks()
+    }
+
     /// Returns the number of hops, the most that any data take.
     pub fn count(&self) -> usize {
-        self.levels.count()
+        self.ring.map_or(self.levels.count(), Ring::hops)
     }
 
     /// Returns the name of a hop in errors.
     pub(super) fn name(&self, hop: usize) -> &'static str {
+        if self.ring.is_some() {
+            return "exchange with neighbours on the ring";
+        }
         let mut levels = self.orders.iter().map(|order| order[hop]);
         match (self.orders.len(), self.count(), levels.next()) {
             (1, 1, _) => "exchange",
@@ -139,6 +162,9 @@ impl HopOrder {
 
     /// Returns source and destination of the pair at a place of a rank, after `hops` hops.
     pub fn pair(&self, order: usize, hops: usize, rank: usize, place: usize) -> (usize, usize) {
+        if let Some(ring) = self.ring {
+            return ring.pair(hops, rank, place);
+        }
         let (mut from, mut to) = (rank, place);
         for &level in &self.orders[order][..hops] {
             let (own, other) = (
@@ -151,24 +177,37 @@ impl HopOrder {
         (from, to)
     }
 
-    /// Returns the ranks that a rank exchanges with in a hop, each with the places that change
-    /// hands; both sides use the same place numbers.
-    pub(super) fn peers(
-        &self,
-        order: usize,
-        hop: usize,
-        rank: usize,
-    ) -> impl Iterator<Item = (usize, Vec<Range<usize>>)> {
+    /// Returns the ranks that a rank sends to in a hop, each with the places whose blocks leave, in
+    /// the order in which the receiver expects them.
+    pub(super) fn sends(&self, order: usize, hop: usize, rank: usize) -> Vec<HopMessage> {
+        if let Some(ring) = self.ring {
+            return ring.sends(hop, rank).into_iter().collect();
+        }
         let (levels, level) = (self.levels, self.orders[order][hop]);
         let own = levels.digit(rank, level);
-        others(own, levels.radix(level)).map(move |digit| {
-            let peer = levels.with(rank, level, digit);
-            (peer, places(&levels, level, digit))
-        })
+        let message = |digit| HopMessage {
+            peer: levels.with(rank, level, digit),
+            places: places(&levels, level, digit),
+        };
+        others(own, levels.radix(level)).map(message).collect()
+    }
+
+    /// Returns the ranks that a rank receives from in a hop, each with the places that its blocks
+    /// take. Together these are the places that [`HopOrder::sends`] empties.
+    pub(super) fn receives(&self, order: usize, hop: usize, rank: usize) -> Vec<HopMessage> {
+        if let Some(ring) = self.ring {
+            return ring.receives(hop, rank).into_iter().collect();
+        }
+        // Ranks whose numbers differ in one digit exchange, each place for the one of the other's
+        // digit.
+        self.sends(order, hop, rank)
     }
 
     /// Returns the places that stay on their rank in a hop.
     pub(super) fn own(&self, order: usize, hop: usize, rank: usize) -> Vec<Range<usize>> {
+        if let Some(ring) = self.ring {
+            return ring.own(hop, rank);
+        }
         let level = self.orders[order][hop];
         places(&self.levels, level, self.levels.digit(rank, level))
     }
@@ -213,6 +252,15 @@ impl HopOrder {
     }
 }
 
+/// The blocks that a rank exchanges with a peer in one hop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct HopMessage {
+    /// The other rank.
+    pub peer: usize,
+    /// The places of the blocks on this rank.
+    pub places: Vec<Range<usize>>,
+}
+
 /// Returns the numbers with this digit at a level, as ranges.
 fn places(levels: &Levels, level: usize, digit: usize) -> Vec<Range<usize>> {
     let stride = levels.stride(level);
@@ -241,7 +289,7 @@ pub struct HopSchedule {
 impl HopSchedule {
     /// Returns the schedule of one block per pair, all of one size.
     pub fn equal(hops: HopOrder, rank: usize, bytes: usize) -> HopSchedule {
-        let places = vec![bytes; hops.levels.ranks()];
+        let places = vec![bytes; hops.ranks()];
         let stages = vec![places; hops.count() + 1];
         HopSchedule {
             rank,

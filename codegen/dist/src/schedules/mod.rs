@@ -15,6 +15,7 @@ mod hop_order;
 mod over_hops;
 mod packed;
 mod reduce;
+mod ring;
 mod schedule;
 mod trees;
 
@@ -28,6 +29,7 @@ pub use hop_counts::{Block, HopCounts, count_hops};
 pub use hop_order::{HopOrder, HopSchedule};
 pub use over_hops::{Endpoints, all_to_all_with, exchange_over_hops, exchange_with};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
+pub use ring::Ring;
 pub use schedule::Schedule;
 pub use trees::{barrier, broadcast};
 

@@ -1,6 +1,7 @@
 //! Exchanges over intermediate ranks, with the result of the direct exchange. Forwarded data lie
 //! in scratch; all other data move directly from the input or to the output.
 
+use super::hop_order::HopMessage;
 use super::{BufferRef, Copy, HopSchedule, Message, Plan, Span, Step};
 
 /// The memory of each part's blocks. Each block is a span of the schedule's size; an empty block
@@ -67,7 +68,7 @@ struct Path<'a> {
 impl Path<'_> {
     /// Takes up what this rank holds before the first hop.
     fn begin(&mut self, step: &mut Transfers) {
-        let (rank, ranks) = (self.schedule.rank, self.schedule.hops.levels.ranks());
+        let (rank, ranks) = (self.schedule.rank, self.schedule.hops.ranks());
         let own = |to: usize| self.own_shares((rank, to), (self.ends.from)(to));
         self.held = (0..ranks).map(own).collect();
         let to = self.own_shares((rank, rank), (self.ends.to)(rank));
@@ -97,28 +98,24 @@ impl Path<'_> {
 
     fn hop(&mut self, hop: usize, step: &mut Transfers) {
         let (hops, rank) = (&self.schedule.hops, self.schedule.rank);
-        let mut changed = Vec::new();
-        for (peer, places) in hops.peers(self.order, hop, rank) {
-            let places: Vec<usize> = places.into_iter().flatten().collect();
-            // Collect what leaves before anything arrives: arriving blocks take over the same
-            // places.
-            let leave = places.iter().flat_map(|place| &self.held[*place]);
+        // Collect what leaves before anything arrives: arriving blocks take over the same places.
+        for HopMessage { peer, places } in hops.sends(self.order, hop, rank) {
+            let leave = places.into_iter().flatten();
+            let leave = leave.flat_map(|place| &self.held[place]);
             extend(&mut step.sends, peer, leave.copied());
-            changed.push((peer, places));
         }
-        let mut arriving: Vec<usize> = changed
-            .iter()
-            .flat_map(|(_, places)| places)
-            .copied()
-            .collect();
+        let receives = hops.receives(self.order, hop, rank);
+        let places = receives.iter().flat_map(|message| &message.places);
+        let mut arriving: Vec<usize> = places.cloned().flatten().collect();
         // A later hop over a slower digit sends places in ascending order; allocating scratch in
         // that order keeps its messages contiguous.
         arriving.sort_unstable();
         for place in arriving {
             self.held[place] = self.arrive(hop + 1, place);
         }
-        for (peer, places) in changed {
-            let arrive = places.iter().flat_map(|place| &self.held[*place]);
+        for HopMessage { peer, places } in receives {
+            let arrive = places.into_iter().flatten();
+            let arrive = arrive.flat_map(|place| &self.held[place]);
             extend(&mut step.receives, peer, arrive.copied());
         }
     }
@@ -183,7 +180,7 @@ pub fn exchange_with(
     sends: &[(usize, usize)],
     receives: &[(usize, usize)],
 ) -> Plan {
-    let ranks = schedule.hops.levels.ranks();
+    let ranks = schedule.hops.ranks();
     let by_peer = |list: &[(usize, usize)], place: fn(usize) -> BufferRef| {
         let mut spans = vec![Vec::new(); ranks];
         for (i, (peer, bytes)) in list.iter().enumerate() {

@@ -57,7 +57,7 @@ impl HopSchedule {
         receives: &[(usize, usize)],
         from: &dyn Fn(usize) -> bool,
     ) -> Result<(), String> {
-        let ranks = self.hops.levels.ranks();
+        let ranks = self.hops.ranks();
         let GroupRank { rank, size } = own;
         if self.rank != rank || ranks != size {
             let counted = self.rank;

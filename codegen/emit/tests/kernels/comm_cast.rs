@@ -12,7 +12,12 @@ use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, Mo
 use moesaic_toolchain::testing;
 use std::sync::Arc;
 
-const FORMATS: [CommDtype; 3] = [CommDtype::F16, CommDtype::Bf16, CommDtype::Fp8];
+const FORMATS: [CommDtype; 4] = [
+    CommDtype::F16,
+    CommDtype::Bf16,
+    CommDtype::Fp8,
+    CommDtype::Mxfp8,
+];
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
 fn kernel(desc: &CommCastDesc, target: Target) -> KernelPlan {
@@ -35,6 +40,7 @@ fn twin(comm_dtype: CommDtype) -> moesaic_reference::CommDtype {
         CommDtype::F16 => moesaic_reference::CommDtype::F16,
         CommDtype::Bf16 => moesaic_reference::CommDtype::Bf16,
         CommDtype::Fp8 => moesaic_reference::CommDtype::Fp8,
+        CommDtype::Mxfp8 => moesaic_reference::CommDtype::Mxfp8,
         CommDtype::Unchanged => panic!("nothing packs exact rows"),
     }
 }

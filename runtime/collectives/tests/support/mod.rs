@@ -87,7 +87,8 @@ fn algorithms(ranks: usize) -> Vec<Algorithm> {
             Algorithm::Levels(Levels::new(&[nodes, 1, per_node]).unwrap()),
         ]
     };
-    std::iter::once(Algorithm::Direct)
+    [Algorithm::Direct, Algorithm::Ring(ranks)]
+        .into_iter()
         .chain(shapes.flat_map(of_shape))
         .collect()
 }

@@ -55,10 +55,18 @@ impl Mesh {
         if row.is_direct() || by.adaptive_r() == 0 {
             return Ok(RowSchedule::Direct);
         }
-        let shape = self.shape(by).map_err(|reason| {
-            let error = StrategyError::Nodes { all_to_all, reason };
-            EngineError::from(PlanError::from(error))
-        })?;
+        let hosts = self.hosts_of_group(by);
+        let shape = if row.needs_nodes() {
+            shape(&hosts).map_err(|reason| {
+                let error = StrategyError::Nodes { all_to_all, reason };
+                EngineError::from(PlanError::from(error))
+            })?
+        } else {
+            NodeShape {
+                nodes: hosts.len(),
+                per_node: 1,
+            }
+        };
         Ok(if row.deduplicates {
             RowSchedule::Dedup(shape)
         } else {
@@ -66,14 +74,18 @@ impl Mesh {
         })
     }
 
-    /// Returns the nodes of the ranks that exchange rows, or a text of how these ranks lie.
-    fn shape(&self, by: AdaptiveMesh) -> Result<NodeShape, String> {
+    /// Returns the hosts of the ranks that exchange rows.
+    fn hosts_of_group(&self, by: AdaptiveMesh) -> Vec<String> {
         let own = by.place(self.rank()).dp;
         let members = self.hosts().iter().enumerate();
         let members = members.filter(|(rank, _)| by.place(*rank).dp == own);
-        let hosts: Vec<String> = members.map(|(_, host)| host.clone()).collect();
-        NodeShape::of_hosts(&hosts).ok_or_else(|| format!("ranks lie on {}", runs(&hosts)))
+        members.map(|(_, host)| host.clone()).collect()
     }
+}
+
+/// Returns the nodes of ranks on these hosts, or a text of how the ranks lie.
+fn shape(hosts: &[String]) -> Result<NodeShape, String> {
+    NodeShape::of_hosts(hosts).ok_or_else(|| format!("ranks lie on {}", runs(hosts)))
 }
 
 /// Returns the first few runs of hosts, as in `a (2), b (1), a (1)`.

@@ -6,7 +6,13 @@ use crate::exchange::to_range;
 use crate::published;
 
 /// Returns the hops of a row.
-fn hops(all_to_all: AllToAll, node: usize, from: usize, to: usize) -> Vec<(usize, usize)> {
+fn hops(group: &MeshGroup, all_to_all: AllToAll, from: usize, to: usize) -> Vec<(usize, usize)> {
+    let (node, ranks) = (group.units[0], group.ranks());
+    if all_to_all == AllToAll::Ring {
+        let distance = (to + ranks - from) % ranks;
+        let at = |hops: usize| (from + hops) % ranks;
+        return (0..distance).map(|hop| (at(hop), at(hop + 1))).collect();
+    }
     let via = match all_to_all {
         AllToAll::TwoDh => from / node * node + to % node,
         AllToAll::TwoDhInterFirst => to / node * node + from % node,
@@ -24,7 +30,7 @@ fn followed(
     let mut moved = vec![[0.0; 4]; group.ranks()];
     for from in 0..group.ranks() {
         for to in 0..group.ranks() {
-            for (a, b) in hops(all_to_all, group.units[0], from, to) {
+            for (a, b) in hops(group, all_to_all, from, to) {
                 let level = group.level(a, b).unwrap();
                 moved[a][level] += rows(from, to);
                 moved[b][2 + level] += rows(from, to);
@@ -48,11 +54,12 @@ fn sums(traffic: &Traffic) -> Vec<[f64; 4]> {
     (0..traffic.own.len()).map(of).collect()
 }
 
-const ALGORITHMS: [AllToAll; 4] = [
+const ALGORITHMS: [AllToAll; 5] = [
     AllToAll::Linear,
     AllToAll::TwoDh,
     AllToAll::TwoDhInterFirst,
     AllToAll::TwoDhConcurrent,
+    AllToAll::Ring,
 ];
 
 /// Returns rows of each rank by expert: unequal ones with some ranks empty, and equal ones.
@@ -82,7 +89,7 @@ fn every_row_takes_the_messages_that_are_counted() {
             for start in [0, mesh.group()] {
                 let group = MeshGroup::new(&machine, mesh, start, &routing, &placement);
                 for all_to_all in ALGORITHMS {
-                    if all_to_all != AllToAll::Linear && !group.has_nodes() {
+                    if all_to_all.row().needs_nodes() && !group.has_nodes() {
                         continue;
                     }
                     let rows = |from: usize, to: usize| {
@@ -188,6 +195,25 @@ fn a_token_crosses_to_a_node_once() {
     assert!((once[0][1] - 3.0 * each).abs() < 1e-6);
     let many = sums(&group.traffic(AllToAll::TwoDhInterFirst));
     assert!(once[0][1] < 0.5 * many[0][1] && once[0][0] == many[0][0]);
+}
+
+#[test]
+fn a_token_goes_to_a_rank_once() {
+    let machine = published("h800").unwrap().with_per_node(4);
+    let mesh = Parallel {
+        ep: 16,
+        ..Parallel::default()
+    };
+    let routing = Routing::even(1000, 64, 8);
+    let placement = Placement::contiguous(16, 64);
+    let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
+    let once = sums(&group.traffic(AllToAll::DedupRanks));
+    let each = 1000.0 * crate::expected_groups(64.0, 8, 16.0) / 16.0;
+    for (found, peers) in once[5].iter().zip([3.0, 12.0, 3.0, 12.0]) {
+        assert!((found - peers * each).abs() < 1e-6, "{once:?}");
+    }
+    let many = sums(&group.traffic(AllToAll::Linear));
+    assert!(once[0][1] < 0.85 * many[0][1] && once[0][0] < 0.85 * many[0][0]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param};
 use serde::{Deserialize, Serialize};
 
-/// Values that share one FP8 scale; a team of threads converts them together.
+/// Values that a team of threads converts together where no scale says otherwise.
 const SPAN: usize = 128;
 
 /// `comm_cast`: converts the rows of a tensor `[R, width]` that a list names to packed rows in
@@ -30,7 +30,7 @@ pub struct CommCastConfig {
     pub threads: u32,
     /// Rows per block.
     pub tile_rows: usize,
-    /// Adjacent threads that share 128 values of a row.
+    /// Adjacent threads that convert a span of a row together.
     pub team: u32,
 }
 
@@ -41,13 +41,23 @@ impl CommCastDesc {
     /// f16, bf16   values [width], zeros
     /// fp8         codes u8 [width], zeros to a multiple of 4,
     ///             scales f32 [ceil(width / 128)], zeros
+    /// mxfp8       codes u8 [width], zeros to a multiple of 4,
+    ///             scales u8 [ceil(width / 32)], zeros
     /// ```
     pub fn row_bytes(&self) -> usize {
         let row = self.comm_dtype.row();
         let values = row.values(self.width, self.rows.size());
-        let used = values.next_multiple_of(F32.size()) + row.scales(self.width);
+        let used = values.next_multiple_of(F32.size()) + row.scale_bytes(self.width);
         // Rows lie one behind another, and each must begin where the widest access of a GPU may.
         used.next_multiple_of(16)
+    }
+
+    /// Returns the values that share a scale; a team of threads converts them together.
+    fn span(&self) -> usize {
+        self.comm_dtype
+            .row()
+            .scales
+            .map_or(SPAN, |scales| scales.span)
     }
 
     /// Returns whether the kernels count values beyond the range of the dtype.
@@ -91,7 +101,7 @@ fn on_gpu(d: &CommCastDesc, wave: u32) -> CommCastConfig {
     CommCastConfig {
         threads: COPY_THREADS,
         tile_rows: row_tiling(d.width, d.rows, wave).rows,
-        team: (SPAN / pack.max(4)) as u32,
+        team: (d.span() / pack.max(4)) as u32,
     }
 }
 
