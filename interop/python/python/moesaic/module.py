@@ -277,15 +277,24 @@ class MoE(nn.Module):
                 inputs.append(tensor.reshape(shape))
 
         k = self._top_k
-        take("token_ids", token_ids, (tokens,))
-        take("topk_ids", topk_ids, (tokens, k))
-        take("topk_weights", topk_weights, (tokens, k))
-        take("token_mask", token_mask, (tokens,))
-        take("active_k", active_k, (1,))
-        take("sequence_ids", sequence_ids, (tokens,))
-        take("global_counts", global_counts, (self._experts,))
-        take("global_tokens", global_tokens, (1,))
-        weights = [getattr(owner, last) for owner, last in self._owners]
+        # Most calls have x alone.
+        if not (
+            token_ids is topk_ids is topk_weights is token_mask is active_k is sequence_ids
+            is global_counts is global_tokens is None
+        ):
+            take("token_ids", token_ids, (tokens,))
+            take("topk_ids", topk_ids, (tokens, k))
+            take("topk_weights", topk_weights, (tokens, k))
+            take("token_mask", token_mask, (tokens,))
+            take("active_k", active_k, (1,))
+            take("sequence_ids", sequence_ids, (tokens,))
+            take("global_counts", global_counts, (self._experts,))
+            take("global_tokens", global_tokens, (1,))
+        weights = [
+            # Past nn.Module's own lookup, which costs more; a parametrized weight is found there.
+            owner._parameters[last] if last in owner._parameters else getattr(owner, last)
+            for owner, last in self._owners
+        ]
         if self._over is not None:
             y, ids, chosen, counts, losses = self._over.run(
                 rows, names, inputs, weights, self.training, rng_key, capacity_factor
