@@ -2,6 +2,7 @@
 
 #[path = "../../tests/oracle/archive.rs"]
 mod archive;
+mod c;
 mod gpu_smoke;
 mod python;
 
@@ -11,9 +12,9 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "\
 usage: cargo xtask <command>
 
-  test    install what the tests need (NVRTC, clang, MPICH, numpy and pytest by pip; an emulator
-          of aarch64, gcc for it and Open MPI by apt-get, which needs root), run every test,
-          also those of interop, which is no part of the workspace
+  test    install what the tests need (NVRTC, clang, MPICH, numpy, pytest and cmake by pip; an
+          emulator of aarch64, gcc for it, Open MPI and valgrind by apt-get, which needs root),
+          run every test, also those of interop, which is no part of the workspace
           --quick: five minutes on two cores, and no tool but a C compiler: unit tests,
           golden text, whole layers on the CPU, oracles of Hugging Face and Tutel
   bless   rewrite the golden files after a wanted change
@@ -39,6 +40,9 @@ const CANDLE: &str = "interop/candle/Cargo.toml";
 
 /// Outside the workspace, too: the workspace does without Python.
 const PYTHON: &str = "interop/python/Cargo.toml";
+
+/// Outside the workspace, too: a C library has a name of its own and is linked for each test.
+const C: &str = "interop/c/Cargo.toml";
 
 fn main() -> ExitCode {
     let command = std::env::args().nth(1).unwrap_or_default();
@@ -79,6 +83,7 @@ fn test() -> Result<(), String> {
     install_packages();
     cargo(&["test", "--workspace", "--no-fail-fast"])?;
     outside(CANDLE, &["test", "--locked"], &[])?;
+    c::test(&root)?;
     python::test(&root)
 }
 
@@ -143,13 +148,14 @@ fn quick() -> Result<(), String> {
     cargo(&own)
 }
 
-/// QEMU and gcc for aarch64, and Open MPI, if they are missing. Where that fails,
+/// QEMU and gcc for aarch64, Open MPI and valgrind, if they are missing. Where that fails,
 /// the tests that need them will say so.
 fn install_packages() {
     let needed = [
         ("qemu-aarch64-static", "qemu-user-static"),
         ("aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu"),
         ("mpirun.openmpi", "openmpi-bin"),
+        ("valgrind", "valgrind"),
     ];
     let missing: Vec<&str> = needed
         .iter()
@@ -209,7 +215,7 @@ const CLIPPY: [&str; 4] = ["--all-targets", "--", "--deny", "warnings"];
 fn lint() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
     cargo(&[&["clippy", "--locked", "--workspace"][..], &CLIPPY].concat())?;
-    for manifest in [CANDLE, PYTHON] {
+    for manifest in [CANDLE, PYTHON, C] {
         cargo(&["fmt", "--manifest-path", manifest, "--check"])?;
         outside(manifest, &["clippy", "--locked"], &CLIPPY)?;
     }

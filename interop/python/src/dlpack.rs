@@ -1,11 +1,12 @@
 //! Arrays that come and go by DLPack, <https://dmlc.github.io/dlpack>.
 
 use crate::errors::Failure;
-use moesaic::{Bytes, DType, Tensor};
+use moesaic::{Bytes, DType, Tensor, Tensors};
 use pyo3::ffi::c_str;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_void};
 use std::ptr;
 
@@ -262,6 +263,23 @@ impl Imported {
             data: Bytes::from(data),
         }
     }
+}
+
+/// Takes named objects as [`Imported::new`] does.
+///
+/// # Errors
+/// As [`Imported::new`].
+pub fn imported(objects: &BTreeMap<String, Bound<'_, PyAny>>) -> PyResult<Vec<(String, Imported)>> {
+    let each = objects.iter();
+    each.map(|(name, object)| Ok((name.clone(), Imported::new(name, object)?)))
+        .collect()
+}
+
+/// Returns named tensors in the memory of their libraries.
+pub fn lent(tensors: &[(String, Imported)]) -> Tensors<'_> {
+    let each = tensors.iter();
+    each.map(|(name, tensor)| (name.clone(), tensor.tensor()))
+        .collect()
 }
 
 /// Reads a view.

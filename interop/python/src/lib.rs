@@ -6,7 +6,8 @@
 //!
 //! A layer of [`layer`] has no weights of its own: each call brings the addresses of the caller's.
 //! All layers of one spec share its kernels and workspace ([`engines`]). A layer of [`packed`]
-//! holds a copy of its weights in the order that kernels read.
+//! holds a copy of its weights in the order that kernels read. One of [`ranks`] holds a copy of a
+//! rank's part, and exchanges rows with the other ranks by [`sockets`].
 //!
 //! The GIL is released while a layer is made and while it runs. Nothing panics across the border:
 //! [`errors`] turns every failure into `moesaic.Error`.
@@ -16,7 +17,10 @@ mod engines;
 mod errors;
 mod layer;
 mod packed;
+mod ranks;
+mod sockets;
 mod spec;
+mod state_dicts;
 mod states;
 mod tensors;
 
@@ -33,8 +37,14 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<spec::Spec>()?;
     module.add_class::<layer::Layer>()?;
     module.add_class::<packed::PackedLayer>()?;
+    module.add_class::<ranks::Listener>()?;
+    module.add_class::<ranks::Ranks>()?;
+    module.add_class::<ranks::Mesh>()?;
+    module.add_class::<ranks::RankLayer>()?;
+    module.add_class::<ranks::RankState>()?;
     module.add_function(wrap_pyfunction!(engines::configure, module)?)?;
     module.add_function(wrap_pyfunction!(engines::engine_info, module)?)?;
     module.add_function(wrap_pyfunction!(spec::read_hf, module)?)?;
+    module.add_function(wrap_pyfunction!(state_dicts::read_state_dict, module)?)?;
     Ok(())
 }

@@ -1,10 +1,10 @@
 //! Layers for inference that hold their weights, packed, and take arrays.
 
-use crate::dlpack::{Array, Imported};
+use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
 use crate::spec::Spec;
-use moesaic::{Input, Layer, Tensor, Tensors};
+use moesaic::{Input, Layer, Tensor};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
@@ -98,18 +98,6 @@ impl PackedLayer {
                 .to_string(),
         ))
     }
-}
-
-fn imported(objects: &BTreeMap<String, Bound<'_, PyAny>>) -> PyResult<Vec<(String, Imported)>> {
-    let each = objects.iter();
-    each.map(|(name, object)| Ok((name.clone(), Imported::new(name, object)?)))
-        .collect()
-}
-
-fn lent(tensors: &[(String, Imported)]) -> Tensors<'_> {
-    let each = tensors.iter();
-    each.map(|(name, tensor)| (name.clone(), tensor.tensor()))
-        .collect()
 }
 
 /// Folds all sizes of x but the last into the number of tokens.

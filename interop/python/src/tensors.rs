@@ -1,14 +1,72 @@
 //! Tensors of a call, at addresses of the caller, checked against the layer's plan.
 
 use crate::errors::Failure;
-use moesaic::Layer;
-use moesaic::plan::{Role, TensorPlan};
+use moesaic::plan::{LayerPlan, Role, TensorPlan};
 use moesaic::target::Ptr;
+use moesaic::{Bytes, DType, Layer, Tensor};
 use pyo3::prelude::*;
 
 /// A tensor of a call: a contiguous row-major one on the CPU.
 #[derive(FromPyObject)]
 pub struct Given(String, u64, String, Vec<u64>);
+
+impl Given {
+    /// Returns the name.
+    pub fn name(&self) -> &str {
+        &self.0
+    }
+
+    /// Returns the tensor where it lies.
+    ///
+    /// # Errors
+    /// An element type that no layer has.
+    ///
+    /// # Safety
+    /// The memory is valid and unchanged for `'b`.
+    pub unsafe fn tensor<'b>(&self) -> Result<Tensor<'b>, Failure> {
+        let Given(name, address, dtype, shape) = self;
+        let floats = [DType::F32, DType::F16, DType::Bf16, DType::I32, DType::I64];
+        let found = floats.into_iter().find(|known| known.name() == dtype);
+        let dtype = found.ok_or_else(|| Failure::tensor(name, "is of no type that layers have"))?;
+        let shape: Vec<usize> = shape.iter().map(|size| *size as usize).collect();
+        let bytes = shape.iter().product::<usize>() * dtype.size();
+        let data: &[u8] = match bytes {
+            0 => &[],
+            // SAFETY: the caller vouches for it.
+            _ => unsafe {
+                std::slice::from_raw_parts(
+                    std::ptr::with_exposed_provenance(*address as usize),
+                    bytes,
+                )
+            },
+        };
+        Ok(Tensor {
+            dtype,
+            shape,
+            data: Bytes::from(data),
+        })
+    }
+
+    /// Copies a tensor here.
+    ///
+    /// # Errors
+    /// This is no f32 tensor of its shape.
+    ///
+    /// # Safety
+    /// The memory is valid, and nobody else uses it.
+    pub unsafe fn write(&self, from: &Tensor<'_>) -> Result<(), Failure> {
+        let Given(name, address, dtype, shape) = self;
+        let sizes = from.shape.iter().map(|size| *size as u64);
+        if *dtype != from.dtype.to_string() || !sizes.eq(shape.iter().copied()) {
+            let problem = format!("is {dtype} {shape:?}, not {} {:?}", from.dtype, from.shape);
+            return Err(Failure::tensor(name, problem));
+        }
+        let to = std::ptr::with_exposed_provenance_mut::<u8>(*address as usize);
+        // SAFETY: the caller vouches for as many bytes.
+        unsafe { std::ptr::copy_nonoverlapping(from.data.as_ptr(), to, from.data.len()) };
+        Ok(())
+    }
+}
 
 /// The tensors of a call, checked.
 pub struct Checked<'g> {
@@ -27,18 +85,7 @@ impl Checked<'_> {
 /// # Errors
 /// The name of the tensor, what it is and what it should be.
 pub fn check<'g>(layer: &Layer, tokens: usize, given: &'g [Given]) -> Result<Checked<'g>, Failure> {
-    let mut tensors = Vec::with_capacity(given.len());
-    for Given(name, address, dtype, shape) in given {
-        let Some(plan) = layer.plan().tensor(name) else {
-            return Err(Failure::tensor(name, "is none of the layer's"));
-        };
-        check_kind(plan, tokens, dtype, shape)?;
-        // SAFETY: the Python side passes the address of a tensor that it holds for the call, of
-        // the type and shape that were just checked.
-        unsafe { check_ids(layer, plan, tokens, *address)? };
-        tensors.push((name.as_str(), Ptr(*address)));
-    }
-    let checked = Checked { tensors };
+    let checked = check_given(layer.plan(), tokens, given)?;
     // The engine refuses a launch without an address, but with the name of a kernel.
     let weights = layer.plan().tensors.iter();
     let missing = weights
@@ -48,6 +95,29 @@ pub fn check<'g>(layer: &Layer, tokens: usize, given: &'g [Given]) -> Result<Che
         Some(tensor) => Err(Failure::Invalid(format!("no weight `{}`", tensor.name))),
         None => Ok(checked),
     }
+}
+
+/// As [`check`], of a layer that has its weights.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_given<'g>(
+    layer: &LayerPlan,
+    tokens: usize,
+    given: &'g [Given],
+) -> Result<Checked<'g>, Failure> {
+    let mut tensors = Vec::with_capacity(given.len());
+    for Given(name, address, dtype, shape) in given {
+        let Some(plan) = layer.tensor(name) else {
+            return Err(Failure::tensor(name, "is none of the layer's"));
+        };
+        check_kind(plan, tokens, dtype, shape)?;
+        // SAFETY: the Python side passes the address of a tensor that it holds for the call, of
+        // the type and shape that were just checked.
+        unsafe { check_ids(layer, plan, tokens, *address)? };
+        tensors.push((name.as_str(), Ptr(*address)));
+    }
+    Ok(Checked { tensors })
 }
 
 fn check_kind(plan: &TensorPlan, tokens: usize, dtype: &str, shape: &[u64]) -> Result<(), Failure> {
@@ -70,12 +140,12 @@ fn check_kind(plan: &TensorPlan, tokens: usize, dtype: &str, shape: &[u64]) -> R
 /// # Safety
 /// A tensor of the plan's type and size for so many tokens must lie at the address.
 unsafe fn check_ids(
-    layer: &Layer,
+    layer: &LayerPlan,
     plan: &TensorPlan,
     tokens: usize,
     address: u64,
 ) -> Result<(), Failure> {
-    let (spec, name) = (layer.spec(), plan.name.as_str());
+    let (spec, name) = (&layer.spec, plan.name.as_str());
     let experts = spec.routed_experts() as i32;
     // An output of the same name has old numbers in it.
     let input = matches!(plan.role, Role::Input | Role::Weight);

@@ -116,6 +116,56 @@ class PackedLayer:
     @property
     def spec(self) -> Spec: ...
 
+class Listener:
+    """A port that waits for the other ranks of a group."""
+
+    def __init__(self, host: str) -> None: ...
+    @property
+    def port(self) -> int: ...
+
+class Ranks:
+    """The ranks of a group, connected with each other. Every rank makes it."""
+
+    def __init__(
+        self, listener: Listener, rank: int, addresses: Sequence[str], key: bytes, timeout: float
+    ) -> None: ...
+    def mesh(self, expert_tp: int) -> Mesh:
+        """Makes the mesh of expert_tp shards of each expert. All ranks call it."""
+    def leave(self) -> None:
+        """Ends the connections, so that the last messages arrive."""
+
+class Mesh:
+    """A rank's place among those that share layers."""
+
+    def part(self, name: str, whole: SupportsDLPack) -> Array:
+        """Copies this rank's part of a weight of the whole layer."""
+    def part_shape(self, name: str, whole: Sequence[int]) -> list[int]: ...
+    def is_replicated(self, name: str) -> bool:
+        """Returns whether every rank has the same values of a weight."""
+
+class RankState:
+    """The state between forward and backward of a call over ranks."""
+
+class RankLayer:
+    """One rank's part of a layer. All ranks make the same calls in the same order."""
+
+    def __init__(self, mesh: Mesh, spec: Spec, weights: Mapping[str, SupportsDLPack]) -> None: ...
+    def set_weights(self, tensors: Sequence[Given]) -> None: ...
+    def set_strategy(self, strategy: str) -> None: ...
+    def forward(
+        self, tokens: int, tensors: Sequence[Given], capacity_factor: Optional[float] = None
+    ) -> None: ...
+    def forward_train(
+        self,
+        tokens: int,
+        tensors: Sequence[Given],
+        rng_key: tuple[int, int, int, int],
+        capacity_factor: Optional[float] = None,
+    ) -> RankState: ...
+    def backward(
+        self, state: RankState, tensors: Sequence[Given], gradients: Sequence[Given]
+    ) -> None: ...
+
 def configure(target: Optional[str] = None, threads: Optional[int] = None) -> None:
     """Chooses the target and the number of threads of layers that are made from now on."""
 
@@ -124,3 +174,13 @@ def engine_info() -> dict[str, Any]:
 
 def read_hf(folder: str | os.PathLike[str], layer: int = 0) -> tuple[Spec, dict[str, Array]]:
     """Reads the MoE layer of a model in a folder of transformers: spec, and weights by name."""
+
+def read_state_dict(
+    spec: Spec,
+    library: str,
+    tensors: Mapping[str, SupportsDLPack],
+    share: Optional[int] = None,
+    prefix: Optional[str] = None,
+    gate: Optional[int] = None,
+) -> dict[str, Array]:
+    """Reads a layer from a state dict of Tutel ("tutel") or FastMoE ("fastmoe")."""

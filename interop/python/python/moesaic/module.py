@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import ops
-from ._native import InvalidError, PackedLayer, Spec, read_hf
+from ._native import InvalidError, PackedLayer, Spec, read_hf, read_state_dict
 
 SpecLike = Union[str, Mapping[str, Any], Spec]
 
@@ -68,6 +68,13 @@ class MoE(nn.Module):
     In training mode the layer draws the noise of its spec from torch's generator, and backward adds
     the gradient of every auxiliary loss, `coefficient * loss`; `losses` has the values of the last
     call, detached, to be logged. In evaluation it does neither, and is differentiable as well.
+
+    With `group`, a process group of torch.distributed, its ranks share the experts: x and y are this
+    rank's tokens, parameters this rank's part (`moesaic.distributed`). `expert_tp` is the number of
+    shards of each expert, `strategy` says how ranks exchange rows, such as "overlap_degree=2".
+    Gradients of experts come from the tokens of all ranks: divided by the number of ranks, as
+    DistributedDataParallel divides all others, or with gradients="sum" as they are. An exchange that
+    takes longer than `timeout` seconds fails. Equal seeds give the layer of one process.
     """
 
     def __init__(
@@ -76,6 +83,11 @@ class MoE(nn.Module):
         *,
         device: Optional[torch.device] = None,
         dtype: Optional[torch.dtype] = None,
+        group: Any = None,
+        expert_tp: int = 1,
+        strategy: Optional[str] = None,
+        gradients: str = "mean",
+        timeout: float = 60.0,
     ) -> None:
         super().__init__()
         self.spec = read(spec)
@@ -89,14 +101,28 @@ class MoE(nn.Module):
         self._width, self._top_k = self.spec.model_dim, self.spec.top_k
         self._experts = self.spec.experts
         self._losses: Optional[torch.Tensor] = None
+        self._over = None
+        if group is not None:
+            from .distributed import Over
+
+            self._over = Over(self._text, group, expert_tp, strategy, gradients, timeout)
+        elif expert_tp != 1 or strategy is not None:
+            raise InvalidError("expert_tp and strategy are for layers over ranks: give a group")
         # The owner of each weight, and its name there: walking the path costs more than the call.
         self._owners: list[tuple[nn.Module, str]] = []
         trained = frozenset(self.spec.trained)
         for name, kind, shape in self.spec.weights:
             own = ops.TORCH_DTYPES[kind]
             own = dtype if dtype is not None and own.is_floating_point else own
+            if self._over is not None:
+                shape = self._over.mesh.part_shape(name, shape)
             tensor = torch.empty(shape, dtype=own, device=device)
             self._hold(name, tensor, name in trained)
+            if self._over is not None and not self._over.mesh.is_replicated(name):
+                # The names of Tutel and of FastMoE for parameters that data parallelism leaves
+                # alone.
+                self._weight(name).skip_allreduce = True
+                self._weight(name).dp_comm = "none"
         self.reset_parameters()
 
     def _hold(self, name: str, tensor: torch.Tensor, trained: bool) -> None:
@@ -123,14 +149,20 @@ class MoE(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws new weights from the distributions of `Spec.initial`, by torch's generator."""
+        shapes = {name: shape for name, _, shape in self.spec.weights}
         for name, kind, number in self.spec.initial:
-            tensor = self._weight(name)
+            own = self._weight(name)
+            # Over ranks the whole weight is drawn, so that every number is that of one process.
+            tensor = own if self._over is None else own.new_empty(shapes[name])
             if kind == "uniform":
                 tensor.uniform_(-number, number)
             elif kind == "normal":
                 tensor.normal_(0.0, number)
             else:
                 tensor.fill_(number)
+            if self._over is not None:
+                own.copy_(self._over.part(name, tensor))
+                self._over.share(name, own)
         if "router.table" in self._names:
             table = self._weight("router.table")
             ids = torch.arange(table.numel(), device=table.device) % self.spec.experts
@@ -138,21 +170,53 @@ class MoE(nn.Module):
 
     @classmethod
     def from_hf(
-        cls, folder: Union[str, os.PathLike], layer: int = 0, dtype: Optional[torch.dtype] = None
+        cls,
+        folder: Union[str, os.PathLike],
+        layer: int = 0,
+        dtype: Optional[torch.dtype] = None,
+        **ranks: Any,
     ) -> "MoE":
-        """Reads the MoE layer of a model in a folder of transformers, router and experts."""
+        """Reads the MoE layer of a model in a folder of transformers, router and experts. `ranks`
+        are the arguments of a layer over ranks, such as `group`."""
         spec, arrays = read_hf(os.fspath(folder), layer)
-        module = cls(spec, dtype=dtype)
-        with torch.no_grad():
-            for name, weight in module.weights().items():
-                weight.copy_(torch.from_dlpack(arrays[name]))
+        module = cls(spec, dtype=dtype, **ranks)
+        module._copy(arrays, True)
         return module
+
+    @torch.no_grad()
+    def _copy(self, arrays: Mapping[str, Any], whole: bool) -> None:
+        for name, weight in self.weights().items():
+            tensor = torch.from_dlpack(arrays[name])
+            weight.copy_(self._over.part(name, tensor) if self._over and whole else tensor)
+
+    def load_foreign_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        library: str,
+        *,
+        prefix: Optional[str] = None,
+        gate: Optional[int] = None,
+        whole: bool = True,
+    ) -> None:
+        """Copies the weights of a layer of Tutel ("tutel") or FastMoE ("fastmoe") from its state
+        dict. `prefix` names the layer where there are several, `gate` one of Tutel's gates. Over
+        ranks the dict is of the whole layer, or with whole=False of this rank's experts.
+        """
+        own = self._weight("experts.up.weight").shape[0]
+        if not whole and self._over is not None and self._over.expert_tp != 1:
+            raise InvalidError("a rank's state dict has whole experts, not shards: expert_tp = 1")
+        share = self._experts if whole or self._over is None else own
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
+        arrays = read_state_dict(self.spec, library, tensors, share, prefix, gate)
+        self._copy(arrays, whole)
 
     def pack(self) -> PackedLayer:
         """Copies the weights into a layer for inference alone, faster where calls have few tokens.
 
         It takes and gives arrays by DLPack. Later changes of the weights do not reach it.
         """
+        if self._over is not None:
+            raise InvalidError("a layer over ranks is not packed: its part alone is no layer")
         dtypes = {name: ops.TORCH_DTYPES[kind] for name, kind, _ in self._call_spec().weights}
         tensors = {
             name: weight.detach().to(dtypes[name]).contiguous()
@@ -213,19 +277,33 @@ class MoE(nn.Module):
                 inputs.append(tensor.reshape(shape))
 
         k = self._top_k
-        take("token_ids", token_ids, (tokens,))
-        take("topk_ids", topk_ids, (tokens, k))
-        take("topk_weights", topk_weights, (tokens, k))
-        take("token_mask", token_mask, (tokens,))
-        take("active_k", active_k, (1,))
-        take("sequence_ids", sequence_ids, (tokens,))
-        take("global_counts", global_counts, (self._experts,))
-        take("global_tokens", global_tokens, (1,))
-        weights = [getattr(owner, last) for owner, last in self._owners]
-        y, ids, chosen, counts, losses = ops.layer(
-            self._text, rows, names, inputs, weights, self.training, rng_key, capacity_factor,
-            return_routing,
-        )
+        # Most calls have x alone.
+        if not (
+            token_ids is topk_ids is topk_weights is token_mask is active_k is sequence_ids
+            is global_counts is global_tokens is None
+        ):
+            take("token_ids", token_ids, (tokens,))
+            take("topk_ids", topk_ids, (tokens, k))
+            take("topk_weights", topk_weights, (tokens, k))
+            take("token_mask", token_mask, (tokens,))
+            take("active_k", active_k, (1,))
+            take("sequence_ids", sequence_ids, (tokens,))
+            take("global_counts", global_counts, (self._experts,))
+            take("global_tokens", global_tokens, (1,))
+        weights = [
+            # Past nn.Module's own lookup, which costs more; a parametrized weight is found there.
+            owner._parameters[last] if last in owner._parameters else getattr(owner, last)
+            for owner, last in self._owners
+        ]
+        if self._over is not None:
+            y, ids, chosen, counts, losses = self._over.run(
+                rows, names, inputs, weights, self.training, rng_key, capacity_factor
+            )
+        else:
+            y, ids, chosen, counts, losses = ops.layer(
+                self._text, rows, names, inputs, weights, self.training, rng_key, capacity_factor,
+                return_routing,
+            )
         if self.training:
             self._losses = losses
         y = y if x.dim() == 2 else y.reshape(*leading, y.shape[-1])

@@ -8,7 +8,7 @@ gradients where torch wants them.
 from __future__ import annotations
 
 import functools
-from typing import Optional, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
 
@@ -31,9 +31,9 @@ ROUTING = ("topk_ids", "topk_weights", "counts")
 class Compiled:
     """A spec in the element types of a call: its layer, and the tensors that it takes."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, layer: Any) -> None:
         self.spec = spec
-        self.layer = Layer(spec)
+        self.layer = layer
         # Read once: each look at a property of the extension builds its lists anew.
         self.weights = {name: TORCH_DTYPES[dtype] for name, dtype, _ in spec.weights}
         self.inputs = {name: TORCH_DTYPES[dtype] for name, dtype, _ in spec.inputs}
@@ -50,7 +50,7 @@ def read_spec(text: str) -> Spec:
 
 
 @functools.lru_cache(maxsize=None)
-def _variant(text: str, weights: str, activations: str, training: bool) -> Spec:
+def variant(text: str, weights: str, activations: str, training: bool) -> Spec:
     spec = read_spec(text)
     spec = spec if training else spec.evaluation()
     return spec.with_precision(weights, activations)
@@ -58,13 +58,12 @@ def _variant(text: str, weights: str, activations: str, training: bool) -> Spec:
 
 @functools.lru_cache(maxsize=None)
 def _compiled(text: str, weights: str, activations: str, training: bool) -> Compiled:
-    return Compiled(_variant(text, weights, activations, training))
+    spec = variant(text, weights, activations, training)
+    return Compiled(spec, Layer(spec))
 
 
-def compiled(
-    text: str, x: torch.Tensor, weights: Sequence[torch.Tensor], training: bool
-) -> Compiled:
-    """Returns the layer in the dtypes of its experts and of x."""
+def precision(text: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[str, str]:
+    """Returns the dtypes of a call: that of its experts and that of x."""
     at = _expert_weight(text)
     own, tokens = DTYPES.get(weights[at].dtype), DTYPES.get(x.dtype)
     for found, dtype in ((own, weights[at].dtype), (tokens, x.dtype)):
@@ -72,7 +71,14 @@ def compiled(
             raise InvalidError(
                 f"a layer computes in f32, f16 and bf16, not in {dtype}: convert x and the module"
             )
-    return _compiled(text, own, tokens, training)
+    return own, tokens
+
+
+def compiled(
+    text: str, x: torch.Tensor, weights: Sequence[torch.Tensor], training: bool
+) -> Compiled:
+    """Returns the layer in the dtypes of its experts and of x."""
+    return _compiled(text, *precision(text, x, weights), training)
 
 
 def given(name: str, tensor: torch.Tensor) -> tuple[str, int, str, tuple[int, ...]]:
@@ -89,22 +95,22 @@ def given(name: str, tensor: torch.Tensor) -> tuple[str, int, str, tuple[int, ..
     return (name, tensor.data_ptr(), dtype, tensor.shape)
 
 
-def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def taken(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype and tensor.is_contiguous():
         return tensor
     return tensor.detach().to(dtype).contiguous()
 
 
-class _Call:
+class Call:
     """The tensors of a call by name, in the layer's dtypes, alive for the call."""
 
     def __init__(self) -> None:
         self.given: list[tuple[str, int, str, tuple[int, ...]]] = []
-        self._alive: list[torch.Tensor] = []
+        self.alive: list[torch.Tensor] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self.given.append(given(name, tensor))
-        self._alive.append(tensor)
+        self.alive.append(tensor)
         return tensor
 
     def add_weights(
@@ -113,7 +119,7 @@ class _Call:
         for name, weight in zip(names, weights):
             # An evaluation has no weights of the noise.
             if name in of.weights:
-                self.add(name, _as(weight, of.weights[name]))
+                self.add(name, taken(weight, of.weights[name]))
 
     def add_inputs(
         self, of: Compiled, names: Sequence[str], inputs: Sequence[torch.Tensor]
@@ -127,10 +133,10 @@ class _Call:
             dtype = of.inputs[name]
             if tensor.dtype.is_floating_point != dtype.is_floating_point:
                 raise InvalidError(f"input `{name}` is {tensor.dtype}, expected {dtype}")
-            taken = _as(tensor, dtype)
+            own = taken(tensor, dtype)
             if name == "topk_weights" and of.rescales:
-                taken = taken.clone()
-            self.add(name, taken)
+                own = own.clone()
+            self.add(name, own)
 
 
 @functools.lru_cache(maxsize=None)
@@ -151,8 +157,8 @@ def _expert_weight(text: str) -> int:
     return weight_names(text).index("experts.up.weight")
 
 
-def _outputs(
-    of: Compiled, call: _Call, x: torch.Tensor, routing: bool = True
+def outputs(
+    of: Compiled, call: Call, x: torch.Tensor, routing: bool = True
 ) -> list[torch.Tensor]:
     tokens, k = x.shape[0], of.top_k
     y = call.add("y", x.new_empty((tokens, of.output_dim)))
@@ -186,11 +192,11 @@ def evaluate(
 
     Without `routing` the last three are None.
     """
-    of, call = compiled(text, x, weights, False), _Call()
+    of, call = compiled(text, x, weights, False), Call()
     call.add("x", x.contiguous())
     call.add_inputs(of, names, inputs)
     call.add_weights(of, weight_names(text), weights)
-    results = _outputs(of, call, x, routing)
+    results = outputs(of, call, x, routing)
     of.layer.forward(x.shape[0], call.given, capacity_factor)
     return results
 
@@ -205,11 +211,11 @@ def _layer(
     rng_key: list[int],
     capacity_factor: Optional[float],
 ) -> tuple[torch.Tensor, ...]:
-    of, call = compiled(spec, x, weights, training), _Call()
+    of, call = compiled(spec, x, weights, training), Call()
     call.add("x", x.contiguous())
     call.add_inputs(of, names.split(), inputs)
     call.add_weights(of, weight_names(spec), weights)
-    results = _outputs(of, call, x)
+    results = outputs(of, call, x)
     losses = torch.empty(len(of.losses))
     for at, kind in enumerate(of.losses):
         call.add(f"loss.{kind}", losses[at : at + 1])
@@ -255,9 +261,9 @@ def _layer_backward(
     routing: list[torch.Tensor],
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    of, call = compiled(spec, x, weights, training), _Call()
+    of, call = compiled(spec, x, weights, training), Call()
     call.add("x", x.contiguous())
-    call.add("dy", _as(dy, x.dtype))
+    call.add("dy", taken(dy, x.dtype))
     call.add_inputs(of, names.split(), inputs)
     call.add_weights(of, weight_names(spec), weights)
     if not of.external:

@@ -1,0 +1,137 @@
+//! Engines.
+
+use crate::pointers::{Out, borrow, free, optional_text};
+use crate::status::{Failure, Status, guard};
+use moesaic::EngineOptions as Settings;
+use moesaic::cache::Store;
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::sync::Arc;
+
+/// A device with its compiler and its cache of kernels. Layers keep what they need of it, so you
+/// may free it before them.
+pub struct Engine {
+    pub(crate) engine: moesaic::Engine,
+    target: CString,
+}
+
+/// The choices that open an engine. All zero is the default.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct EngineOptions {
+    /// "auto", "cpu", "cuda", "rocm", or a name with an architecture, such as "cpu:avx2" or
+    /// "cuda:sm_90a". NULL is "auto". Targets of GPUs need a library that was built for them.
+    pub target: *const c_char,
+    /// The directory that keeps compiled kernels. NULL is your cache directory, "" keeps none.
+    pub cache: *const c_char,
+    /// The number of CPU threads, the caller included. 0 is one per core, shared by all such
+    /// engines of the process, which end with the process.
+    pub threads: usize,
+    /// The number of the GPU, as its driver counts.
+    pub device: usize,
+    /// Not 0: never compile, so a kernel that the cache lacks is an error.
+    pub strict: c_int,
+    /// Must be NULL: a stream of yours is refused, because engines launch into streams of their
+    /// own. Synchronize yours before a call, and moesaic_engine_synchronize after it.
+    pub stream: *mut c_void,
+}
+
+impl Default for EngineOptions {
+    fn default() -> EngineOptions {
+        EngineOptions {
+            target: std::ptr::null(),
+            cache: std::ptr::null(),
+            threads: 0,
+            device: 0,
+            strict: 0,
+            stream: std::ptr::null_mut(),
+        }
+    }
+}
+
+/// Opens an engine. `options` may be NULL. Free it by moesaic_engine_free.
+///
+/// # Safety
+/// `options` is NULL or valid; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_engine_open(
+    options: *const EngineOptions,
+    out: *mut *mut Engine,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, options) = unsafe { (Out::handle(out)?, options.as_ref().copied()) };
+        // SAFETY: as above.
+        out.give(unsafe { open(options.unwrap_or_default()) }?);
+        Ok(())
+    })
+}
+
+/// # Safety
+/// The texts are NULL or end in NUL.
+unsafe fn open(options: EngineOptions) -> Result<Engine, Failure> {
+    // SAFETY: the caller vouches for the texts.
+    let (target, cache) = unsafe {
+        let target = optional_text(options.target, "target")?;
+        (target, optional_text(options.cache, "cache")?)
+    };
+    if !options.stream.is_null() {
+        let problem = "is a stream of yours, which no target takes: leave it NULL, synchronize \
+                       yours before a call, and call moesaic_engine_synchronize after it";
+        return Err(Failure::argument("stream", problem));
+    }
+    let store = match cache {
+        None => Some(Arc::new(Store::open_default())),
+        Some("") => None,
+        Some(folder) => Some(Arc::new(Store::open(folder))),
+    };
+    let settings = Settings {
+        store,
+        strict: options.strict != 0,
+        threads: (options.threads > 0).then_some(options.threads),
+        ordinal: options.device,
+        ..Settings::default()
+    };
+    let engine = moesaic::Engine::open(target.unwrap_or("auto"), settings);
+    let engine = engine.map_err(moesaic::Error::from)?;
+    let target = CString::new(engine.target().to_string()).unwrap_or_default();
+    Ok(Engine { engine, target })
+}
+
+/// Returns the target of an engine's kernels, such as "cpu:avx512". Valid as long as the engine;
+/// NULL for NULL.
+///
+/// # Safety
+/// `engine` is NULL or a live engine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_engine_target(engine: *const Engine) -> *const c_char {
+    // SAFETY: the caller vouches for it.
+    match unsafe { engine.as_ref() } {
+        Some(engine) => engine.target.as_ptr(),
+        None => std::ptr::null(),
+    }
+}
+
+/// Waits until the device has done all that was launched. On a CPU every call is over when it
+/// returns.
+///
+/// # Safety
+/// `engine` is NULL or a live engine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_engine_synchronize(engine: *const Engine) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for it.
+        let engine = unsafe { borrow(engine, "engine") }?;
+        let done = engine.engine.device().synchronize();
+        Ok(done.map_err(moesaic::Error::from)?)
+    })
+}
+
+/// Frees an engine; NULL is allowed.
+///
+/// # Safety
+/// `engine` is NULL or a live engine that no other thread uses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_engine_free(engine: *mut Engine) {
+    // SAFETY: the caller vouches for it.
+    unsafe { free(engine) }
+}

@@ -1,0 +1,573 @@
+//! Layers: how they are made, their weights and their gradients. All use of the Rust layer's type
+//! is here and in `calls.rs`.
+
+use crate::engine::Engine;
+use crate::info::{Described, Role, TensorInfo};
+use crate::pointers::{Out, borrow, free, slice, text};
+use crate::ranks::Mesh;
+use crate::spec::Spec;
+use crate::status::{Failure, Status, guard};
+use crate::tensors::{Given, Tensor};
+use moesaic::plan::{Recompute, Role as Owner, TensorPlan};
+use moesaic::spec::canonical_tensors;
+use moesaic::target::{Device, Ptr};
+use moesaic::{AnyLayer, Strategy, Target, Tensors, Training};
+use std::ffi::{c_char, c_int};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+
+/// A compiled layer, or one rank's part of a layer over ranks. Calls of several threads take turns.
+pub struct Layer {
+    pub(crate) layer: AnyLayer,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) target: Target,
+    /// The weights and gradients of a layer without weights, by address.
+    bound: Option<RwLock<Vec<(String, Ptr)>>>,
+    tensors: Vec<Described>,
+}
+
+/// What backward computes again instead of keeping it. Gradients are the same bits.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// Keep all that backward reads.
+    All = 0,
+    /// Compute the hidden values of experts again.
+    NoHidden = 1,
+    /// Compute the routing again, too.
+    Inputs = 2,
+}
+
+/// The choices of a layer. All zero is a layer of one process for inference.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct LayerOptions {
+    /// Not 0: the layer can run moesaic_forward_train and moesaic_backward.
+    pub training: c_int,
+    /// A moesaic_keep, for training.
+    pub keep: c_int,
+    /// The ranks that share the layer; NULL is one process. All ranks of the mesh make the layer
+    /// and every call, in the same order.
+    pub mesh: *const Mesh,
+    /// Not 0: `weights` are this rank's part: its own experts alone, by the same names.
+    pub weights_are_part: c_int,
+}
+
+impl Default for LayerOptions {
+    fn default() -> LayerOptions {
+        LayerOptions {
+            training: 0,
+            keep: 0,
+            mesh: std::ptr::null(),
+            weights_are_part: 0,
+        }
+    }
+}
+
+impl LayerOptions {
+    fn training(&self) -> Result<Option<Training>, Failure> {
+        let recompute = match self.keep {
+            code if code == Keep::All as c_int => Recompute::None,
+            code if code == Keep::NoHidden as c_int => Recompute::Hidden,
+            code if code == Keep::Inputs as c_int => Recompute::All,
+            code => {
+                let problem = format!("is {code}, which is no moesaic_keep");
+                return Err(Failure::argument("keep", problem));
+            }
+        };
+        if self.training == 0 && recompute != Recompute::None {
+            let problem = "is for layers that train: set `training`";
+            return Err(Failure::argument("keep", problem));
+        }
+        Ok((self.training != 0).then_some(Training { recompute }))
+    }
+}
+
+/// Returns the owner of a tensor of a plan, if callers have to do with it.
+fn role(owner: Owner) -> Option<Role> {
+    Some(match owner {
+        Owner::Input => Role::Input,
+        Owner::Weight => Role::Weight,
+        Owner::Output => Role::Output,
+        Owner::OutputGradient => Role::OutputGradient,
+        Owner::InputGradient => Role::InputGradient,
+        Owner::WeightGradient => Role::WeightGradient,
+        Owner::Packed | Owner::Scratch => return None,
+    })
+}
+
+/// Returns the tensors of a layer that a caller may name: those of calls, and this rank's weights
+/// with their gradients.
+fn described(layer: &AnyLayer) -> Vec<Described> {
+    let one = |tensor: &TensorPlan, role| {
+        Described::new(&tensor.name, tensor.dtype, role, tensor.shape.clone())
+    };
+    let is_port = |role| !matches!(role, Role::Weight | Role::WeightGradient);
+    let ports = layer.plan().tensors.iter();
+    let ports = ports.filter_map(|tensor| Some((tensor, role(tensor.role)?)));
+    let ports = ports.filter(|(_, role)| is_port(*role));
+    let mut all: Vec<Described> = ports.map(|(tensor, role)| one(tensor, role)).collect();
+    for weight in canonical_tensors(layer.spec()) {
+        let plan = layer.weight_layer(&weight.name).plan();
+        let names = [weight.name.clone(), format!("grad.{}", weight.name)];
+        let found = names.iter().filter_map(|name| plan.tensor(name));
+        all.extend(found.filter_map(|tensor| Some(one(tensor, role(tensor.role)?))));
+    }
+    all
+}
+
+impl Layer {
+    fn new(engine: &Engine, layer: AnyLayer) -> Layer {
+        Layer {
+            tensors: described(&layer),
+            layer,
+            device: engine.engine.device().clone(),
+            target: engine.engine.target(),
+            bound: None,
+        }
+    }
+
+    /// Returns whether calls take addresses of the host.
+    pub(crate) fn on_host(&self) -> bool {
+        matches!(self.target, Target::Cpu(_))
+    }
+
+    /// Returns whether the caller binds the weights.
+    pub(crate) fn binds(&self) -> bool {
+        self.bound.is_some()
+    }
+
+    /// Returns the weights and gradients that are bound.
+    pub(crate) fn bound(&self) -> Option<RwLockReadGuard<'_, Vec<(String, Ptr)>>> {
+        let bound = self.bound.as_ref()?;
+        Some(bound.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn tensors(&self) -> &[Described] {
+        &self.tensors
+    }
+
+    pub(crate) fn find(&self, name: &str) -> Result<&Described, Failure> {
+        let found = self.tensors.iter().find(|tensor| tensor.name() == name);
+        found.ok_or_else(|| {
+            let names: Vec<&str> = self.tensors.iter().map(Described::name).collect();
+            let problem = format!("is none of the layer's; it has: {}", names.join(", "));
+            Failure::tensor(name, problem)
+        })
+    }
+
+    fn bind(&self, tensors: &[Given<'_>]) -> Result<(), Failure> {
+        let Some(bound) = &self.bound else {
+            let problem = "has weights of its own: make it by moesaic_layer_without_weights, or \
+                           copy weights by moesaic_layer_set_weight";
+            return Err(Failure::argument("layer", problem));
+        };
+        for given in tensors {
+            let tensor = self.find(given.name)?;
+            if !matches!(tensor.role, Role::Weight | Role::WeightGradient) {
+                let problem = "is no weight and no gradient of one: name it in each call";
+                return Err(Failure::tensor(given.name, problem));
+            }
+            if given.strides.is_some() {
+                return Err(Failure::tensor(given.name, "has strides: bind it packed"));
+            }
+            given.check(tensor.dtype, &tensor.shape(0))?;
+            self.check_ids(given)?;
+        }
+        let mut bound = bound.write().unwrap_or_else(PoisonError::into_inner);
+        for given in tensors {
+            bound.retain(|(name, _)| name != given.name);
+            bound.push((given.name.to_string(), Ptr(given.data as u64)));
+        }
+        Ok(())
+    }
+
+    /// Checks the numbers that kernels take for indices, where the host can read them.
+    pub(crate) fn check_ids(&self, given: &Given<'_>) -> Result<(), Failure> {
+        let spec = self.layer.spec();
+        let experts = spec.routed_experts() as i32;
+        let (least, most) = match given.name {
+            "topk_ids" => (-1, experts - 1),
+            "router.table" => (0, experts - 1),
+            "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
+            "active_k" => (0, spec.shape.top_k as i32),
+            _ => return Ok(()),
+        };
+        if !self.on_host() {
+            return Ok(());
+        }
+        // SAFETY: the caller of the interface vouches for type and shape, which were checked
+        // against the layer's.
+        let ids = unsafe { given.host() }.to_vec::<i32>().unwrap_or_default();
+        match ids.iter().position(|id| !(least..=most).contains(id)) {
+            None => Ok(()),
+            Some(at) => {
+                let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
+                Err(Failure::tensor(given.name, problem))
+            }
+        }
+    }
+}
+
+/// Makes a layer and copies its weights, which you may free afterwards. Compiles what the engine's
+/// cache lacks.
+///
+/// `weights` are those of the spec (moesaic_spec_weight), of the whole layer, in host memory.
+/// `options` may be NULL. Free the layer by moesaic_layer_free.
+///
+/// # Safety
+/// Handles are live, `weights` has `count` valid tensors; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_open(
+    engine: *const Engine,
+    spec: *const Spec,
+    weights: *const Tensor,
+    count: usize,
+    options: *const LayerOptions,
+    out: *mut *mut Layer,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, engine, spec, weights, options) = unsafe {
+            let out = Out::handle(out)?;
+            let (engine, spec) = (borrow(engine, "engine")?, borrow(spec, "spec")?);
+            let weights = slice(weights, count, "weights")?;
+            (out, engine, spec, weights, options.as_ref().copied())
+        };
+        let options = options.unwrap_or_default();
+        let training = options.training()?;
+        let mut tensors = Tensors::new();
+        // SAFETY: the caller vouches for the weights, which outlive the copy that a layer makes.
+        for given in unsafe { Given::read_all(weights) }? {
+            // SAFETY: as above.
+            tensors.insert(given.name, unsafe { given.host() });
+        }
+        // SAFETY: the caller vouches for the mesh.
+        let mesh = unsafe { options.mesh.as_ref() }.map(|mesh| &mesh.mesh);
+        let layer = match (mesh, options.weights_are_part) {
+            (None, 0) | (Some(_), 0) => engine
+                .engine
+                .any_layer(mesh, &spec.spec, &tensors, training),
+            (Some(mesh), _) => {
+                let part = engine
+                    .engine
+                    .mesh_layer_of_part(mesh, &spec.spec, &tensors, training);
+                part.map(AnyLayer::from)
+            }
+            (None, _) => {
+                let problem = "is for layers over ranks: leave it 0 without a mesh";
+                return Err(Failure::argument("weights_are_part", problem));
+            }
+        };
+        out.give(Layer::new(engine, layer?));
+        Ok(())
+    })
+}
+
+/// Makes a layer of one process that copies no weights: you bind the address of each
+/// (moesaic_layer_bind), and calls read them there. It can train. Free it by moesaic_layer_free.
+///
+/// # Safety
+/// Handles are live; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_without_weights(
+    engine: *const Engine,
+    spec: *const Spec,
+    out: *mut *mut Layer,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, engine, spec) = unsafe {
+            let out = Out::handle(out)?;
+            (out, borrow(engine, "engine")?, borrow(spec, "spec")?)
+        };
+        if spec.spec.precision.experts.is_some() {
+            let problem = "has codes of experts, which kernels read packed: use moesaic_layer_open";
+            return Err(Failure::argument("spec", problem));
+        }
+        let training = Training::default();
+        let layer = engine.engine.layer_without_weights(&spec.spec, training)?;
+        out.give(Layer {
+            bound: Some(RwLock::default()),
+            ..Layer::new(engine, layer.into())
+        });
+        Ok(())
+    })
+}
+
+/// Binds weights, and the gradients "grad.<weight>" that backward writes (f32): packed tensors on
+/// the layer's device. They must stay valid as long as calls and backward passes use them; weights
+/// must not change between a forward pass and its backward. A name that is bound already is
+/// replaced.
+///
+/// # Safety
+/// `layer` is live, `tensors` has `count` valid tensors.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_bind(
+    layer: *const Layer,
+    tensors: *const Tensor,
+    count: usize,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (layer, tensors) = unsafe {
+            let tensors = slice(tensors, count, "tensors")?;
+            (borrow(layer, "layer")?, Given::read_all(tensors)?)
+        };
+        layer.bind(&tensors)
+    })
+}
+
+/// Makes the layer of a model for inference from its folder in the form of transformers: the spec
+/// from config.json, the weights from the safetensors files beside it. Layers count from zero. On a
+/// CPU quantized experts stay the codes of the files.
+///
+/// # Safety
+/// `engine` is live, `folder` ends in NUL; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_from_hf(
+    engine: *const Engine,
+    folder: *const c_char,
+    layer: usize,
+    out: *mut *mut Layer,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, engine, folder) = unsafe {
+            let out = Out::handle(out)?;
+            (out, borrow(engine, "engine")?, text(folder, "folder")?)
+        };
+        let made = engine.engine.layer_from_hf(folder, layer)?;
+        out.give(Layer::new(engine, made.into()));
+        Ok(())
+    })
+}
+
+/// Makes the layer of a model for inference from a GGUF file, as moesaic_layer_from_hf.
+///
+/// # Safety
+/// `engine` is live, `file` ends in NUL; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_from_gguf(
+    engine: *const Engine,
+    file: *const c_char,
+    layer: usize,
+    out: *mut *mut Layer,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, engine, file) = unsafe {
+            let out = Out::handle(out)?;
+            (out, borrow(engine, "engine")?, text(file, "file")?)
+        };
+        let made = engine.engine.layer_from_gguf(file, layer)?;
+        out.give(Layer::new(engine, made.into()));
+        Ok(())
+    })
+}
+
+/// Makes another layer with the same weights and kernels, and a workspace of its own, so that two
+/// threads call at the same time. A layer over ranks or without weights has none.
+///
+/// # Safety
+/// `layer` is live; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_handle(layer: *const Layer, out: *mut *mut Layer) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, layer) = unsafe { (Out::handle(out)?, borrow(layer, "layer")?) };
+        if layer.binds() {
+            let problem = "has no weights to share: make another, they share kernels";
+            return Err(Failure::argument("layer", problem));
+        }
+        let handle = AnyLayer::from(layer.layer.one("a handle")?.handle());
+        out.give(Layer {
+            tensors: described(&handle),
+            layer: handle,
+            device: layer.device.clone(),
+            target: layer.target,
+            bound: None,
+        });
+        Ok(())
+    })
+}
+
+/// Copies the spec of a layer. Free it by moesaic_spec_free.
+///
+/// # Safety
+/// `layer` is live; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_spec(layer: *const Layer, out: *mut *mut Spec) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, layer) = unsafe { (Out::handle(out)?, borrow(layer, "layer")?) };
+        out.give(Spec::new(layer.layer.spec().clone()));
+        Ok(())
+    })
+}
+
+/// Returns the number of tensors that you may name: those of calls, and weights with their
+/// gradients, on a mesh this rank's. 0 for NULL.
+///
+/// # Safety
+/// `layer` is NULL or live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_tensor_count(layer: *const Layer) -> usize {
+    // SAFETY: the caller vouches for it.
+    unsafe { layer.as_ref() }.map_or(0, |layer| layer.tensors.len())
+}
+
+/// Writes name, type, owner and shape of a tensor by its number, for a call of `tokens` tokens.
+///
+/// # Safety
+/// `layer` is live; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_tensor(
+    layer: *const Layer,
+    number: usize,
+    tokens: usize,
+    out: *mut TensorInfo,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, layer) = unsafe { (Out::new(out, "out")?, borrow(layer, "layer")?) };
+        let tensor = layer.tensors.get(number).ok_or_else(|| {
+            let problem = format!("is {number}, the layer has {} tensors", layer.tensors.len());
+            Failure::argument("number", problem)
+        })?;
+        out.set(tensor.info(tokens));
+        Ok(())
+    })
+}
+
+/// As moesaic_layer_tensor, by name.
+///
+/// # Safety
+/// `layer` is live, `name` ends in NUL; `out` is valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_find(
+    layer: *const Layer,
+    name: *const c_char,
+    tokens: usize,
+    out: *mut TensorInfo,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, layer, name) = unsafe {
+            let out = Out::new(out, "out")?;
+            (out, borrow(layer, "layer")?, text(name, "name")?)
+        };
+        out.set(layer.find(name)?.info(tokens));
+        Ok(())
+    })
+}
+
+/// Replaces a weight, on a mesh this rank's part of it, by a copy of a tensor in host memory. Waits
+/// for the calls of all handles.
+///
+/// # Safety
+/// `layer` is live, `tensor` is valid.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_set_weight(
+    layer: *const Layer,
+    tensor: *const Tensor,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (layer, given) = unsafe {
+            let layer = borrow(layer, "layer")?;
+            (layer, Given::read(borrow(tensor, "tensor")?)?)
+        };
+        if layer.binds() {
+            let problem = "reads weights where they are bound: write there";
+            return Err(Failure::argument("layer", problem));
+        }
+        // SAFETY: the caller vouches for the tensor.
+        let host = unsafe { given.host() };
+        Ok(layer.layer.set_weight(given.name, &host)?)
+    })
+}
+
+/// Copies the gradient of a weight, f32, to `count` elements of host memory, which must be as many
+/// as the weight has. `name` is that of the weight. On a mesh it is this rank's part.
+///
+/// # Safety
+/// `layer` is live, `name` ends in NUL, `data` has room for `count` elements.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_gradient(
+    layer: *const Layer,
+    name: *const c_char,
+    data: *mut f32,
+    count: usize,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (layer, name) = unsafe { (borrow(layer, "layer")?, text(name, "name")?) };
+        if layer.binds() {
+            let problem = "writes gradients where they are bound: read them there";
+            return Err(Failure::argument("layer", problem));
+        }
+        let gradient = layer.layer.gradient(name)?.to_f32();
+        if gradient.len() != count {
+            let problem = format!("is {count}, the gradient has {} elements", gradient.len());
+            return Err(Failure::argument("count", problem));
+        }
+        if data.is_null() && count > 0 {
+            return Err(Failure::Null("data"));
+        }
+        // SAFETY: the caller vouches for the room.
+        unsafe { std::ptr::copy_nonoverlapping(gradient.as_ptr(), data, count) };
+        Ok(())
+    })
+}
+
+/// Sums gradients over the ranks that hold the same weights, and with `average` not 0 divides by
+/// the number of ranks. Does nothing without ranks. Call it after the last backward of a step.
+///
+/// # Safety
+/// `layer` is live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_reduce_gradients(
+    layer: *const Layer,
+    average: c_int,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let layer = unsafe { borrow(layer, "layer") }?;
+        Ok(match average {
+            0 => layer.layer.reduce_gradients(),
+            _ => layer.layer.average_gradients(),
+        }?)
+    })
+}
+
+/// Sets the strategy of the following calls of a layer over ranks, in the words of
+/// docs/DISTRIBUTED.md: "r=2,overlap_degree=4,all_to_all=2dh". Results stay the same up to the
+/// rounding of sums. All ranks pass the same text.
+///
+/// # Safety
+/// `layer` is live and used by no other thread meanwhile; `strategy` ends in NUL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_set_strategy(
+    layer: *mut Layer,
+    strategy: *const c_char,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (layer, words) = unsafe { (layer.as_mut(), text(strategy, "strategy")?) };
+        let layer = layer.ok_or(Failure::Null("layer"))?;
+        let strategy: Result<Strategy, _> = words.parse();
+        let strategy = strategy
+            .map_err(|error| Failure::argument("strategy", format!("is `{words}`: {error}")))?;
+        Ok(layer.layer.set_strategy(strategy)?)
+    })
+}
+
+/// Frees a layer; NULL is allowed. States of its forward passes may be freed before or after.
+///
+/// # Safety
+/// `layer` is NULL or live, and no other thread uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_free(layer: *mut Layer) {
+    // SAFETY: the caller vouches for it.
+    unsafe { free(layer) }
+}

@@ -1,0 +1,454 @@
+//! The interface as C sees it: results of calls, and mistakes, each with its status and text.
+
+use moesaic_c::Status;
+use moesaic_c::calls::*;
+use moesaic_c::engine::*;
+use moesaic_c::layer::*;
+use moesaic_c::ranks::*;
+use moesaic_c::spec::*;
+use moesaic_c::status::moesaic_last_error;
+use moesaic_c::tensors::{Dtype, Tensor};
+use std::ffi::{CStr, CString, c_int};
+use std::ptr::{null, null_mut};
+
+const T: usize = 3;
+const SPEC: &CStr = c"shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";
+
+fn last() -> String {
+    // SAFETY: the text is valid until the next failure of this thread.
+    let text = unsafe { CStr::from_ptr(moesaic_last_error()) };
+    text.to_str().unwrap().to_string()
+}
+
+#[track_caller]
+fn ok(status: Status) {
+    assert_eq!(status, Status::Ok, "{}", last());
+}
+
+/// Checks a refusal and the words of its text.
+#[track_caller]
+fn refused(status: Status, words: &str) {
+    assert_eq!(status, Status::Invalid, "{}", last());
+    assert!(last().contains(words), "`{}` lacks `{words}`", last());
+}
+
+/// A tensor with memory of its own.
+struct Owned {
+    name: CString,
+    shape: Vec<i64>,
+    strides: Vec<i64>,
+    values: Vec<f32>,
+}
+
+impl Owned {
+    fn new(name: &str, shape: &[i64], salt: usize) -> Owned {
+        let count = shape.iter().product::<i64>() as usize;
+        let value = |i: usize| ((i * 37 + salt * 11) % 64) as f32 / 64.0 - 0.5;
+        Owned {
+            name: CString::new(name).unwrap(),
+            shape: shape.to_vec(),
+            strides: Vec::new(),
+            values: (0..count).map(value).collect(),
+        }
+    }
+
+    /// Lays the rows `far` elements apart, with -1 between them.
+    fn strided(mut self, far: usize) -> Owned {
+        let width = self.shape[1] as usize;
+        let mut values = vec![-1.0; self.shape[0] as usize * far];
+        for (to, from) in values.chunks_mut(far).zip(self.values.chunks(width)) {
+            to[..width].copy_from_slice(from);
+        }
+        (self.values, self.strides) = (values, vec![far as i64, 1]);
+        self
+    }
+
+    fn c(&mut self) -> Tensor {
+        Tensor {
+            name: self.name.as_ptr(),
+            data: self.values.as_mut_ptr().cast(),
+            dtype: Dtype::F32 as c_int,
+            dims: self.shape.len(),
+            shape: self.shape.as_ptr(),
+            strides: match self.strides.is_empty() {
+                true => null(),
+                false => self.strides.as_ptr(),
+            },
+        }
+    }
+}
+
+struct Opened {
+    engine: *mut Engine,
+    spec: *mut Spec,
+}
+
+impl Opened {
+    fn new(toml: &CStr) -> Opened {
+        let options = EngineOptions {
+            target: c"cpu".as_ptr(),
+            threads: 2,
+            ..EngineOptions::default()
+        };
+        let mut opened = Opened {
+            engine: null_mut(),
+            spec: null_mut(),
+        };
+        // SAFETY: the pointers are valid.
+        unsafe {
+            ok(moesaic_engine_open(&options, &mut opened.engine));
+            ok(moesaic_spec_from_toml(toml.as_ptr(), &mut opened.spec));
+        }
+        opened
+    }
+
+    fn weights(&self) -> Vec<Owned> {
+        // SAFETY: the spec is live, and names end in NUL.
+        let weight = |number| unsafe {
+            let mut info = std::mem::MaybeUninit::uninit();
+            ok(moesaic_spec_weight(self.spec, number, info.as_mut_ptr()));
+            let info = info.assume_init();
+            let name = CStr::from_ptr(info.name).to_str().unwrap();
+            Owned::new(name, &info.shape[..info.dims], number + 1)
+        };
+        // SAFETY: the spec is live.
+        let count = unsafe { moesaic_spec_weight_count(self.spec) };
+        (0..count).map(weight).collect()
+    }
+
+    fn layer(&self, training: c_int) -> *mut Layer {
+        let mut weights = self.weights();
+        let tensors: Vec<Tensor> = weights.iter_mut().map(Owned::c).collect();
+        let options = LayerOptions {
+            training,
+            ..LayerOptions::default()
+        };
+        let mut layer = null_mut();
+        // SAFETY: the pointers are valid.
+        ok(unsafe {
+            let (engine, spec) = (self.engine, self.spec);
+            moesaic_layer_open(
+                engine,
+                spec,
+                tensors.as_ptr(),
+                tensors.len(),
+                &options,
+                &mut layer,
+            )
+        });
+        layer
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // SAFETY: nobody uses them any more.
+        unsafe {
+            moesaic_spec_free(self.spec);
+            moesaic_engine_free(self.engine);
+        }
+    }
+}
+
+fn forward(layer: *const Layer, tokens: usize, tensors: &[Tensor]) -> Status {
+    let call = Call {
+        tokens,
+        tensors: tensors.as_ptr(),
+        tensor_count: tensors.len(),
+        capacity_factor: 0.0,
+    };
+    // SAFETY: the tests pass valid tensors, or such as are refused.
+    unsafe { moesaic_forward(layer, &call) }
+}
+
+fn rows(name: &str, salt: usize) -> Owned {
+    Owned::new(name, &[T as i64, 8], salt)
+}
+
+#[test]
+fn strided_rows_are_the_packed_ones() {
+    let opened = Opened::new(SPEC);
+    let layer = opened.layer(0);
+    let (mut x, mut y) = (rows("x", 0), rows("y", 1));
+    ok(forward(layer, T, &[x.c(), y.c()]));
+    let (mut far_x, mut far_y) = (rows("x", 0).strided(11), rows("y", 1).strided(9));
+    ok(forward(layer, T, &[far_x.c(), far_y.c()]));
+    for (found, wanted) in far_y.values.chunks(9).zip(y.values.chunks(8)) {
+        assert_eq!(found[..8], *wanted);
+        assert_eq!(found[8], -1.0, "between rows");
+    }
+    far_y.strides = vec![4, 1];
+    refused(
+        forward(layer, T, &[x.c(), far_y.c()]),
+        "two elements at one place",
+    );
+    // SAFETY: nobody uses it any more.
+    unsafe { moesaic_layer_free(layer) };
+}
+
+#[test]
+fn wrong_tensors_are_refused_by_name() {
+    let opened = Opened::new(SPEC);
+    let layer = opened.layer(0);
+    let (mut x, mut y) = (rows("x", 0), rows("y", 1));
+    let good = x.c();
+    let wrong = |change: &dyn Fn(&mut Tensor)| {
+        let mut tensor = good;
+        change(&mut tensor);
+        forward(layer, T, &[tensor])
+    };
+    refused(forward(layer, T, &[y.c()]), "`x`");
+    refused(
+        forward(layer, 5, &[x.c(), y.c()]),
+        "has shape [3, 8], expected [5, 8]",
+    );
+    refused(forward(layer, usize::MAX, &[x.c()]), "at most 2147483647");
+    refused(forward(layer, T, &[x.c(), x.c()]), "named twice");
+    refused(
+        wrong(&|x| x.dtype = Dtype::Bf16 as c_int),
+        "is bf16, expected f32",
+    );
+    refused(wrong(&|x| x.dtype = 77), "has dtype 77");
+    refused(wrong(&|x| x.dims = 1000), "has 1000 dimensions");
+    refused(wrong(&|x| x.data = null_mut()), "has data NULL");
+    refused(wrong(&|x| x.shape = null()), "argument `shape` is NULL");
+    refused(wrong(&|x| x.name = null()), "argument `name` is NULL");
+    refused(wrong(&|x| x.name = c"\xff".as_ptr()), "not UTF-8");
+    refused(wrong(&|x| x.name = c"z".as_ptr()), "it has: x,");
+    let name = c"router.weight".as_ptr();
+    let router = wrong(&|x| (x.name, x.shape) = (name, [4i64, 8].as_ptr()));
+    refused(router, "replace it by moesaic_layer_set_weight");
+    let negative = [-3i64, 8];
+    refused(wrong(&|x| x.shape = negative.as_ptr()), "has size -3");
+    let huge = [i64::MAX, i64::MAX];
+    refused(wrong(&|x| x.shape = huge.as_ptr()), "larger than memory");
+    refused(forward(null(), T, &[good]), "argument `layer` is NULL");
+    // SAFETY: NULL is refused.
+    refused(
+        unsafe { moesaic_forward(layer, null()) },
+        "argument `call` is NULL",
+    );
+    // After all that the layer works.
+    ok(forward(layer, T, &[x.c(), y.c()]));
+    ok(forward(layer, 0, &[Owned::new("x", &[0, 8], 0).c()]));
+    // SAFETY: nobody uses it any more.
+    unsafe { moesaic_layer_free(layer) };
+}
+
+#[test]
+fn a_layer_without_weights_reads_and_writes_where_they_are_bound() {
+    let opened = Opened::new(SPEC);
+    let owning = opened.layer(1);
+    let mut layer = null_mut();
+    // SAFETY: the handles are live.
+    ok(unsafe { moesaic_layer_without_weights(opened.engine, opened.spec, &mut layer) });
+    let (mut x, mut y) = (rows("x", 0), rows("y", 1));
+    refused(forward(layer, T, &[x.c(), y.c()]), "is not bound");
+
+    let mut weights = opened.weights();
+    let mut gradients: Vec<Owned> = weights
+        .iter()
+        .map(|weight| {
+            let name = format!("grad.{}", weight.name.to_str().unwrap());
+            Owned::new(&name, &weight.shape, 0)
+        })
+        .collect();
+    let bind = |tensors: &[Tensor]| {
+        // SAFETY: the tensors are valid and live as long as the layer.
+        unsafe { moesaic_layer_bind(layer, tensors.as_ptr(), tensors.len()) }
+    };
+    let tensors: Vec<Tensor> = weights.iter_mut().map(Owned::c).collect();
+    ok(bind(&tensors));
+    refused(bind(&[x.c()]), "name it in each call");
+    let train = |layer: *const Layer, y: &mut Owned| {
+        let (mut x, mut saved) = (rows("x", 0), null_mut());
+        let tensors = [x.c(), y.c()];
+        let call = Call {
+            tokens: T,
+            tensors: tensors.as_ptr(),
+            tensor_count: 2,
+            capacity_factor: 0.0,
+        };
+        // SAFETY: the tensors are valid; x lives as long as the state.
+        ok(unsafe { moesaic_forward_train(layer, &call, null(), &mut saved) });
+        (x, saved)
+    };
+    let backward = |layer: *const Layer, saved: *const Saved, dx: &mut Owned| {
+        let mut dy = rows("dy", 5);
+        let tensors = [dy.c(), dx.c()];
+        // SAFETY: the tensors are valid.
+        unsafe { moesaic_backward(layer, saved, tensors.as_ptr(), 2, 0) }
+    };
+    let (_x, saved) = train(layer, &mut y);
+    let mut dx = rows("dx", 2);
+    refused(
+        backward(layer, saved, &mut dx),
+        "tensor `grad.router.weight` is not bound",
+    );
+    let tensors: Vec<Tensor> = gradients.iter_mut().map(Owned::c).collect();
+    ok(bind(&tensors));
+    ok(backward(layer, saved, &mut dx));
+
+    let mut own_y = rows("y", 1);
+    let (_own_x, own_saved) = train(owning, &mut own_y);
+    let mut own_dx = rows("dx", 3).strided(10);
+    ok(backward(owning, own_saved, &mut own_dx));
+    let close = |a: &[f32], b: &[f32]| {
+        let pairs = a.iter().zip(b);
+        assert!(
+            pairs.clone().all(|(a, b)| (a - b).abs() < 1e-4),
+            "{a:?}, {b:?}"
+        );
+    };
+    close(&y.values, &own_y.values);
+    for (own, wanted) in own_dx.values.chunks(10).zip(dx.values.chunks(8)) {
+        close(&own[..8], wanted);
+    }
+    for (weight, bound) in weights.iter().zip(&gradients) {
+        let mut own = vec![0f32; bound.values.len()];
+        let name = weight.name.as_ptr();
+        // SAFETY: the room is that of the gradient.
+        ok(unsafe { moesaic_layer_gradient(owning, name, own.as_mut_ptr(), own.len()) });
+        close(&own, &bound.values);
+        // SAFETY: nothing is written.
+        let short = unsafe { moesaic_layer_gradient(owning, name, own.as_mut_ptr(), 1) };
+        refused(short, "argument `count` is 1");
+    }
+    refused(backward(owning, saved, &mut dx), "of another layer");
+    // SAFETY: nobody uses them any more.
+    unsafe {
+        moesaic_saved_free(saved);
+        moesaic_saved_free(own_saved);
+        moesaic_layer_free(layer);
+        moesaic_layer_free(owning);
+    }
+}
+
+#[test]
+fn ids_that_no_expert_has_are_refused() {
+    let external = c"shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }\n\
+                     router = { kind = \"external\" }";
+    let opened = Opened::new(external);
+    let layer = opened.layer(0);
+    let (mut x, mut y) = (rows("x", 0), rows("y", 1));
+    let mut gates = Owned::new("topk_weights", &[T as i64, 2], 3);
+    let mut ids = [0i32, 1, 2, 3, 0, 4];
+    let mut list = Tensor {
+        name: c"topk_ids".as_ptr(),
+        dtype: Dtype::I32 as c_int,
+        data: ids.as_mut_ptr().cast(),
+        ..gates.c()
+    };
+    let status = forward(layer, T, &[x.c(), y.c(), gates.c(), list]);
+    refused(status, "has 4 at element 5, expected -1..=3");
+    let mut good = [0i32, 1, 2, 3, 0, -1];
+    list.data = good.as_mut_ptr().cast();
+    ok(forward(layer, T, &[x.c(), y.c(), gates.c(), list]));
+    // SAFETY: nobody uses it any more.
+    unsafe { moesaic_layer_free(layer) };
+}
+
+#[test]
+fn handles_and_texts_that_cannot_be_are_refused() {
+    let opened = Opened::new(SPEC);
+    let (mut engine, mut spec, mut layer) = (null_mut(), null_mut(), null_mut());
+    // SAFETY: what is NULL or wrong is refused.
+    unsafe {
+        let mut options = EngineOptions {
+            target: c"quantum".as_ptr(),
+            ..EngineOptions::default()
+        };
+        refused(moesaic_engine_open(&options, &mut engine), "quantum");
+        assert!(engine.is_null());
+        (options.target, options.stream) = (c"cpu".as_ptr(), (&raw mut engine).cast());
+        refused(
+            moesaic_engine_open(&options, &mut engine),
+            "argument `stream` is a stream",
+        );
+        refused(
+            moesaic_engine_open(&options, null_mut()),
+            "argument `out` is NULL",
+        );
+        refused(
+            moesaic_spec_from_toml(c"shape = 3".as_ptr(), &mut spec),
+            "spec:1",
+        );
+        let status = moesaic_spec_from_file(c"/nowhere.toml".as_ptr(), &mut spec);
+        assert_eq!(status, Status::Unavailable);
+        assert!(last().starts_with("/nowhere.toml: "), "{}", last());
+        let status = moesaic_layer_open(opened.engine, opened.spec, null(), 0, null(), &mut layer);
+        refused(status, "4 weights do not fit");
+        let options = LayerOptions {
+            keep: 2,
+            ..LayerOptions::default()
+        };
+        let status =
+            moesaic_layer_open(opened.engine, opened.spec, null(), 0, &options, &mut layer);
+        refused(status, "set `training`");
+        let status = moesaic_layer_from_hf(opened.engine, c"/nowhere".as_ptr(), 0, &mut layer);
+        assert_eq!(status, Status::Unavailable);
+        let whole = opened.layer(0);
+        refused(
+            moesaic_layer_set_strategy(whole, c"r=2".as_ptr()),
+            "is of one process",
+        );
+        refused(moesaic_layer_set_strategy(whole, c"hop=2".as_ptr()), "hop");
+        refused(moesaic_layer_reduce_gradients(whole, 0), "for inference");
+        moesaic_layer_free(whole);
+        let mut worlds = [null_mut(); 2];
+        refused(
+            moesaic_world_threads(opened.engine, 0, 0.0, worlds.as_mut_ptr()),
+            "expected 1",
+        );
+        let status = moesaic_world_threads(opened.engine, 2, -1.0, worlds.as_mut_ptr());
+        refused(status, "argument `deadline` is -1");
+        ok(moesaic_world_threads(
+            opened.engine,
+            1,
+            0.0,
+            worlds.as_mut_ptr(),
+        ));
+        let two = Parallel {
+            ep: 2,
+            expert_tp: 0,
+            dp: 0,
+            shard_shared: 0,
+            world_scope: 0,
+            placement: null(),
+        };
+        let mut mesh = null_mut();
+        refused(moesaic_mesh_open(worlds[0], &two, &mut mesh), "2 ranks");
+        ok(moesaic_world_finish(worlds[0]));
+        // Freeing nothing is allowed.
+        moesaic_engine_free(null_mut());
+        moesaic_layer_free(null_mut());
+        moesaic_world_free(null_mut());
+    }
+}
+
+#[test]
+fn two_handles_run_at_the_same_time() {
+    let opened = Opened::new(SPEC);
+    let layer = opened.layer(0);
+    let mut other = null_mut();
+    // SAFETY: the layer is live.
+    ok(unsafe { moesaic_layer_handle(layer, &mut other) });
+    let handles = [layer as usize, other as usize];
+    let run = |handle: usize| {
+        let (mut x, mut y) = (rows("x", 0), rows("y", 1));
+        for _ in 0..20 {
+            ok(forward(handle as *const Layer, T, &[x.c(), y.c()]));
+        }
+        y.values
+    };
+    let found = std::thread::scope(|scope| {
+        let threads = handles.map(|handle| scope.spawn(move || run(handle)));
+        threads.map(|thread| thread.join().unwrap())
+    });
+    assert_eq!(found[0], found[1]);
+    // SAFETY: nobody uses them any more.
+    unsafe {
+        moesaic_layer_free(layer);
+        moesaic_layer_free(other);
+    }
+}

@@ -1,0 +1,308 @@
+//! The examples, built by a C compiler from an installed library, give the bits of the Rust face,
+//! and neither AddressSanitizer nor valgrind finds anything.
+
+use moesaic::collectives::{Call, threads};
+use moesaic::spec::canonical_tensors;
+use moesaic::{
+    Engine, EngineOptions, Input, LayerSpec, Mesh, Parallel, RngKey, Tensor, Tensors, Training,
+};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+const FORWARD: &str = "shape = { model_dim = 32, hidden_dim = 48, experts = 4, top_k = 2 }\n\
+                       router = { renormalize = \"sum\" }\n";
+const TRAIN: &str = "shape = { model_dim = 32, hidden_dim = 48, experts = 4, top_k = 2 }\n\
+                     losses = [{ kind = \"switch\", coefficient = 0.01 }]\n";
+const RANKS: &str = "shape = { model_dim = 32, hidden_dim = 48, experts = 4, top_k = 2 }";
+
+/// A folder of these tests.
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
+}
+
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let (out, err) = (output.stdout, String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{command:?}: {}\n{err}",
+        output.status
+    );
+    String::from_utf8(out).unwrap()
+}
+
+/// Installs the library, once, and returns the prefix.
+fn prefix() -> &'static Path {
+    static PREFIX: OnceLock<PathBuf> = OnceLock::new();
+    PREFIX.get_or_init(|| {
+        let prefix = folder("prefix");
+        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("install.sh");
+        let mut install = Command::new(script);
+        install.arg(&prefix).env("PROFILE", "dev");
+        run(install.env("CARGO_TARGET_DIR", target));
+        prefix
+    })
+}
+
+/// Builds the examples with make in a folder of their own.
+fn built(name: &str, settings: &[&str]) -> PathBuf {
+    let to = folder(name);
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+    }
+    let found = prefix().join("lib/pkgconfig");
+    let mut make = Command::new("make");
+    make.arg("-C")
+        .arg(&to)
+        .args(["clean", "all"])
+        .args(settings);
+    run(make.env("PKG_CONFIG_PATH", found));
+    to
+}
+
+/// Runs an example on the CPU, with the cache of these tests.
+fn example(folder: &Path, name: &str, under: &[&str]) -> String {
+    let program = folder.join(name);
+    let mut words: Vec<String> = under.iter().map(|word| word.to_string()).collect();
+    words.push(program.display().to_string());
+    let mut command = Command::new(&words[0]);
+    // AVX2 at most: valgrind knows no AVX-512.
+    run(command.args(&words[1..]).arg(TARGET).arg(cache()))
+}
+
+const TARGET: &str = "cpu:avx2";
+
+fn cache() -> PathBuf {
+    folder("cache")
+}
+
+fn is_there(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|dir| dir.join(program).is_file())
+}
+
+fn engine() -> Engine {
+    let options = EngineOptions {
+        store: Some(std::sync::Arc::new(moesaic::Store::open(cache()))),
+        threads: Some(2),
+        ..EngineOptions::default()
+    };
+    Engine::open(TARGET, options).unwrap()
+}
+
+fn wave(count: usize, salt: usize) -> Vec<f32> {
+    let value = |i: usize| ((i * 37 + salt * 11) % 64) as f32 - 32.0;
+    (0..count).map(|i| value(i) / 64.0).collect()
+}
+
+fn weights(spec: &LayerSpec) -> Tensors<'static> {
+    let tensors = canonical_tensors(spec).into_iter().enumerate();
+    let tensor = |(i, spec): (usize, moesaic::spec::TensorSpec)| {
+        let values = wave(spec.shape.iter().product(), i + 1);
+        (spec.name, Tensor::owned(&spec.shape, values))
+    };
+    tensors.map(tensor).collect()
+}
+
+fn bits(name: &str, values: &[f32]) -> String {
+    let values: Vec<String> = values
+        .iter()
+        .map(|v| format!(" {:08x}", v.to_bits()))
+        .collect();
+    format!("{name}{}\n", values.concat())
+}
+
+/// Returns the text that `forward.c` prints, of the Rust face.
+fn expected_forward() -> String {
+    let spec = LayerSpec::from_toml(FORWARD).unwrap();
+    let layer = engine().layer(&spec, &weights(&spec)).unwrap();
+    let x = wave(3 * 32, 0);
+    let names = ["y", "topk_weights", "topk_ids"];
+    let output = layer.forward_with(&Input::new(3, &x), &names).unwrap();
+    let values = |name: &str| output.get(name).unwrap().to_f32();
+    let ids: Vec<i32> = output.get("topk_ids").unwrap().to_vec().unwrap();
+    let ids: Vec<String> = ids.iter().map(|id| format!(" {id}")).collect();
+    format!(
+        "{}{}topk_ids{}\nwithout x: input `x`: has no address\n",
+        bits("y", &values("y")),
+        bits("topk_weights", &values("topk_weights")),
+        ids.concat(),
+    )
+}
+
+/// Returns the text that `train.cpp` prints, of the Rust face.
+fn expected_train() -> String {
+    let spec = LayerSpec::from_toml(TRAIN).unwrap();
+    let mut weights = weights(&spec);
+    let engine = engine();
+    let padded = wave(5 * 40, 0);
+    let x: Vec<f32> = padded
+        .chunks(40)
+        .flat_map(|row| row[..32].to_vec())
+        .collect();
+    let mut text = String::new();
+    for step in 0..3 {
+        let layer = engine.training_layer(&spec, &weights, Training::default());
+        let layer = layer.unwrap();
+        let key = RngKey {
+            seed: 7,
+            step,
+            ..RngKey::default()
+        };
+        let (output, saved) = layer
+            .forward_train(&Input::new(5, &x), &["y"], key)
+            .unwrap();
+        let y = output.y().to_f32();
+        let dx = layer
+            .backward(&saved, &Tensor::new(&[5, 32], &y), false)
+            .unwrap();
+        let gradients = layer.gradients().unwrap();
+        if step == 2 {
+            text = bits("dx", &dx.get("dx").unwrap().to_f32());
+            for (name, gradient) in gradients.iter() {
+                text += &bits(name, &gradient.to_f32());
+            }
+        }
+        let stepped = weights.iter().map(|(name, weight)| {
+            let old = weight.to_f32().into_iter().zip(gradients[name].to_f32());
+            let new: Vec<f32> = old
+                .map(|(weight, slope)| weight - 0.001953125 * slope)
+                .collect();
+            (name.to_string(), Tensor::owned(&weight.shape, new))
+        });
+        weights = stepped.collect();
+    }
+    text
+}
+
+#[test]
+fn forward_is_the_same_bits_shared_and_static() {
+    let expected = expected_forward();
+    assert_eq!(example(&built("shared", &[]), "forward", &[]), expected);
+    let alone = built("static", &["STATIC=1"]);
+    assert_eq!(example(&alone, "forward", &[]), expected);
+}
+
+#[test]
+fn nothing_leaks_and_no_memory_is_misused() {
+    let sanitized = "-O1 -g -fsanitize=address";
+    let flags = [
+        format!("CFLAGS={sanitized}"),
+        format!("CXXFLAGS={sanitized}"),
+    ];
+    let folder = built("sanitized", &[&flags[0], &flags[1]]);
+    assert_eq!(example(&folder, "forward", &[]), expected_forward());
+    let trained = example(&folder, "train", &[]);
+    let (losses, rest) = trained.split_at(trained.find("dx").unwrap());
+    assert_eq!(rest, expected_train());
+    let losses = losses
+        .lines()
+        .map(|line| line.strip_prefix("loss ").unwrap().parse());
+    let losses: Vec<f64> = losses.collect::<Result<_, _>>().unwrap();
+    assert!(losses[0] > losses[1] && losses[1] > losses[2], "{losses:?}");
+    assert!(example(&folder, "ranks", &[]).contains("rank 1 of 2"));
+    if !is_there("valgrind") {
+        return eprintln!("no valgrind here: only AddressSanitizer has looked");
+    }
+    let valgrind = [
+        "valgrind",
+        "--quiet",
+        "--error-exitcode=9",
+        "--leak-check=full",
+        // Possible leaks are the parsed templates of the process, held by inner pointers.
+        "--errors-for-leak-kinds=definite",
+    ];
+    let folder = built("valgrind", &[]);
+    assert_eq!(example(&folder, "forward", &valgrind), expected_forward());
+}
+
+#[test]
+fn ranks_are_those_of_the_rust_face() {
+    let spec = LayerSpec::from_toml(RANKS).unwrap();
+    let engine = engine();
+    let device = |_| Ok(engine.device().clone());
+    let expected = threads::run(2, device, |mut world| {
+        let parallel = Parallel {
+            ep: 2,
+            ..Parallel::default()
+        };
+        let mesh = Mesh::new(&mut world, parallel).unwrap();
+        let training = Some(Training::default());
+        let layer = engine.any_layer(Some(&mesh), &spec, &weights(&spec), training);
+        let mut layer = layer.unwrap();
+        layer
+            .set_strategy("overlap_degree=2".parse().unwrap())
+            .unwrap();
+        let tokens = 3 + mesh.rank();
+        let x = wave(tokens * 32, mesh.rank());
+        let input = Input::new(tokens, &x);
+        let (output, saved) = layer
+            .forward_train(&input, &["y"], RngKey::default())
+            .unwrap();
+        layer.backward(&saved, output.y(), false).unwrap();
+        layer.reduce_gradients().unwrap();
+        let gradient = layer.gradient("router.weight").unwrap().to_f32();
+        let values = (mesh.rank(), output.y().to_f32(), gradient);
+        drop((layer, mesh));
+        world.finish(&Call::new("end")).unwrap();
+        values
+    });
+    let report = |(rank, y, gradient): (usize, Vec<f32>, Vec<f32>)| {
+        let (y, gradient) = (bits("y", &y), bits("gradient", &gradient));
+        format!("rank {rank} of 2\n{y}{gradient}")
+    };
+    let expected = expected.unwrap().into_iter().map(Result::unwrap);
+    let expected: String = expected.map(report).collect();
+    assert_eq!(example(&built("ranks", &[]), "ranks", &[]), expected);
+}
+
+/// The example of docs/C.md, as it stands there.
+#[test]
+fn the_example_of_the_page_runs() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/C.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let code = page
+        .split("```c\n")
+        .nth(1)
+        .unwrap()
+        .split("```")
+        .next()
+        .unwrap();
+    let folder = folder("page");
+    std::fs::write(folder.join("page.c"), code).unwrap();
+    let (include, lib) = (prefix().join("include"), prefix().join("lib"));
+    let mut cc = Command::new("cc");
+    cc.current_dir(&folder)
+        .args(["page.c", "-o", "page", "-Wall", "-Wextra", "-Werror"]);
+    cc.arg(format!("-I{}", include.display()))
+        .arg(format!("-L{}", lib.display()));
+    run(cc
+        .arg("-lmoesaic")
+        .arg(format!("-Wl,-rpath,{}", lib.display())));
+    let printed = run(&mut Command::new(folder.join("page")));
+    assert!(printed.trim().parse::<f32>().unwrap() > 0.0, "{printed}");
+}
+
+#[test]
+fn cmake_finds_the_package() {
+    if !is_there("cmake") {
+        return eprintln!("no cmake here: pip install cmake");
+    }
+    let (build, source) = (
+        folder("cmake"),
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("examples"),
+    );
+    let mut configure = Command::new("cmake");
+    configure.arg("-S").arg(source).arg("-B").arg(&build);
+    run(configure.arg(format!("-DCMAKE_PREFIX_PATH={}", prefix().display())));
+    run(Command::new("cmake").arg("--build").arg(&build));
+    for name in ["forward", "forward_static"] {
+        assert_eq!(example(&build, name, &[]), expected_forward());
+    }
+}

@@ -1,0 +1,239 @@
+"""Layers over two gloo processes beside the same layer in one."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+# Each test is a function of this file that both processes call.
+RANKS = 2
+SPEC = """
+shape = { model_dim = 24, hidden_dim = 40, experts = 6, top_k = 2 }
+router = { renormalize = "sum" }
+losses = [{ kind = "switch", coefficient = 0.01 }]
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(name):
+    port = str(free_port())
+    processes = []
+    for rank in range(RANKS):
+        environment = {
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }
+        command = [sys.executable, __file__, name]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+        processes.append(process)
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    for process, output in zip(processes, outputs):
+        assert process.returncode == 0, output
+
+
+CASES = ["passes", "data_parallel", "evaluation", "shards", "draws", "refusals", "foreign"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_are_one(name):
+    run_ranks(name)
+
+
+def tokens(rank):
+    torch.manual_seed(100 + rank)
+    return torch.randn(5 + 2 * rank, 24)
+
+
+def layers(group, spec=SPEC, **options):
+    """The layer of one process, and that of the ranks, from equal seeds."""
+    from moesaic import MoE
+
+    torch.manual_seed(0)
+    one = MoE(spec)
+    torch.manual_seed(0)
+    return one, MoE(spec, group=group, **options)
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def gradients(moe, xs):
+    """The outputs and gradients of one process that is given all tokens, rank by rank."""
+    inputs = [x.clone().requires_grad_() for x in xs]
+    outputs = [moe(x) for x in inputs]
+    sum(y.square().mean() for y in outputs).backward()
+    return [y.detach() for y in outputs], [x.grad for x in inputs]
+
+
+def check_gradients(one, ours, rank, scale):
+    import torch.distributed as dist
+
+    for name, weight in ours.weights().items():
+        whole = one._weight(name)
+        if ours._over.mesh.is_replicated(name):
+            found = weight.grad.clone()
+            dist.all_reduce(found)
+            close(found, whole.grad)
+        else:
+            close(weight.grad / scale, ours._over.part(name, whole.grad))
+
+
+def passes(group, rank):
+    for strategy in (None, "overlap_degree=2", "overlap_degree=2,overlap_by=peers"):
+        one, ours = layers(group, strategy=strategy)
+        xs = [tokens(r) for r in range(RANKS)]
+        for _ in range(2):
+            ys, dxs = gradients(one, xs)
+            x = xs[rank].clone().requires_grad_()
+            y, routing = ours(x, return_routing=True)
+            y.square().mean().backward()
+            close(y.detach(), ys[rank])
+            close(x.grad, dxs[rank])
+            check_gradients(one, ours, rank, 1 / RANKS)
+            assert routing.ids.shape == (len(x), 2) and ours.losses["switch"] > 0
+            # A change of the weights reaches the ranks' copies.
+            with torch.no_grad():
+                for moe in (one, ours):
+                    for weight in moe.parameters():
+                        weight.mul_(0.5)
+                        weight.grad = None
+    assert ours.experts.up.weight.shape == (3, 40, 24)
+
+
+def evaluation(group, rank):
+    one, ours = (moe.eval() for moe in layers(group))
+    x = tokens(rank)
+    with torch.no_grad():
+        close(ours(x), one(x))
+    x.requires_grad_()
+    found = torch.autograd.grad(ours(x).sum(), x)[0]
+    close(found, torch.autograd.grad(one(x).sum(), x)[0])
+    # A rank without tokens takes part.
+    with torch.no_grad():
+        x = tokens(rank)[: 0 if rank else 5]
+        close(ours(x), one(x))
+    half = x.bfloat16().detach()
+    assert ours.to(torch.bfloat16)(half).dtype == torch.bfloat16
+
+
+def data_parallel(group, rank):
+    from moesaic.distributed import expert_parameters, ignore_experts
+    from torch.nn.parallel import DistributedDataParallel
+
+    # Without auxiliary losses: their gradients come once for each call, whatever divides the loss.
+    one, ours = layers(group, SPEC.replace("losses", "#"))
+    model = torch.nn.Sequential(torch.nn.Linear(24, 24), ours)
+    twin = torch.nn.Sequential(torch.nn.Linear(24, 24), one)
+    twin[0].load_state_dict({n: t.fill_(0.1) for n, t in model[0].state_dict().items()})
+    names = [name for name, _ in expert_parameters(model)]
+    assert names == [f"1.experts.{m}.weight" for m in ("gate", "up", "down")]
+    wrapped = DistributedDataParallel(ignore_experts(model))
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (wrapped, twin)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        wrapped(tokens(rank)).square().mean().backward()
+        losses = [twin(tokens(r)).square().mean() for r in range(RANKS)]
+        (sum(losses) / RANKS).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    close(model[0].weight.detach(), twin[0].weight.detach())
+    for name, weight in ours.weights().items():
+        close(weight.detach(), ours._over.part(name, one._weight(name)))
+
+
+def shards(group, rank):
+    one, ours = layers(group, expert_tp=2, gradients="sum")
+    xs = [tokens(r) for r in range(RANKS)]
+    ys, dxs = gradients(one, xs)
+    x = xs[rank].clone().requires_grad_()
+    y = ours(x)
+    y.square().mean().backward()
+    close(y.detach(), ys[rank])
+    close(x.grad, dxs[rank])
+    assert ours.experts.up.weight.shape == (6, 20, 24)
+    check_gradients(one, ours, rank, 1)
+
+
+def draws(group, rank):
+    from moesaic import MoE
+
+    torch.manual_seed(rank)
+    noisy = SPEC + 'name = "noisy"\n'
+    noisy = noisy.replace('router = {', 'router = { jitter = 0.1, ')
+    moe = MoE(noisy, group=group)
+    # Different seeds, and the same router all the same.
+    import torch.distributed as dist
+
+    router = moe.router.weight.detach().clone()
+    dist.broadcast(router, 0)
+    assert torch.equal(router, moe.router.weight)
+    first, second = moe(tokens(rank)), moe(tokens(rank))
+    assert not torch.equal(first, second)
+    again = moe(tokens(rank), rng_key=(1, 2, 3, 0))
+    assert torch.equal(again, moe(tokens(rank), rng_key=(1, 2, 3, 0)))
+
+
+def refusals(group, rank):
+    import copy
+    import pickle
+
+    from moesaic import InvalidError, MoE
+
+    _, ours = layers(group)
+    for refused, words in [
+        (lambda: MoE(SPEC, group=group, expert_tp=3), "does not divide 2 ranks"),
+        (lambda: MoE(SPEC, group=group, gradients="max"), "'mean' or 'sum'"),
+        (lambda: MoE(SPEC, expert_tp=2), "give a group"),
+        (lambda: pickle.dumps(ours), "state_dict on each rank"),
+        (lambda: ours.pack(), "is not packed"),
+    ]:
+        with pytest.raises(InvalidError, match=words):
+            refused()
+    with pytest.raises(RuntimeError, match="hop"):
+        MoE(SPEC, group=group, strategy="hop=1")(tokens(rank))
+    twin = copy.deepcopy(ours)
+    close(twin(tokens(rank)), ours(tokens(rank)))
+    state = ours.state_dict()
+    state = {name: tensor * 2 for name, tensor in state.items()}
+    twin.load_state_dict(state)
+    assert not torch.equal(twin(tokens(rank)), ours(tokens(rank)))
+
+
+def foreign(group, rank):
+    from moesaic import MoE
+
+    text = SPEC.replace("losses", 'experts = { form = "plain", activation = "relu" }\nlosses')
+    torch.manual_seed(0)
+    one, ours = MoE(text), MoE(text, group=group)
+    own = slice(3 * rank, 3 * rank + 3)
+    for share, whole in [(slice(None), True), (own, False)]:
+        state = {
+            "moe.gates.0.wg.weight": one.router.weight.detach(),
+            "moe.experts.batched_fc1_w": one.experts.up.weight.detach()[share],
+            "moe.experts.batched_fc2_w": one.experts.down.weight.detach()[share].transpose(1, 2),
+        }
+        ours.reset_parameters()
+        ours.load_foreign_state_dict(state, "tutel", whole=whole)
+        close(ours(tokens(rank)), one(tokens(rank)))
+
+
+if __name__ == "__main__":
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]](dist.group.WORLD, dist.get_rank())
+    dist.destroy_process_group()
