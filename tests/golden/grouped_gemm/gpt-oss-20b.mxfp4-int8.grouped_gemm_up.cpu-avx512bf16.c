@@ -185,53 +185,60 @@ INLINE prefetch_t part_of(const record_t *slice, i64 group, i64 groups)
 
 // A depth slice of a few rows of input as codes, int8, a word at a time.
 typedef f32 slice_t[MR][TILE_WORDS];
+enum { SLICE_BLOCKS = (TILE_DEPTH + BLOCK - 1) / BLOCK };
 
 // The code of a number from -127 to 127: the nearest integer, ties to even.
-INLINE i8 code_of(f32 number)
+INLINE i32 code_of(f32 number)
 {
     const u32 bits = *(const u32 *)&number, sign = bits & 0x80000000, magnitude = bits ^ sign;
     // The last bits of 2^23 count ones.
     const f32 counted = *(const f32 *)&magnitude + 0x1p23f;
     const i32 count = *(const u32 *)&counted & 0xff;
-    return (i8)(sign ? -count : count);
+    return sign ? -count : count;
 }
 
-// Returns the scale of a block: its largest magnitude over 127. It is NaN if an element is
-// NaN or infinite, and zero if all are below 2^-100.
-INLINE f32 scale_of(const f32 *x, f32 *factor)
+// Writes the scale of each block of a slice, its largest magnitude over 127, and the factor that
+// makes codes of its numbers. A scale is NaN if an element is NaN or infinite, and zero if all are
+// below 2^-100. Loops without branches become vectors: the divisions of all blocks are a few.
+static void scale_blocks(const f32 *x, i64 blocks, f32 *scales, f32 *factors)
 {
-    const u32 *bits = (const u32 *)x;
-    u32 largest = 0;
-    for (int i = 0; i < BLOCK; i++) {
-        const u32 magnitude = bits[i] & 0x7fffffff;
-        largest = magnitude > largest ? magnitude : largest;
+    u32 largest[SLICE_BLOCKS] ALIGNED;
+    for (i64 b = 0; b < blocks; b++) {
+        const u32 *bits = (const u32 *)&x[b * BLOCK];
+        u32 most = 0;
+        for (int i = 0; i < BLOCK; i++) {
+            const u32 magnitude = bits[i] & 0x7fffffff;
+            most = magnitude > most ? magnitude : most;
+        }
+        largest[b] = most;
     }
-    *factor = 0;
-    if (largest >= 0x7f800000)
-        return __builtin_nanf("");
-    const f32 magnitude = *(const f32 *)&largest;
-    if (magnitude < 0x1p-100f)
-        return 0;
-    *factor = 127.0f / magnitude;
-    return magnitude / 127.0f;
+    for (i64 b = 0; b < blocks; b++) {
+        const f32 magnitude = *(const f32 *)&largest[b];
+        const f32 scale = magnitude / 127.0f, factor = 127.0f / magnitude;
+        const int finite = largest[b] < 0x7f800000, counts = largest[b] >= 0x0d800000; // 2^-100
+        scales[b] = !finite ? __builtin_nanf("") : counts ? scale : 0;
+        factors[b] = finite & counts ? factor : 0;
+    }
 }
 
 // Makes codes of a block of row `r`, and words of the codes.
-static void code_block(const f32 *x, row_block_t *of_rows, i64 r, f32 *words)
+INLINE void code_block(const f32 *x, f32 scale, f32 factor, row_block_t *of_rows, i64 r, f32 *words)
 {
-    f32 factor;
-    of_rows->scales[r] = scale_of(x, &factor);
-    i8 codes[BLOCK] ALIGNED;
+    of_rows->scales[r] = scale;
+    i32 codes[BLOCK] ALIGNED;
     for (int i = 0; i < BLOCK; i++)
         codes[i] = code_of(x[i] * factor);
     i32 sum = 0;
     for (int i = 0; i < BLOCK; i++)
         sum += codes[i];
     of_rows->starts[r] = -12 * sum;
+    i8 bytes[BLOCK] ALIGNED;
+    for (int i = 0; i < BLOCK; i++)
+        bytes[i] = codes[i];
     // Bytes have the order in which a unit of the weights has its own.
     typedef i8 unit_t __attribute__((vector_size(8), may_alias, aligned(1)));
     for (int i = 0; i < BLOCK; i += 8) {
-        const unit_t unit = *(const unit_t *)&codes[i];
+        const unit_t unit = *(const unit_t *)&bytes[i];
 #ifdef __clang__
         *(unit_t *)&words[i / WORD] = __builtin_shufflevector(unit, unit, 0, 4, 1, 5, 2, 6, 3, 7);
 #else
@@ -245,7 +252,7 @@ static void load_slice(slice_t slice, row_block_t *of_rows, const input_t *const
                        i64 width)
 {
     const i64 blocks = (width + BLOCK - 1) / BLOCK;
-    f32 x[TILE_DEPTH + LANES] ALIGNED;
+    f32 x[TILE_DEPTH + LANES] ALIGNED, scales[SLICE_BLOCKS] ALIGNED, factors[SLICE_BLOCKS] ALIGNED;
     for (i64 r = 0; r < count; r++) {
         const input_t *from = row[r] + depth, *soon = row[r + PREFETCH_ROWS] + depth;
         i64 i = 0;
@@ -257,8 +264,9 @@ static void load_slice(slice_t slice, row_block_t *of_rows, const input_t *const
             *(vec *)&x[i] = load_part_bf16(from + i, width - i);
         for (i = width; i < blocks * BLOCK; i++)
             x[i] = 0;
+        scale_blocks(x, blocks, scales, factors);
         for (i64 b = 0; b < blocks; b++)
-            code_block(&x[b * BLOCK], &of_rows[b], r, &slice[r][b * BLOCK_WORDS]);
+            code_block(&x[b * BLOCK], scales[b], factors[b], &of_rows[b], r, &slice[r][b * BLOCK_WORDS]);
     }
 }
 
@@ -277,11 +285,12 @@ INLINE void fetch_rows(prefetch_t *prefetch, const input_t *const *row, i64 dept
 // - all sums
 enum { ROW_GROUPS = (TILE_ROWS + MR - 1) / MR };
 typedef struct {
+    i64 holds; // the tile whose rows are here, counted from one; zero at first
     slice_t ALIGNED rows[ROW_GROUPS];
     sums_t ALIGNED sums[PANELS][ROW_GROUPS];
     row_block_t of_rows[ROW_GROUPS][(TILE_WORDS + BLOCK_WORDS - 1) / BLOCK_WORDS];
 } scratch_t;
-_Static_assert(sizeof(scratch_t) <= 1544512, "the launch gives a thread this much");
+_Static_assert(sizeof(scratch_t) <= 1544576, "the launch gives a thread this much");
 
 // Adds `rows` rows times the first `words` words of a unit of codes to the sums of a block.
 INLINE void multiply_unit(const int rows, sum_vec (*sum)[VECTORS], slice_t slice, i64 first,
@@ -466,7 +475,7 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
 // Computes a block, a depth slice at a time: copies its rows to scratch and multiplies every group of
 // them by one panel of the weights after the other, so that a panel comes from memory once. Rows are
 // grouped evenly; sums do not depend on the grouping. Results are finished while their sums are cached.
-static void multiply_block(scratch_t *scratch, const input_t *const *row, const block_t *block, const results_t *to,
+static void multiply_block(scratch_t *scratch, i64 holds, const input_t *const *row, const block_t *block, const results_t *to,
                            const panel_t *panels, const panel_t *next_panels)
 {
     const i64 rows = block->row_count, groups = (rows + MR - 1) / MR;
@@ -476,10 +485,13 @@ static void multiply_block(scratch_t *scratch, const input_t *const *row, const 
         const i64 width = min_i64(TILE_DEPTH, INNER - depth);
         const i64 words = (width + UNIT - 1) / UNIT * UNIT_WORDS;
         const int last = depth + TILE_DEPTH >= INNER;
-        for (i64 group = 0; group < groups; group++) {
+        // The block before may have made these codes: of a single slice they are all there.
+        const int there = TILE_DEPTH >= INNER && scratch->holds == holds;
+        for (i64 group = 0; group < groups && !there; group++) {
             const i64 first = group * height;
             load_slice(scratch->rows[group], scratch->of_rows[group], row + first, depth, min_i64(height, rows - first), width);
         }
+        scratch->holds = holds;
         for (i64 p = 0; p < panel_count; p++) {
             const i64 column = p * RESULT_COLUMNS;
             const i64 columns = min_i64(RESULT_COLUMNS, block->column_count - column);
@@ -562,7 +574,7 @@ static void grouped_gemm_up_pack_gate_block(
     i64 block_x, i64 block_y)
 {
     (void)tokens;
-    pack_weight(gate, packed, block_y, block_x, 0);
+    pack_weight(gate, packed, block_x, block_y, 0);
 }
 
 EXPORT void grouped_gemm_up_pack_gate(void *const *args, i64 first, i64 last, i64 grid_x)
@@ -581,7 +593,7 @@ static void grouped_gemm_up_pack_gate_scale_block(
     i64 block_x, i64 block_y)
 {
     (void)tokens;
-    pack_scale(gate_scale, packed, block_y, block_x, 0);
+    pack_scale(gate_scale, packed, block_x, block_y, 0);
 }
 
 EXPORT void grouped_gemm_up_pack_gate_scale(void *const *args, i64 first, i64 last, i64 grid_x)
@@ -601,7 +613,7 @@ static void grouped_gemm_up_pack_up_block(
     i64 block_x, i64 block_y)
 {
     (void)tokens;
-    pack_weight(up, packed, block_y, block_x, NR - RESULT_COLUMNS);
+    pack_weight(up, packed, block_x, block_y, NR - RESULT_COLUMNS);
 }
 
 EXPORT void grouped_gemm_up_pack_up(void *const *args, i64 first, i64 last, i64 grid_x)
@@ -620,7 +632,7 @@ static void grouped_gemm_up_pack_up_scale_block(
     i64 block_x, i64 block_y)
 {
     (void)tokens;
-    pack_scale(up_scale, packed, block_y, block_x, NR - RESULT_COLUMNS);
+    pack_scale(up_scale, packed, block_x, block_y, NR - RESULT_COLUMNS);
 }
 
 EXPORT void grouped_gemm_up_pack_up_scale(void *const *args, i64 first, i64 last, i64 grid_x)
@@ -646,7 +658,7 @@ static void grouped_gemm_up_block(
     i64 block_x, i64 block_y, void *scratch)
 {
     const i64 columns = block_columns(tokens);
-    const block_t block = find_block(tokens, offsets, row_tiles, block_x, block_y, columns);
+    const block_t block = find_block(tokens, offsets, row_tiles, block_y, block_x, columns);
     if (block.row_count == 0)
         return;
     const input_t *row[TILE_ROWS + PREFETCH_ROWS];
@@ -662,10 +674,13 @@ static void grouped_gemm_up_block(
         .up_bias = up_bias + column,
     };
     const panel_t *panels = panels_of(packed, &block), *next_panels = panels;
-    const block_t next = find_block(tokens, offsets, row_tiles, block_x + 1, block_y, columns);
-    if (next.row_count > 0)
-        next_panels = panels_of(packed, &next);
-    multiply_block(scratch, row, &block, &results, panels, next_panels);
+    // The next block has the next columns, or the first ones of the next rows.
+    const i64 next_column = block.first_column + block.column_count;
+    block_t next = {.expert = block.expert, .first_column = next_column < OUTER ? next_column : 0};
+    if (next_column >= OUTER)
+        next = find_block(tokens, offsets, row_tiles, block_y + 1, 0, columns);
+    next_panels = panels_of(packed, &next);
+    multiply_block(scratch, block_y + 1, row, &block, &results, panels, next_panels);
 }
 
 EXPORT void grouped_gemm_up(void *const *args, i64 first, i64 last, i64 grid_x, void *scratch)

@@ -233,8 +233,10 @@ impl LayerPlan {
     /// Returns the dimension of the grid of a step of `prepare` that counts experts, so that a
     /// launch can pack some of them.
     pub fn expert_axis(&self, step: &LaunchStep) -> usize {
-        let config = self.kernels[step.entry.kernel].op.gemm();
-        config.map_or(0, crate::ops::grouped_gemm::expert_axis)
+        match &self.kernels[step.entry.kernel].op {
+            Op::GroupedGemm { desc, config } => crate::ops::grouped_gemm::expert_axis(desc, config),
+            _ => 0,
+        }
     }
 
     /// Returns the tensor of this name.

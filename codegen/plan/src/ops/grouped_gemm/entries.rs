@@ -80,7 +80,7 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
 /// Returns a grid with a block for each tile.
 fn grid(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> [Size; 2] {
     let routed = tiles_of(d.dense, d.top_k, d.experts, c);
-    let follow = Follow::forward(c);
+    let follow = Follow::forward(d, c);
     let Some(shared) = d.fused_shared else {
         return follow.grid(routed, column_tiles(d.outer, c));
     };
@@ -161,11 +161,13 @@ fn in_groups(c: &GroupedGemmConfig) -> bool {
 const PERSISTENT_BLOCKS: u64 = 8 * 132;
 
 impl Follow {
-    /// Returns the order of a forward GEMM. AMX blocks with the same rows follow each other,
-    /// because they keep rows in scratch for the next block.
-    fn forward(c: &GroupedGemmConfig) -> Follow {
+    /// Returns the order of a forward GEMM. Blocks with the same rows follow each other where they
+    /// keep rows in scratch for the next block: those of AMX, and rows that become codes. Codes of
+    /// one expert are also read as they lie, which memory delivers a few percent faster.
+    fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Columns,
+            GemmFamily::Vectors(_) if d.format.is_some() => Follow::Columns,
             _ if in_groups(c) => Follow::Groups,
             _ => Follow::Rows,
         }
@@ -223,7 +225,7 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
             Param::write("packed", packed_type(d), packed_shape(d)),
         ];
         let [experts, panels] = [shape[0], shape[1]].map(|n| Size::Const(n as u64));
-        let grid = Follow::forward(c).grid(experts, panels);
+        let grid = Follow::forward(d, c).grid(experts, panels);
         let symbol = format!("{symbol}_pack_{matrix}");
         let summary = "lays a matrix out as the GEMM reads it";
         entry(&symbol, summary, params, grid, c.threads)
@@ -259,8 +261,8 @@ fn packed_type(d: &GroupedGemmDesc) -> DType {
 }
 
 /// Returns the dimension of the grids of [`packs`] that counts experts.
-pub(crate) fn expert_axis(c: &GroupedGemmConfig) -> usize {
-    match Follow::forward(c) {
+pub(crate) fn expert_axis(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> usize {
+    match Follow::forward(d, c) {
         Follow::Columns => 1,
         Follow::Rows | Follow::Groups => 0,
     }

@@ -115,7 +115,8 @@ const WGRAD_DEPTH: usize = 288;
 /// many rows as an expert mostly has.
 const WGRAD_L2_BYTES: usize = 1 << 20;
 
-/// Bytes at the start of a thread's scratch memory: the state of packing for its next block.
+/// Bytes at the start of a thread's scratch memory: the state of packing for its next block, or the
+/// tile whose rows are there.
 const SCRATCH_HEAD: usize = 64;
 
 /// Columns of the right operand for a single matrix, such as a router: smaller blocks let more
@@ -156,6 +157,11 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         let blocks = (tile_depth * elements).div_ceil(format.depth());
         (TILE_ROWS + thread_rows) * blocks * row_block_words(d)
     });
+    let head = if d.row_format.is_some() {
+        SCRATCH_HEAD
+    } else {
+        0
+    };
     let (decode_tokens, decode_columns) = decode(d, tile_columns, thread_columns);
     GroupedGemmConfig {
         threads: 1,
@@ -169,7 +175,7 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
             packed: true,
             decode_tokens,
             decode_columns,
-            shared_bytes: (4 * (rows + sums + panel + of_blocks)) as u32,
+            shared_bytes: (head + 4 * (rows + sums + panel + of_blocks)) as u32,
         }),
     }
 }

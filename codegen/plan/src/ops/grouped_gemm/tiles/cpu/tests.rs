@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{CacheClass, LayerPlan, Op, PlanOptions, Step, Training, plan};
+use moesaic_kernel::Size;
 use moesaic_spec::LayerSpec;
 
 const TARGETS: [&str; 6] = [
@@ -265,4 +266,37 @@ fn blocks_follow_the_classes() {
         (512, 512, 320),
     ];
     assert_eq!(seen, expected);
+}
+
+/// A block finds codes of its rows in scratch, and reads the panels that follow in memory.
+#[test]
+fn codes_go_through_the_columns_of_an_expert_first() {
+    for (format, rows) in [("mxfp4", None), ("q4_k", Some("int8")), ("fp8", None)] {
+        let mut text = format!(
+            "shape = {{ model_dim = 1024, hidden_dim = 768, experts = 16, top_k = 2 }}\n\
+             precision = {{ weights = \"bf16\", activations = \"bf16\", experts = \"{format}\""
+        );
+        if let Some(rows) = rows {
+            text += &format!(", expert_activations = \"{rows}\"");
+        }
+        let spec = LayerSpec::from_toml(&(text + " }\n")).unwrap();
+        for target in ["cpu:avx2", "cpu:avx512bf16", "cpu:neon"] {
+            let plan = plan(&spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
+            let what = format!("{format} on {target}");
+            for step in plan.call_steps().filter_map(Step::launch) {
+                let entry = &plan[step.entry];
+                if !entry.symbol.starts_with("grouped_gemm") {
+                    continue;
+                }
+                let [columns, tiles] = [0, 1].map(|axis| &entry.launch.grid[axis]);
+                let sizes = |size: &Size| [64, 1024].map(|tokens| size.eval(tokens));
+                assert_eq!(sizes(columns)[0], sizes(columns)[1], "{what}: columns");
+                assert!(sizes(tiles)[0] < sizes(tiles)[1], "{what}: tiles of rows");
+            }
+            for step in &plan.prepare {
+                let packs = plan[step.entry].symbol.contains("_pack_");
+                assert!(!packs || plan.expert_axis(step) == 1, "{what}: experts");
+            }
+        }
+    }
 }
