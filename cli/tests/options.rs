@@ -348,6 +348,60 @@ const TABLE: &[(&str, &[Row])] = &[
                 ),
             ),
             ("calibrate", Always),
+            ("layers", Always),
+            ("params", NotWith(&["--params=1e9"], "--layers")),
+            (
+                "sequence",
+                NotWith(&["--sequence=8"], "--sequence is of a model"),
+            ),
+            ("batch", NotWith(&["--batch=8"], "--batch is of a model")),
+            (
+                "micro-batch",
+                NotWith(&["--micro-batch=1"], "--micro-batch is of a model"),
+            ),
+            (
+                "model-mesh",
+                NotWith(&["--model-mesh=pp=1"], "--model-mesh is of a model"),
+            ),
+            (
+                "overlap-batches",
+                NotWith(&["--overlap-batches"], "--overlap-batches is of a model"),
+            ),
+            (
+                "reserve",
+                NotWith(&["--reserve=1GiB"], "--reserve is of a model"),
+            ),
+            (
+                "gradient-bytes",
+                NotWith(&["--gradient-bytes=4"], "--gradient-bytes is of a model"),
+            ),
+            (
+                "optimizer-bytes",
+                NotWith(&["--optimizer-bytes=12"], "--optimizer-bytes is of a model"),
+            ),
+            (
+                "html",
+                NotWith(&["--html=out.html"], "--html is of a model"),
+            ),
+            (
+                "tokens",
+                NotWith(&["--layers=2", "--tokens=1"], "--tokens is of one layer"),
+            ),
+            (
+                "counts",
+                NotWith(&["--layers=2", "--counts=none"], "--counts is of one layer"),
+            ),
+            (
+                "placement",
+                NotWith(
+                    &["--layers=2", "--placement=none"],
+                    "--placement is of one layer",
+                ),
+            ),
+            (
+                "mesh",
+                NotWith(&["--layers=2", "--mesh=ep=1"], "--mesh is of one layer"),
+            ),
             ("mesh", Always),
             ("strategy", NotWith(&["--strategy=default"], "--mesh")),
             ("trace", Always),
