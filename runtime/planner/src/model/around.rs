@@ -73,6 +73,7 @@ impl Around {
                 launches: DENSE_LAUNCHES,
                 ..TokenWork::default()
             }),
+            // The loss reads scores twice and writes probabilities and gradients.
             head: time(TokenWork {
                 gemm: 2.0 * (shape.vocabulary * shape.width) as f64,
                 values: 4.0 * shape.vocabulary as f64,
@@ -111,6 +112,7 @@ fn tensor_parallel(model: &ModelScenario, mesh: ModelMesh, tokens: f64) -> f64 {
         stride: 1,
     };
     let element = model.layer.precision.activations.size() as f64;
+    // Ranks have equal parts of the tokens between collectives (sequence parallelism).
     let bytes = tokens * mesh.tp as f64 * model.shape.width as f64 * element;
     gather(&model.machine, peers, bytes)
 }

@@ -16,6 +16,7 @@ pub(super) struct Peers {
 pub(super) fn gather(machine: &Machine, peers: Peers, bytes: f64) -> f64 {
     let (mut seconds, mut inside, mut left) = (0.0, 1usize, bytes);
     for (level, unit) in machine.units().into_iter().enumerate() {
+        // A group with gaps has fewer of its ranks in a node, or one, and then no inner links.
         let in_unit = (unit / peers.stride.max(1)).clamp(1, peers.ranks);
         let parts = in_unit / inside;
         if parts > 1 {

@@ -42,6 +42,7 @@ pub(super) fn layer_key(
     } = mesh;
     let stage = model.world.checked_div(pp)?;
     let tokens = micro_batch * model.batch.sequence;
+    // Unequal shares would need a simulation of each rank of a stage; frameworks refuse them too.
     let whole = model.world.is_multiple_of(pp)
         && tp > 0
         && stage.is_multiple_of(tp)
@@ -97,6 +98,7 @@ pub(super) fn evaluate(
         .collect();
     let slowest =
         (0..turns.len()).max_by(|a, b| turns[*a].total().total_cmp(&turns[*b].total()))?;
+    // Every stage has sums and an optimizer of its own, and the step ends with the longest of them.
     let once = stages.iter().map(|stage| work.once(*stage));
     let once = once.fold(Once::default(), Once::longest);
     let mut phases = turns[slowest].phases(micro_batches as f64);
@@ -203,6 +205,8 @@ impl Work<'_> {
             beyond: [0.0; 2],
             overlap_batches: self.schedule.overlap_batches,
         };
+        // Before `hide`, because a repeated forward pass has its exchanges in the open: the other
+        // micro-batch already hides those of the backward pass.
         turn.again = trained
             * match self.schedule.recompute {
                 Recompute::None => 0.0,
@@ -212,6 +216,7 @@ impl Work<'_> {
         if self.schedule.overlap_batches {
             turn.hide(self.model.machine.overlap.compute_slowdown);
         }
+        // A factor on the whole, because one published number cannot say which part is too fast.
         let factor = self.model.machine.model.as_ref();
         let more = factor.map_or(0.0, |factor| factor.by - 1.0);
         turn.beyond = turn.passes().map(|seconds| seconds * more);
@@ -256,6 +261,8 @@ impl Work<'_> {
         micro_batches: usize,
     ) -> [StepPhase; 2] {
         let parts = self.schedule.virtual_stages as f64;
+        // The first micro-batch passes all other stages before the slowest is busy, and the last one
+        // after it; with parts in turns each of these passes is a part of a stage.
         let others = turns.iter().enumerate().filter(|(at, _)| *at != slowest);
         let bubble = others.map(|(_, turn)| turn.total()).sum::<f64>() / parts;
         let element = self.model.layer.precision.activations.size() as f64;
@@ -331,6 +338,7 @@ impl MicroBatch {
         for at in 0..2 {
             let compute = self.kernels[at] + self.attention[at] + self.dense[at];
             let moved = self.exchange[at];
+            // Kernels lose multiprocessors and bandwidth to the exchange while both run.
             let slowed = slowdown * compute.min(moved);
             self.exposed[at] = (moved - compute).max(0.0) + slowed;
         }

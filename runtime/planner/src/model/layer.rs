@@ -58,6 +58,8 @@ pub(super) fn choices(
     let mesh = Parallel {
         ep: key.ep,
         expert_tp: key.expert_tp,
+        // Copies of the experts change neither rows nor exchanges, and their sums are counted once a
+        // step, so meshes that differ in them share a simulation.
         dp: 1,
         shared: SharedExperts::Whole,
     };
@@ -89,6 +91,7 @@ pub(super) fn choices(
         let chunks = found.strategy.overlap_degree;
         chunks.forward == 1 && chunks.backward == 1
     };
+    // Chunks of one micro-batch and a second micro-batch would hide the same exchanges twice.
     let whole = ranked.best.iter().find(is_whole).unwrap_or(fastest);
     Some(LayerChoices {
         fastest: costs(fastest)?,

@@ -26,6 +26,7 @@ impl RankParameters {
             (true, false) | (false, true) => 1.0,
             (false, false) => 0.0,
         };
+        // A tied embedding on two stages is there twice, with a sum of its gradients that is small.
         shared += ends * embedding;
         RankParameters {
             // Routers and shared experts are whole on every rank.
@@ -111,6 +112,7 @@ impl LayerMemory {
         schedule: Schedule,
         micro_batches: usize,
     ) -> [f64; 2] {
+        // Buffers are one layer's, because layers run one after another.
         let layers = stage.moe as f64 * self.moe + stage.dense as f64 * self.dense;
         let flying = in_flight(at, mesh.pp, schedule, micro_batches);
         let head = if stage.last { self.head } else { 0.0 };

@@ -66,6 +66,7 @@ pub fn search_model(model: &ModelScenario, space: &ModelSpace) -> ModelRanked {
     let (fitting, large): (Vec<_>, Vec<_>) = asked.into_iter().partition(|one| small(one.0));
     ranked.too_large += large.len();
     ranked.predicted += large.len();
+    // Where nothing fits, the smallest is still wanted: it says how much is missing.
     let fitting = if fitting.is_empty() { large } else { fitting };
     let costs = simulate(model, space, fitting.iter().map(|one| one.2));
     let mut best: BTreeMap<ModelMesh, ModelPrediction> = BTreeMap::new();
@@ -84,11 +85,13 @@ pub fn search_model(model: &ModelScenario, space: &ModelSpace) -> ModelRanked {
                 continue;
             }
             let faster = |own: &ModelPrediction| found.seconds < own.seconds;
+            // One line for each mesh, because schedules of the best mesh would fill the table.
             if best.get(&mesh).is_none_or(faster) {
                 best.insert(mesh, found);
             }
         }
     }
+    // Meshes break ties, so that the ranking does not depend on the order of threads.
     ranked.best = best.into_values().collect();
     ranked
         .best

@@ -40,6 +40,7 @@ pub(super) fn split(
     let layers = dense + moe;
     let all = (0..layers).map(time).sum::<f64>() + seconds.head;
     let (mut low, mut high) = (all / stages as f64, all);
+    // The least limit that can be filled is found by halving; forty times are beyond f64's need.
     for _ in 0..40 {
         let middle = (low + high) / 2.0;
         match fill(layers, stages, (middle, seconds.head), time) {

@@ -5,7 +5,7 @@ use crate::Simulated;
 
 /// A pass of one micro-batch through one part of a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Turn {
+struct StagePass {
     micro_batch: usize,
     /// The part of the stage; parts of all stages in turns make the model.
     part: usize,
@@ -18,7 +18,7 @@ pub fn model_timeline(model: &ModelScenario, found: &ModelPrediction) -> Vec<Sim
     let stages = found.stages.len();
     let parts = found.schedule.virtual_stages;
     let trained = model.training.is_some();
-    let order: Vec<Vec<Turn>> = (0..stages)
+    let order: Vec<Vec<StagePass>> = (0..stages)
         .map(|stage| turns(stage, stages, (parts, found.micro_batches), trained))
         .collect();
     let mut run = Pipeline {
@@ -48,9 +48,11 @@ struct Pipeline<'a> {
 
 impl Pipeline<'_> {
     /// Runs what can run; returns whether anything did.
-    fn advance(&mut self, order: &[Vec<Turn>]) -> bool {
+    fn advance(&mut self, order: &[Vec<StagePass>]) -> bool {
         let mut moved = false;
         for (stage, turns) in order.iter().enumerate() {
+            // A stage keeps its order: a pass that could run later must not overtake, because its
+            // activations would need memory that 1F1B does not count.
             while let Some(turn) = turns.get(self.at[stage]) {
                 let Some(ready) = self.ready(stage, *turn) else {
                     break;
@@ -63,7 +65,7 @@ impl Pipeline<'_> {
     }
 
     /// Returns the time at which the input of a turn is there, if it is known.
-    fn ready(&self, stage: usize, turn: Turn) -> Option<f64> {
+    fn ready(&self, stage: usize, turn: StagePass) -> Option<f64> {
         let stages = self.found.stages.len();
         let own = turn.part * stages + stage;
         let end =
@@ -71,12 +73,13 @@ impl Pipeline<'_> {
         match (turn.backward, own) {
             (false, 0) => Some(0.0),
             (false, _) => end(own - 1, false),
+            // The last part has the loss, so its backward pass waits for its own forward pass.
             (true, _) if own + 1 == self.ends.len() => end(own, false),
             (true, _) => end(own + 1, true),
         }
     }
 
-    fn run(&mut self, stage: usize, turn: Turn, ready: f64) {
+    fn run(&mut self, stage: usize, turn: StagePass, ready: f64) {
         let pass = usize::from(turn.backward);
         let seconds = self.found.stages[stage][pass] / self.parts as f64;
         let start = self.now[stage].max(ready);
@@ -115,6 +118,7 @@ impl Pipeline<'_> {
             }
             self.event(stage, "exchange", "gathering weights".into(), (0.0, gather));
             let end = self.now[stage];
+            // Gradients are whole only in the last backward pass, so sums cannot begin earlier.
             let start = end - self.found.stages[stage][1] / self.parts as f64;
             let summed = (start + sums).max(end);
             self.event(
@@ -140,7 +144,7 @@ fn turns(
     stages: usize,
     (parts, micro_batches): (usize, usize),
     trained: bool,
-) -> Vec<Turn> {
+) -> Vec<StagePass> {
     let all = parts * micro_batches;
     // Micro-batches pass in rounds of as many as there are stages, part after part.
     let turn = |number: usize, backward: bool| {
@@ -150,11 +154,12 @@ fn turns(
             1 => 0,
             _ => within / stages,
         };
-        Turn {
+        StagePass {
             micro_batch: match parts {
                 1 => number,
                 _ => before + within % stages,
             },
+            // Backward begins with the part that forward ended with.
             part: if backward { parts - 1 - part } else { part },
             backward,
         }
@@ -168,7 +173,7 @@ fn turns(
         _ => 2 * behind + (parts - 1) * stages,
     };
     let warm = warm.min(all);
-    let mut list: Vec<Turn> = (0..warm).map(|number| turn(number, false)).collect();
+    let mut list: Vec<StagePass> = (0..warm).map(|number| turn(number, false)).collect();
     for number in warm..all {
         list.push(turn(number, false));
         list.push(turn(number - warm, true));
