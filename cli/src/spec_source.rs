@@ -5,7 +5,7 @@ use crate::failure::{Failure, Result};
 use crate::units;
 use clap::{Args, ValueEnum};
 use moesaic::spec::gguf::{self, GgufError, Metadata};
-use moesaic::spec::hf::{self, HfError, Import, QUANTIZED_NOTE};
+use moesaic::spec::hf::{self, HfError, Import, ModelShape, QUANTIZED_NOTE};
 use moesaic::weights::{Checkpoint, LoadOptions, dequantized, set_expert_formats};
 use moesaic::{DType, LayerSpec, Parallel};
 use std::borrow::Cow;
@@ -151,6 +151,20 @@ impl LayerArgs {
         self.load_as(how, console)
     }
 
+    /// Reads and validates the layer, or of a model without one the first that has experts, for
+    /// what is said of the whole model.
+    pub fn load_first(&self, numbers: Option<&'static str>, console: &Console) -> Result<Source> {
+        let (Some(model), None) = (self.model.read()?, self.layer) else {
+            return self.load_for(numbers, console);
+        };
+        let first = model.moe_layers()?.first().copied();
+        let own = LayerArgs {
+            precision: self.precision,
+            ..LayerArgs::of_model(&self.model, Some(first.ok_or_else(no_layer)?))
+        };
+        own.load_for(numbers, console)
+    }
+
     /// Reads and validates the layer.
     pub fn load_as(&self, how: ExpertsAs<'_>, console: &Console) -> Result<Source> {
         let mut source = match (self.file(), self.model.read()?) {
@@ -173,6 +187,14 @@ impl LayerArgs {
             check(&source.spec)?;
         }
         Ok(source)
+    }
+
+    /// Reads the parts around the experts of a Hugging Face model.
+    pub fn model_shape(&self) -> Result<ModelShape> {
+        match self.model.read()? {
+            Some(Model::Hf(config)) => config.shape(),
+            _ => Err(Failure::input("--hf names a model with a config.json")),
+        }
     }
 
     fn import(&self, model: &Model, how: ExpertsAs<'_>, console: &Console) -> Result<Source> {
@@ -198,11 +220,13 @@ impl LayerArgs {
     }
 }
 
+fn no_layer() -> Failure {
+    Failure::input("the model has no MoE layer")
+}
+
 fn first_layer(model: &Model, console: &Console) -> Result<usize> {
     let layers = model.moe_layers()?;
-    let first = *layers
-        .first()
-        .ok_or_else(|| Failure::input("the model has no MoE layer"))?;
+    let first = *layers.first().ok_or_else(no_layer)?;
     if layers.len() > 1 {
         console.note(&format!(
             "taking layer {first}, the first of {} with experts; --layer takes another",
@@ -384,6 +408,11 @@ impl Config {
 
     fn import(&self, layer: usize) -> Result<Import> {
         hf::import(&self.text, layer).map_err(|error| self.failure(&error))
+    }
+
+    fn shape(&self) -> Result<ModelShape> {
+        let shape = hf::model_shape(&self.text).map_err(|error| self.failure(&error));
+        shape.map_err(|failure| failure.hint("--layers N --params N plan a model without it"))
     }
 
     fn failure(&self, error: &HfError) -> Failure {

@@ -18,6 +18,7 @@ mod launch_refused;
 mod options;
 mod passes;
 mod plan;
+mod plan_model;
 mod precompile;
 mod quantize;
 mod ranks;

@@ -2,6 +2,7 @@
 //! where it has no use.
 
 mod help;
+mod plan;
 
 use crate::common;
 use crate::common::*;
@@ -310,50 +311,7 @@ const TABLE: &[(&str, &[Row])] = &[
             ("cache", Always),
         ],
     ),
-    (
-        "plan",
-        &[
-            ("spec", Always),
-            ("hf", Always),
-            ("gguf", Always),
-            ("layer", WITH_SPEC),
-            ("precision", Always),
-            ("dequantize", WITHOUT_MODEL),
-            ("world", Always),
-            ("machine", Always),
-            ("per-node", Always),
-            (
-                "tokens",
-                NotWith(&["--tokens=1", "--counts=none"], "cannot be used with"),
-            ),
-            ("training", Always),
-            (
-                "skew",
-                NotWith(&["--skew=zipf=1", "--counts=none"], "cannot be used with"),
-            ),
-            ("counts", Always),
-            ("placement", Always),
-            (
-                "top",
-                NotWith(
-                    &["--top=1", "--mesh=ep=1", "--strategy=default"],
-                    "cannot be used with",
-                ),
-            ),
-            (
-                "comm-dtypes",
-                NotWith(
-                    &["--comm-dtypes=fp8", "--mesh=ep=1", "--strategy=default"],
-                    "cannot be used with",
-                ),
-            ),
-            ("calibrate", Always),
-            ("mesh", Always),
-            ("strategy", NotWith(&["--strategy=default"], "--mesh")),
-            ("trace", Always),
-            ("json", Always),
-        ],
-    ),
+    ("plan", plan::ROWS),
     ("cache list", &[("cache", Always), ("json", Always)]),
     (
         "cache verify",

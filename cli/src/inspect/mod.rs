@@ -1,7 +1,7 @@
 //! `moesaic inspect`.
 
 mod counted;
-mod html;
+pub mod html;
 mod json;
 mod model;
 mod ranks;

@@ -1,5 +1,8 @@
-//! `moesaic plan`.
+//! `moesaic plan`: of a layer, and in `model` of a whole model.
 
+mod model;
+mod model_page;
+mod model_report;
 mod report;
 
 use crate::completed::Completed;
@@ -21,7 +24,7 @@ use moesaic::{LayerSpec, Parallel};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Predict how long a layer over many ranks takes, and rank meshes and strategies
+/// Predict how long a layer or a model over many ranks takes, and rank meshes and strategies
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -29,6 +32,8 @@ Examples:
   moesaic plan --spec layer.toml --world 64 --machine h800 --training --skew zipf=1.2
   moesaic plan --spec layer.toml --world 16 --machine rack.toml --calibrate measured.toml --json
   moesaic plan --spec layer.toml --world 64 --machine h800 --mesh ep=64 --strategy overlap_degree=4 --trace out.json
+  moesaic plan --hf deepseek-v3/config.json --world 2048 --machine h100-ib --training --html plan.html
+  moesaic plan --spec layer.toml --layers 58 --params 671B --world 2048 --machine h800 --training
 
 Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md says how
 far the model is from what others have measured.")]
@@ -44,14 +49,9 @@ pub struct PlanArgs {
     /// Ranks per node, instead of the machine's number
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     per_node: Option<u16>,
-    /// Tokens of each rank
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 4096,
-        conflicts_with = "counts"
-    )]
-    tokens: u32,
+    /// Tokens of each rank in a call of the layer (4096)
+    #[arg(long, value_name = "N", conflicts_with = "counts")]
+    tokens: Option<u32>,
     #[command(flatten)]
     training: TrainingArgs,
     /// Skew of the experts: the i-th most popular one is chosen in proportion to 1 / i^S
@@ -86,7 +86,12 @@ pub struct PlanArgs {
     /// Print JSON instead
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    model: model::ModelPlanArgs,
 }
+
+/// The tokens of each rank, if nothing else is asked for.
+const TOKENS: u32 = 4096;
 
 /// The most ranks with counts of their own in a search over every mesh.
 const MOST_COUNTED: usize = 512;
@@ -94,6 +99,9 @@ const MOST_COUNTED: usize = 512;
 /// Simulates the configurations, ranks them and prints the best.
 pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     args.check_files()?;
+    if model::is_asked(args)? {
+        return model::execute(args, console);
+    }
     let numbers = Some("meshes that cut experts are compared, too");
     let spec = args.layer.load_for(numbers, console)?.spec;
     let question = args.question(spec, console)?;
@@ -126,7 +134,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     };
     let report = report::Report {
         question: &question,
-        tokens: args.counts.is_none().then_some(args.tokens),
+        tokens: args.counts.is_none().then_some(args.tokens()),
         ranked: &shown,
         best: &best,
     };
@@ -139,18 +147,24 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
 
 impl PlanArgs {
     fn check_files(&self) -> Result {
-        let Some(trace) = &self.trace else {
-            return Ok(());
-        };
-        check_output("--trace", trace)?;
-        Files::new()
+        let written = [("--trace", &self.trace), ("--html", &self.model.html)];
+        let mut files = Files::new()
             .layer(&self.layer)
             .read("--machine", is_file(&self.machine))
             .read("--counts", &self.counts)
             .read("--calibrate", &self.calibrate)
-            .read("--placement", &self.placement)
-            .written("--trace", [trace])
-            .check()
+            .read("--placement", &self.placement);
+        for (option, path) in written {
+            if let Some(path) = path {
+                check_output(option, path)?;
+            }
+            files = files.written(option, path);
+        }
+        files.check()
+    }
+
+    fn tokens(&self) -> u32 {
+        self.tokens.unwrap_or(TOKENS)
     }
 
     fn question(&self, spec: LayerSpec, console: &Console) -> Result<Scenario> {
@@ -213,7 +227,7 @@ impl PlanArgs {
 
     fn routing(&self, spec: &LayerSpec, world: usize) -> Result<Routing> {
         let (experts, top_k) = (spec.shape.experts, spec.shape.top_k);
-        let tokens = u64::from(self.tokens);
+        let tokens = u64::from(self.tokens());
         match (&self.counts, self.skew) {
             (None, None) => Ok(Routing::even(tokens, experts, top_k)),
             (None, Some(skew)) => {

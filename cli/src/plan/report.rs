@@ -40,7 +40,8 @@ impl Report<'_> {
         text += &self.legend(palette);
         text += &self.table(palette);
         text += &self.phases(palette);
-        text + &self.band(palette)
+        text += &self.band(palette);
+        text + "\nthis is one layer alone: --layers N says what fits and takes least for a model of N such layers\n"
     }
 
     fn too_large(&self) -> String {

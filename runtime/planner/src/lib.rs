@@ -23,6 +23,7 @@ mod fit;
 mod geometry;
 mod machine;
 mod memory;
+pub mod model;
 mod plan_parts;
 mod reach;
 mod read;
@@ -43,7 +44,7 @@ pub use cost::Cost;
 pub use exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime};
 pub use fit::{Fit, Point, fit, fit_line};
 pub use machine::{
-    AllToAllFactor, Band, Compute, Factor, Fanout, Level, Machine, Overlap, published,
+    AllToAllFactor, Band, Compute, Factor, Fanout, Level, Machine, ModelFactor, Overlap, published,
     published_names,
 };
 pub use memory::Memory;

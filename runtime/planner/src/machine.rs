@@ -31,6 +31,19 @@ pub struct Machine {
     /// Values between two sizes or degrees are interpolated; beyond them the nearest applies.
     #[serde(default, rename = "all_to_all", skip_serializing_if = "Vec::is_empty")]
     pub all_to_all_factors: Vec<AllToAllFactor>,
+    /// The factor by which steps of whole models took longer than predicted, if that was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<ModelFactor>,
+}
+
+/// The factor by which micro-batches of whole models took longer than their parts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelFactor {
+    /// The factor on the time.
+    pub by: f64,
+    /// The source of the factor.
+    pub source: String,
 }
 
 /// Links of one kind. The ranks of a unit communicate over them, unless an inner level already
@@ -133,6 +146,10 @@ pub struct Compute {
     pub memory_gib: f64,
     /// The rate of large GEMMs in TFLOP/s, by element type: as reached, not the peak.
     pub gemm_tflops: BTreeMap<String, f64>,
+    /// The peak of the arithmetic units in TFLOP/s, by element type. Nothing is predicted by it;
+    /// the FLOP use of a model is a fraction of it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub peak_tflops: BTreeMap<String, f64>,
     /// The blocks of a GEMM that run at once.
     pub multiprocessors: usize,
     /// The fixed time of a launch in microseconds.
@@ -191,6 +208,7 @@ const PUBLISHED: &[(&str, &str)] = &[
     ("h100-ib", include_str!("../machines/h100-ib.toml")),
     ("h800", include_str!("../machines/h800.toml")),
     ("gb200-nvl72", include_str!("../machines/gb200-nvl72.toml")),
+    ("gb300-nvl72", include_str!("../machines/gb300-nvl72.toml")),
     ("mi300x-cx7", include_str!("../machines/mi300x-cx7.toml")),
     (
         "hiermoe-a6000",
@@ -309,6 +327,11 @@ impl Machine {
         let processors = compute
             .multiprocessors
             .saturating_sub(overlap.multiprocessors);
+        list.extend(
+            self.model
+                .iter()
+                .map(|model| ("model.by".to_string(), model.by, true)),
+        );
         list.push((
             "compute.multiprocessors beyond overlap.multiprocessors".to_string(),
             processors as f64,
@@ -316,6 +339,8 @@ impl Machine {
         ));
         let rates = compute.gemm_tflops.iter();
         list.extend(rates.map(|(name, rate)| (format!("gemm_tflops.{name}"), *rate, true)));
+        let peaks = compute.peak_tflops.iter();
+        list.extend(peaks.map(|(name, peak)| (format!("peak_tflops.{name}"), *peak, true)));
         for factor in &self.all_to_all_factors {
             list.push((
                 format!("all_to_all.{}.overlap_degree", factor.name),
@@ -391,6 +416,12 @@ impl Machine {
         // A file with a single rate means it for every type.
         let any = own.or_else(|| rates.values().next());
         any.copied().unwrap_or(1.0) * 1e12
+    }
+
+    /// Returns the peak FLOP/s of a type, if the file has it.
+    pub fn peak(&self, dtype: DType) -> Option<f64> {
+        let peak = self.compute.peak_tflops.get(dtype.name());
+        peak.map(|tflops| tflops * 1e12)
     }
 
     /// Returns the bytes of memory traffic per second.

@@ -13,6 +13,8 @@ pub struct Memory {
     pub gathered: f64,
     /// Rows, activations and everything else that grows with the number of tokens.
     pub rows: f64,
+    /// The part of `rows` that a forward pass leaves for backward.
+    pub saved: f64,
     /// Rows that two-dimensional all-to-all algorithms forward.
     pub passed: f64,
 }
@@ -41,6 +43,12 @@ fn per_pass(plan: &LayerPlan, rows: f64) -> f64 {
         .sum()
 }
 
+fn saved(plan: &LayerPlan, rows: f64) -> f64 {
+    let rows = rows.ceil() as u64;
+    let saved = plan.saved().into_iter();
+    saved.map(|id| plan[id].bytes(rows) as f64).sum()
+}
+
 /// Returns the memory of the rank that needs most. `owned` is the part of the plan's expert
 /// weights that the rank owns, `part` the largest part of arriving rows that it gets.
 pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> Memory {
@@ -56,13 +64,22 @@ pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> 
         let width: u64 = rows.shape.iter().skip(1).map(|size| size.eval(0)).product();
         width as f64 * rows.dtype.size() as f64
     });
+    // The parts of the plan with the rows that each works on.
+    let parts = [
+        Some((&plan.tokens, tokens)),
+        Some((&plan.experts, arriving)),
+        shared.map(|shared| (shared, tp_tokens)),
+        shadows.map(|shadows| (shadows, stay)),
+    ];
+    let sum = |of: fn(&LayerPlan, f64) -> f64| {
+        let parts = parts.iter().flatten();
+        parts.map(|(plan, rows)| of(plan, *rows)).sum()
+    };
     Memory {
         weights: kept(&plan.tokens) + experts * owned + shared.map_or(0.0, kept),
         gathered: experts * (1.0 - owned) + shadows.map_or(0.0, kept),
-        rows: per_pass(&plan.tokens, tokens)
-            + per_pass(&plan.experts, arriving)
-            + shared.map_or(0.0, |shared| per_pass(shared, tp_tokens))
-            + shadows.map_or(0.0, |shadows| per_pass(shadows, stay)),
+        rows: sum(per_pass),
+        saved: sum(saved),
         passed: row * most(&|rank| rank.phases.iter().map(|phase| phase.copied).sum()) * part,
     }
 }

@@ -39,13 +39,18 @@ pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
         kernels::section(inspection, asm),
         origin::section(inspection),
     ];
+    document(&title, &navigation(inspection), &body.concat())
+}
+
+/// Returns a whole page of a title, the links of its navigation and its contents.
+pub fn document(title: &str, links: &str, body: &str) -> String {
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <title>{title}</title>\n<style>\n{}</style>\n</head>\n<body>\n<div class=\"page\">\n{}<main>\n{}</main>\n</div>\n</body>\n</html>\n",
+         <title>{title}</title>\n<style>\n{}</style>\n</head>\n<body>\n<div class=\"page\">\n\
+         <nav><p class=\"brand\">moesaic <button title=\"light or dark\" onclick=\"{TOGGLE}\">◐\
+         </button></p>{links}</nav>\n<main>\n{body}</main>\n</div>\n</body>\n</html>\n",
         include_str!("style.css"),
-        navigation(inspection),
-        body.concat()
     )
 }
 
@@ -87,10 +92,9 @@ fn navigation(inspection: &Inspection) -> String {
         None => "",
     };
     format!(
-        "<nav><p class=\"brand\">moesaic <button title=\"light or dark\" onclick=\"{TOGGLE}\">◐</button></p>\
-         {roof}<a href=\"#launches\">Launches</a><a href=\"#workspace\">Workspace</a>\
+        "{roof}<a href=\"#launches\">Launches</a><a href=\"#workspace\">Workspace</a>\
          <a href=\"#plan\">Plan</a><a href=\"#resources\">Resources</a>{counted}\
-         <a href=\"#origin\">Origin</a><h4>Kernels</h4><div class=\"sub\">{kernels}</div></nav>\n"
+         <a href=\"#origin\">Origin</a><h4>Kernels</h4><div class=\"sub\">{kernels}</div>"
     )
 }
 

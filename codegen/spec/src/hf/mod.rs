@@ -16,6 +16,7 @@ mod json;
 mod quantization;
 mod routing;
 mod scheme;
+mod shape;
 mod source;
 
 pub use codes::{Codes, NameEnd, StoredFormat, TensorNames, replaced};
@@ -24,6 +25,7 @@ pub use json::parse_json;
 pub use quantization::with_quant_config;
 pub use routing::{RoutingKeys, routing_keys};
 pub use scheme::{MXFP4_IN_BLOCKS, SCHEMES, Scheme, SchemePart, SchemeTensor};
+pub use shape::{AttentionShape, ModelShape, model_shape};
 pub(crate) use source::half_of;
 pub use source::{Alternative, TensorParts, TensorSource, TensorStep, canonical_sources};
 

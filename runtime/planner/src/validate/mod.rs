@@ -6,9 +6,12 @@
 mod dedicated;
 mod hiermoe;
 mod layers;
+mod models;
 mod nccl;
 mod shapes;
 mod tutel;
+
+pub use models::{MeshRank, mesh_ranks};
 
 use crate::collective_ops::{ExchangedRows, OpCost};
 use crate::exchange::MOST_LEVELS;
@@ -111,6 +114,7 @@ pub fn run() -> Result<Report, crate::ReadError> {
     hiermoe::run(&mut report)?;
     tutel::run(&mut report)?;
     shapes::run(&mut report)?;
+    models::run(&mut report)?;
     Ok(report)
 }
 

@@ -1,0 +1,305 @@
+//! Plans for whole models.
+
+use super::{PlanArgs, model_page, model_report};
+use crate::console::Console;
+use crate::failure::{Failure, Result};
+use crate::units;
+use clap::Args;
+use moesaic::LayerSpec;
+use moesaic::planner::model::{
+    Batch, ModelMesh, ModelRanked, ModelScenario, ModelSpace, StateBytes, faster, model_timeline,
+    search_model,
+};
+use moesaic::planner::{self, Routing};
+use moesaic::spec::hf::{AttentionShape, ModelShape};
+use moesaic::weights::write_whole;
+use std::path::PathBuf;
+
+/// The arguments of a plan for a whole model.
+#[derive(Args, Debug)]
+pub struct ModelPlanArgs {
+    /// Plan a model with this many such layers, instead of a layer alone
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub layers: Option<u32>,
+    /// All parameters of the model, such as 671e9 or 671B; those beyond its layers with experts
+    /// are spread over the layers
+    #[arg(long, value_name = "N", value_parser = parse_count, requires = "layers")]
+    params: Option<f64>,
+    /// Of a model: tokens of a sequence (4096)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    sequence: Option<u32>,
+    /// Of a model: sequences of a step, over all ranks (8 for each rank)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    batch: Option<u32>,
+    /// Of a model: sequences of a micro-batch (the fastest of 1, 2, 4, 8)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    micro_batch: Option<u16>,
+    /// Of a model: only this mesh
+    #[arg(long, value_name = "pp=N,tp=N,ep=N,expert_tp=N", value_parser = parse_mesh)]
+    model_mesh: Option<ModelMesh>,
+    /// Of a model: exchanges of one micro-batch run while another computes
+    #[arg(long)]
+    overlap_batches: bool,
+    /// Of a model: memory of each rank that no layer may use (4GiB)
+    #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
+    reserve: Option<u64>,
+    /// Of a model: bytes of the gradient of a parameter (4)
+    #[arg(long, value_name = "N", value_parser = parse_bytes_each)]
+    gradient_bytes: Option<f64>,
+    /// Of a model: bytes of the optimizer's state of a parameter (12)
+    #[arg(long, value_name = "N", value_parser = parse_bytes_each)]
+    optimizer_bytes: Option<f64>,
+    /// Of a model: also write the plan as a page
+    #[arg(long, value_name = "FILE")]
+    pub html: Option<PathBuf>,
+}
+
+/// The default of `--reserve`.
+const RESERVE: u64 = 4 << 30;
+
+impl ModelPlanArgs {
+    /// Returns an option that is of models alone, if one is given.
+    fn given(&self) -> Option<&'static str> {
+        let all = [
+            ("--sequence", self.sequence.is_some()),
+            ("--batch", self.batch.is_some()),
+            ("--micro-batch", self.micro_batch.is_some()),
+            ("--model-mesh", self.model_mesh.is_some()),
+            ("--overlap-batches", self.overlap_batches),
+            ("--reserve", self.reserve.is_some()),
+            ("--gradient-bytes", self.gradient_bytes.is_some()),
+            ("--optimizer-bytes", self.optimizer_bytes.is_some()),
+            ("--html", self.html.is_some()),
+        ];
+        all.into_iter()
+            .find_map(|(name, there)| there.then_some(name))
+    }
+}
+
+/// Returns whether a model is asked for, and not a layer. Refuses options of the other.
+pub fn is_asked(args: &PlanArgs) -> Result<bool> {
+    let whole = args.layer.model.hf.is_some() && args.layer.layer.is_none();
+    if args.model.layers.is_some() || whole {
+        let layer = [
+            ("--tokens", args.tokens.is_some()),
+            ("--counts", args.counts.is_some()),
+            ("--placement", args.placement.is_some()),
+            ("--mesh", args.mesh.is_some()),
+        ];
+        let given = layer.into_iter().find(|(_, there)| *there);
+        return match given {
+            None => Ok(true),
+            Some((name, _)) => {
+                let message = format!("{name} is of one layer, and a model is asked for");
+                Err(Failure::input(message).hint(
+                    "--layer N without --layers plans one layer of --hf; --sequence, --batch and \
+                     --model-mesh are of models",
+                ))
+            }
+        };
+    }
+    match args.model.given() {
+        None => Ok(false),
+        Some(name) => {
+            let message = format!("{name} is of a model, and one layer is asked for");
+            Err(Failure::input(message)
+                .hint("--layers N plans a model of N such layers, --hf without --layer a model"))
+        }
+    }
+}
+
+/// Predicts the configurations of a model, ranks them and prints the best.
+pub fn execute(args: &PlanArgs, console: &Console) -> Result {
+    let scenario = args.scenario(console)?;
+    let space = args.space();
+    let ranked = search_model(&scenario, &space);
+    let Some(best) = ranked.best.first() else {
+        return Err(nothing(&scenario, &ranked, args.model.model_mesh));
+    };
+    if let Some(path) = &args.trace {
+        let text = planner::chrome(&model_timeline(&scenario, best)).to_string();
+        write_whole(path, text.as_bytes()).map_err(|error| Failure::unwritable(path, &error))?;
+    }
+    let second = ranked.best.get(1);
+    let report = model_report::ModelReport {
+        scenario: &scenario,
+        ranked: &ranked,
+        top: usize::from(args.top),
+        best,
+        faster: second.map_or_else(Vec::new, |second| faster(&scenario, best, second)),
+    };
+    if let Some(path) = &args.model.html {
+        let page = model_page::render(&report, &model_timeline(&scenario, best));
+        write_whole(path, page.as_bytes()).map_err(|error| Failure::unwritable(path, &error))?;
+    }
+    if args.json {
+        console.json(&report.json())
+    } else {
+        console.print(&report.text(&console.out))
+    }
+}
+
+fn nothing(scenario: &ModelScenario, ranked: &ModelRanked, mesh: Option<ModelMesh>) -> Failure {
+    let world = scenario.world;
+    let gib = scenario.machine.compute.memory_gib;
+    match (&ranked.smallest, mesh) {
+        (Some(small), _) => {
+            let memory = units::bytes(small.memory.bytes() as u64);
+            let message = format!(
+                "no mesh of {world} ranks fits this model in {gib} GiB: {} needs {memory}",
+                small.mesh
+            );
+            Failure::input(message).hint(
+                "more ranks, a machine with more memory, fewer --optimizer-bytes or a smaller \
+                 --reserve",
+            )
+        }
+        (None, Some(mesh)) => Failure::input(format!("{world} ranks cannot make {mesh}")).hint(
+            "pp divides the ranks and is at most the layers; tp and ep x expert_tp divide the \
+             ranks of a stage; ep divides the experts; --batch is a multiple of the copies \
+             (ranks / pp / tp) times the sequences of a micro-batch",
+        ),
+        (None, None) => Failure::input(format!("{world} ranks cannot share this model's step"))
+            .hint(
+                "--batch is a multiple of the copies (ranks / pp / tp) times the sequences of a \
+                 micro-batch",
+            ),
+    }
+}
+
+impl PlanArgs {
+    fn scenario(&self, console: &Console) -> Result<ModelScenario> {
+        let numbers = Some("meshes that cut experts are compared, too");
+        let spec = self.layer.load_first(numbers, console)?.spec;
+        let mut machine = self.machine(console)?;
+        if let Some(ranks) = self.per_node {
+            machine = machine.with_per_node(usize::from(ranks));
+        }
+        let own = &self.model;
+        let world = self.world as usize;
+        let skew = self.skew.unwrap_or(0.0);
+        // The same error as for a layer, before anything is simulated.
+        Routing::zipf(1, spec.shape.experts, spec.shape.top_k, skew).map_err(Failure::input)?;
+        let state = StateBytes::default();
+        Ok(ModelScenario {
+            shape: self.shape(&spec)?,
+            layer: spec,
+            machine,
+            world,
+            training: self.training.get(),
+            batch: Batch {
+                sequence: own.sequence.unwrap_or(4096) as usize,
+                sequences: own.batch.map_or(8 * world, |batch| batch as usize),
+            },
+            skew,
+            state: StateBytes {
+                gradient: own.gradient_bytes.unwrap_or(state.gradient),
+                optimizer: own.optimizer_bytes.unwrap_or(state.optimizer),
+            },
+            reserve: own.reserve.unwrap_or(RESERVE) as f64,
+        })
+    }
+
+    fn space(&self) -> ModelSpace {
+        let space = ModelSpace::default();
+        let own = &self.model;
+        ModelSpace {
+            mesh: own.model_mesh,
+            micro_batches: match own.micro_batch {
+                Some(size) => vec![usize::from(size)],
+                None => space.micro_batches,
+            },
+            comm_dtypes: self.comm_dtypes.clone(),
+            overlap_batches: own.overlap_batches,
+            ..space
+        }
+    }
+
+    fn shape(&self, spec: &LayerSpec) -> Result<ModelShape> {
+        match self.model.layers {
+            Some(layers) => self.counted_shape(spec, layers as usize),
+            None => self.layer.model_shape(),
+        }
+    }
+
+    /// Returns a model of so many layers, over which all other parameters are spread.
+    fn counted_shape(&self, spec: &LayerSpec, layers: usize) -> Result<ModelShape> {
+        let mut shape = ModelShape {
+            width: spec.shape.model_dim,
+            moe_layers: layers,
+            dense_layers: 0,
+            dense_width: 0,
+            attention: AttentionShape::default(),
+            vocabulary: 0,
+            tied: false,
+        };
+        let tensors = moesaic::spec::canonical_tensors(spec);
+        let sizes = tensors.iter().map(|tensor| &tensor.shape);
+        let count = |sizes: &Vec<usize>| sizes.iter().map(|size| *size as f64).product::<f64>();
+        let own = layers as f64 * sizes.map(count).sum::<f64>();
+        if let Some(all) = self.model.params {
+            if all < own {
+                let message = format!(
+                    "--params {} is less than {} have: {}",
+                    model_report::count(all),
+                    units::count(layers, "such layer"),
+                    model_report::count(own)
+                );
+                return Err(Failure::input(message).hint("--params is of the whole model"));
+            }
+            shape.attention.parameters = (all - own) / layers as f64;
+        }
+        Ok(shape)
+    }
+}
+
+/// Parses a number of parameters such as `671e9`, `671B` or `30.5b`.
+fn parse_count(text: &str) -> std::result::Result<f64, String> {
+    let (number, factor) = match text.to_ascii_uppercase().strip_suffix('B') {
+        Some(number) => (number.to_string(), 1e9),
+        None => (text.to_string(), 1.0),
+    };
+    let count = number.trim().parse::<f64>().map(|number| number * factor);
+    match count {
+        Ok(count) if count.is_finite() && count > 0.0 => Ok(count),
+        _ => Err("write it as 671e9 or 671B".to_string()),
+    }
+}
+
+fn parse_bytes_each(text: &str) -> std::result::Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(bytes) if (0.0..=64.0).contains(&bytes) => Ok(bytes),
+        _ => Err("bytes of a parameter are from 0 to 64".to_string()),
+    }
+}
+
+/// Parses a mesh such as `pp=4,ep=64`; degrees that are not named are 1.
+fn parse_mesh(text: &str) -> std::result::Result<ModelMesh, String> {
+    let mut mesh = ModelMesh {
+        pp: 1,
+        tp: 1,
+        ep: 1,
+        expert_tp: 1,
+    };
+    let mut seen: Vec<&str> = Vec::new();
+    for part in text.split(',') {
+        let (name, value) = part.split_once('=').unwrap_or((part, ""));
+        let name = name.trim();
+        if seen.contains(&name) {
+            return Err(format!("`{name}` is there twice"));
+        }
+        seen.push(name);
+        let degree = match name {
+            "pp" => &mut mesh.pp,
+            "tp" => &mut mesh.tp,
+            "ep" => &mut mesh.ep,
+            "expert_tp" => &mut mesh.expert_tp,
+            other => return Err(format!("`{other}` is none of pp, tp, ep, expert_tp")),
+        };
+        *degree = match value.trim().parse() {
+            Ok(number @ 1..) => number,
+            _ => return Err(format!("`{part}` is not NAME=NUMBER, as in pp=4")),
+        };
+    }
+    Ok(mesh)
+}

@@ -1,0 +1,293 @@
+//! The output of `plan` for a model.
+
+use crate::palette::Palette;
+use crate::table::Table;
+use crate::units;
+use moesaic::planner::model::{Faster, ModelPrediction, ModelRanked, ModelScenario, StageMemory};
+use serde_json::{Value, json};
+
+/// The scenario and the ranked predictions.
+pub struct ModelReport<'a> {
+    pub scenario: &'a ModelScenario,
+    pub ranked: &'a ModelRanked,
+    /// The number of configurations to show.
+    pub top: usize,
+    pub best: &'a ModelPrediction,
+    /// The changes by which the second would win.
+    pub faster: Vec<Faster>,
+}
+
+/// The columns of the ranked configurations, with what they hold.
+const COLUMNS: [(&str, &str); 8] = [
+    ("STEP", "time of one step of the whole model"),
+    (
+        "MESH",
+        "stages (pp), ranks that share attention (tp), the experts (ep), each expert (expert_tp)",
+    ),
+    ("DP", "copies of attention, and of each expert"),
+    (
+        "BATCH",
+        "sequences of a micro-batch x micro-batches of a step, virtual stages",
+    ),
+    ("AGAIN", "what backward computes again"),
+    ("TOKENS/S", "of one rank"),
+    (
+        "TFLOP/S",
+        "of one rank, as the model needs them; in brackets of the machine's peak",
+    ),
+    ("MEMORY", "of the rank that needs most"),
+];
+
+impl ModelReport<'_> {
+    pub fn text(&self, palette: &Palette) -> String {
+        let machine = &self.scenario.machine;
+        let mut text = format!(
+            "{} ranks of {} ({}), {}\n{}\nsimulated and counted, not measured: {}{}\n\n",
+            self.scenario.world,
+            palette.bold(&machine.name),
+            machine.about,
+            self.batch(),
+            self.model(),
+            units::count(self.ranked.predicted, "configuration"),
+            self.too_large()
+        );
+        let line = |(name, about): &(&str, &str)| format!("  {name}: {about}\n");
+        text += &palette.dim(&COLUMNS.iter().map(line).collect::<String>());
+        text += "\n";
+        text += &self.table().render(palette);
+        text += "\nwhat a rank of the slowest stage does in a step of the first\n\n";
+        text += &self.phases().render(palette);
+        text += &format!(
+            "\nmemory of a rank of stage {}, of {} GiB\n\n",
+            self.best.memory.stage, machine.compute.memory_gib
+        );
+        text += &self.memory().render(palette);
+        text += &self.sensitivity();
+        text + "\nno error band is known for models: docs/SCALE.md compares published ones\n"
+    }
+
+    /// Describes the tokens of a step.
+    pub fn batch(&self) -> String {
+        let batch = self.scenario.batch;
+        let pass = match self.scenario.training {
+            Some(_) => "forward and backward",
+            None => "forward",
+        };
+        format!(
+            "{} of {} tokens a step, {pass}",
+            units::count(batch.sequences, "sequence"),
+            batch.sequence
+        )
+    }
+
+    /// Describes the model.
+    pub fn model(&self) -> String {
+        let shape = &self.scenario.shape;
+        format!(
+            "{}, {} with experts; {} parameters; {} a token",
+            units::count(shape.layers(), "layer"),
+            shape.moe_layers,
+            count(self.scenario.parameters()),
+            units::flops(self.scenario.flops_per_token())
+        )
+    }
+
+    fn too_large(&self) -> String {
+        match self.ranked.too_large {
+            0 => String::new(),
+            n => {
+                let gib = self.scenario.machine.compute.memory_gib;
+                format!(", of which {n} do not fit in {gib} GiB")
+            }
+        }
+    }
+
+    /// Returns the configurations to show.
+    pub fn shown(&self) -> impl Iterator<Item = &ModelPrediction> {
+        self.ranked.best.iter().take(self.top)
+    }
+
+    /// Returns the cells of a configuration.
+    pub fn cells(&self, found: &ModelPrediction) -> [String; 8] {
+        let world = self.scenario.world;
+        let schedule = &found.schedule;
+        let mesh = found.mesh;
+        [
+            units::seconds(found.seconds),
+            format!(
+                "pp {} x tp {} x ep {} x expert_tp {}",
+                mesh.pp, mesh.tp, mesh.ep, mesh.expert_tp
+            ),
+            format!("{}, {}", mesh.dp(world), mesh.expert_dp(world)),
+            format!(
+                "{} x {}, {}",
+                schedule.micro_batch, found.micro_batches, schedule.virtual_stages
+            ),
+            schedule.recompute.to_string(),
+            format!("{:.0}", found.tokens_per_second),
+            flops(found),
+            units::bytes(found.memory.bytes() as u64),
+        ]
+    }
+
+    fn table(&self) -> Table {
+        let mut table = Table::new(&[
+            ">",
+            ">STEP",
+            "MESH",
+            "DP",
+            "BATCH",
+            "AGAIN",
+            ">TOKENS/S",
+            ">TFLOP/S",
+            ">MEMORY",
+        ]);
+        for (at, found) in self.shown().enumerate() {
+            let number = std::iter::once((at + 1).to_string());
+            table.row(number.chain(self.cells(found)));
+        }
+        table
+    }
+
+    fn phases(&self) -> Table {
+        let mut table = Table::new(&["WHAT", ">TIME", ">IN THE OPEN", ">OF THE STEP", "BEHIND"]);
+        for phase in &self.best.phases {
+            table.row([
+                phase.name.to_string(),
+                units::seconds(phase.seconds),
+                units::seconds(phase.exposed),
+                format!("{:.1} %", 100.0 * phase.exposed / self.best.seconds),
+                phase.behind.unwrap_or("-").to_string(),
+            ]);
+        }
+        table
+    }
+
+    fn memory(&self) -> Table {
+        let mut table = Table::new(&["WHAT", ">BYTES"]);
+        for (name, bytes) in parts(&self.best.memory) {
+            table.row([name.to_string(), units::bytes(bytes as u64)]);
+        }
+        table
+    }
+
+    /// Says what would have to be faster for the second to win.
+    pub fn sensitivity(&self) -> String {
+        let Some(second) = self.ranked.best.get(1) else {
+            return String::new();
+        };
+        let behind = 100.0 * (second.seconds / self.best.seconds - 1.0);
+        let list: Vec<String> = self.faster.iter().filter_map(factor).collect();
+        let wins = if list.is_empty() {
+            "no part of the machine alone lets it win".to_string()
+        } else {
+            format!("it would win with {}", list.join(", or "))
+        };
+        format!(
+            "\nthe second, {}, is {behind:.1} % behind; {wins}\n",
+            second.mesh
+        )
+    }
+
+    /// Returns the report as JSON, for scripts.
+    pub fn json(&self) -> Value {
+        let scenario = self.scenario;
+        let faster = self
+            .faster
+            .iter()
+            .map(|part| json!({ "what": part.what, "by": part.by }));
+        json!({
+            "simulated": true,
+            "machine": scenario.machine,
+            "world": scenario.world,
+            "training": scenario.training.is_some(),
+            "batch": {
+                "sequence": scenario.batch.sequence,
+                "sequences": scenario.batch.sequences,
+            },
+            "model": {
+                "layers": scenario.shape.layers(),
+                "moe_layers": scenario.shape.moe_layers,
+                "parameters": scenario.parameters(),
+                "flops_per_token": scenario.flops_per_token(),
+            },
+            "configurations": self.ranked.predicted,
+            "too_large": self.ranked.too_large,
+            "ranked": self.shown().map(found).collect::<Vec<_>>(),
+            "faster": faster.collect::<Vec<_>>(),
+        })
+    }
+}
+
+/// Returns a part of the machine with its factor; `None` where no factor is enough.
+fn factor(part: &Faster) -> Option<String> {
+    let by = part.by?;
+    Some(format!("{} {by:.2} times as fast", part.what))
+}
+
+/// Returns a number of parameters in words.
+pub fn count(parameters: f64) -> String {
+    match parameters {
+        1e9.. => format!("{:.1} billion", parameters / 1e9),
+        _ => format!("{:.1} million", parameters / 1e6),
+    }
+}
+
+/// Returns the FLOP/s of a rank, with the part of the peak.
+pub fn flops(found: &ModelPrediction) -> String {
+    let rate = format!("{:.0}", found.flops / 1e12);
+    match found.mfu {
+        Some(part) => format!("{rate} ({:.0} %)", 100.0 * part),
+        None => rate,
+    }
+}
+
+/// Returns the parts of a rank's memory by name.
+pub fn parts(memory: &StageMemory) -> [(&'static str, f64); 7] {
+    [
+        ("weights", memory.weights),
+        ("gradients", memory.gradients),
+        ("optimizer state", memory.optimizer),
+        ("activations", memory.activations),
+        ("buffers of exchanges and kernels", memory.buffers),
+        ("reserve", memory.reserve),
+        ("all", memory.bytes()),
+    ]
+}
+
+fn found(found: &ModelPrediction) -> Value {
+    let phases = found.phases.iter().map(|phase| {
+        json!({
+            "name": phase.name,
+            "seconds": phase.seconds,
+            "exposed": phase.exposed,
+            "behind": phase.behind,
+        })
+    });
+    let memory = &found.memory;
+    let (mesh, schedule) = (found.mesh, found.schedule);
+    json!({
+        "mesh": { "pp": mesh.pp, "tp": mesh.tp, "ep": mesh.ep, "expert_tp": mesh.expert_tp },
+        "micro_batch": schedule.micro_batch,
+        "micro_batches": found.micro_batches,
+        "virtual_stages": schedule.virtual_stages,
+        "recompute": schedule.recompute.to_string(),
+        "overlap_batches": schedule.overlap_batches,
+        "strategy": found.strategy.to_string(),
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "flops": found.flops,
+        "mfu": found.mfu,
+        "phases": phases.collect::<Vec<_>>(),
+        "memory": {
+            "stage": memory.stage,
+            "bytes": memory.bytes(),
+            "weights": memory.weights,
+            "gradients": memory.gradients,
+            "optimizer": memory.optimizer,
+            "activations": memory.activations,
+            "buffers": memory.buffers,
+            "reserve": memory.reserve,
+        },
+    })
+}

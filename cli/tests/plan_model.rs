@@ -1,0 +1,219 @@
+//! `moesaic plan` of whole models.
+
+use crate::common::*;
+use serde_json::Value;
+
+/// A model of eight layers, the first without experts.
+const CONFIG: &str = r#"{ "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
+    "hidden_size": 1024, "num_hidden_layers": 8, "first_k_dense_replace": 1,
+    "intermediate_size": 4096, "moe_intermediate_size": 512, "n_routed_experts": 16,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 256, "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "vocab_size": 32000,
+    "tie_word_embeddings": false }"#;
+
+const JOB: [&str; 6] = [
+    "--world",
+    "16",
+    "--machine",
+    "h100-ib",
+    "--training",
+    "--sequence=1024",
+];
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Folder {
+        let dir = scratch();
+        write(dir.path(), "config.json", CONFIG);
+        Folder(dir)
+    }
+
+    fn plan(&self, more: &[&str]) -> Finished {
+        let mut call = command();
+        call.current_dir(self.0.path()).args(["plan", "--hf", "."]);
+        finish(call.args(more))
+    }
+
+    fn json(&self, more: &[&str]) -> Value {
+        self.plan(&[&JOB[..], &["--json"], more].concat()).json()
+    }
+}
+
+#[test]
+fn a_configuration_alone_is_planned_as_a_model() {
+    let folder = Folder::new();
+    let text = folder.plan(&[&JOB[..], &["--top", "3"]].concat()).ok();
+    for part in [
+        "16 ranks of h100-ib",
+        "128 sequences of 1024 tokens a step, forward and backward",
+        "8 layers, 7 with experts",
+        "\n  3  ",
+        "experts' layers: exchanges",
+        "sums of gradients",
+        "the last backward pass",
+        "optimizer state",
+        "buffers of exchanges and kernels",
+        "the second, pp=",
+        "no error band is known for models",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!text.contains("\n  4  "), "{text}");
+}
+
+#[test]
+fn the_parts_of_a_model_add_up() {
+    let folder = Folder::new();
+    let found = folder.json(&[]);
+    let number = |value: &Value| value.as_f64().unwrap();
+    let ranked = found["ranked"].as_array().unwrap();
+    let seconds: Vec<f64> = ranked.iter().map(|one| number(&one["seconds"])).collect();
+    assert!(
+        seconds.windows(2).all(|pair| pair[0] <= pair[1]),
+        "{seconds:?}"
+    );
+    for one in ranked {
+        let phases = one["phases"].as_array().unwrap();
+        let exposed: f64 = phases.iter().map(|phase| number(&phase["exposed"])).sum();
+        assert!((exposed / number(&one["seconds"]) - 1.0).abs() < 1e-9);
+        let memory = one["memory"].as_object().unwrap();
+        let parts = memory
+            .iter()
+            .filter(|(name, _)| !matches!(&***name, "stage" | "bytes"));
+        let sum: f64 = parts.map(|(_, bytes)| number(bytes)).sum();
+        assert_eq!(sum, number(&memory["bytes"]));
+        assert!(sum <= 80.0 * f64::from(1u32 << 30));
+        let mesh = &one["mesh"];
+        let dp = 16 / mesh["pp"].as_u64().unwrap() / mesh["tp"].as_u64().unwrap();
+        let batch = one["micro_batch"].as_u64().unwrap() * one["micro_batches"].as_u64().unwrap();
+        assert_eq!(dp * batch, 128);
+    }
+    assert!(number(&ranked[0]["mfu"]) > 0.05);
+    let by = found["faster"].as_array().unwrap();
+    assert_eq!(by.len(), 4);
+}
+
+#[test]
+fn one_mesh_is_traced_and_made_a_page() {
+    let folder = Folder::new();
+    let more = [
+        "--model-mesh=pp=2,ep=8",
+        "--micro-batch=1",
+        "--trace=out.json",
+        "--html=out.html",
+        "--overlap-batches",
+    ];
+    let found = folder.json(&more);
+    assert_eq!(found["ranked"].as_array().unwrap().len(), 1);
+    let one = &found["ranked"][0];
+    assert_eq!(
+        (&one["micro_batches"], &one["overlap_batches"]),
+        (&16.into(), &true.into())
+    );
+    let read = |name: &str| std::fs::read_to_string(folder.0.path().join(name)).unwrap();
+    let trace: Value = serde_json::from_str(&read("out.json")).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let named = |part: &str| {
+        let of = |event: &&Value| event["name"].as_str().unwrap().starts_with(part);
+        events.iter().filter(of).count()
+    };
+    let parts = one["virtual_stages"].as_u64().unwrap() as usize;
+    assert_eq!(named("forward "), 2 * 16 * parts);
+    assert_eq!((named("optimizer"), named("sums of gradients")), (2, 2));
+    let page = read("out.html");
+    for part in [
+        "id=\"memory\"",
+        "id=\"timeline\"",
+        "pp=2,tp=1,ep=8,expert_tp=1",
+        "<svg ",
+    ] {
+        assert!(page.contains(part), "{part}");
+    }
+    let outside = page.matches("http").count() + page.matches("src=").count();
+    assert_eq!(outside, 0, "{page}");
+}
+
+#[test]
+fn what_a_model_cannot_be_says_what_can() {
+    let folder = Folder::new();
+    let fails = |more: &[&str], parts: &[&str]| {
+        folder.plan(&[&JOB[..], more].concat()).fails(2, parts);
+    };
+    fails(
+        &[
+            "--optimizer-bytes=64",
+            "--gradient-bytes=64",
+            "--reserve=79GiB",
+        ],
+        &[
+            "no mesh of 16 ranks fits this model in 80 GiB",
+            "hint: more ranks",
+        ],
+    );
+    fails(
+        &["--model-mesh=pp=3"],
+        &["16 ranks cannot make pp=3", "hint: pp divides"],
+    );
+    fails(
+        &["--model-mesh=dp=3"],
+        &["`dp` is none of pp, tp, ep, expert_tp"],
+    );
+    fails(
+        &["--batch=7", "--model-mesh=ep=8"],
+        &["--batch is a multiple of the copies"],
+    );
+    fails(
+        &["--mesh=ep=16"],
+        &["--mesh is of one layer", "hint: --layer N"],
+    );
+    fails(
+        &["--layers=8", "--params=1e6"],
+        &[
+            "--params 1.0 million is less than 8 such layers have",
+            "of the whole model",
+        ],
+    );
+    let linear = CONFIG.replace(
+        "\"vocab_size\"",
+        "\"layer_types\": [\"linear_attention\"], \"vocab_size\"",
+    );
+    write(folder.0.path(), "config.json", &linear);
+    fails(
+        &[],
+        &[
+            "layers of the kind linear_attention",
+            "hint: --layers N --params N",
+        ],
+    );
+}
+
+/// A layer alone would be planned on few ranks that the model of it does not fit.
+#[test]
+fn a_published_spec_with_its_layers_fits() {
+    let spec = repository("examples/specs/deepseek-v3.toml");
+    let plan = |more: &[&str]| {
+        let mut call = command();
+        call.args([
+            "plan",
+            "--world=256",
+            "--machine=gb200-nvl72",
+            "--training",
+            "--json",
+        ]);
+        finish(call.arg("--spec").arg(&spec).args(more)).json()
+    };
+    let found = plan(&[
+        "--layers=58",
+        "--params=671B",
+        "--micro-batch=1",
+        "--batch=1024",
+    ]);
+    let best = &found["ranked"][0];
+    assert!(best["memory"]["bytes"].as_f64().unwrap() <= 180.0 * f64::from(1u32 << 30));
+    assert!(found["too_large"].as_u64().unwrap() > 0);
+    let parameters = found["model"]["parameters"].as_f64().unwrap();
+    assert!((parameters / 671e9 - 1.0).abs() < 1e-9);
+    assert!(best["mesh"]["ep"].as_u64().unwrap() >= 8, "{best}");
+}

@@ -1,0 +1,221 @@
+//! The parts of a model around its layers with experts, as numbers.
+
+use super::config::Config;
+use super::{HfError, families};
+
+/// The layers of a model and the matrices around its experts. A plan for a whole model counts
+/// their weights, activations and arithmetic.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelShape {
+    /// The width of a token.
+    pub width: usize,
+    /// The number of layers with experts.
+    pub moe_layers: usize,
+    /// The number of other layers.
+    pub dense_layers: usize,
+    /// The width inside the feed-forward block of such a layer, which has three matrices.
+    pub dense_width: usize,
+    /// The attention of every layer.
+    pub attention: AttentionShape,
+    /// The number of words; 0 leaves out the embedding and the output head.
+    pub vocabulary: usize,
+    /// Whether the output head is the embedding.
+    pub tied: bool,
+}
+
+/// The attention of one layer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AttentionShape {
+    /// The weights that every token is multiplied with.
+    pub parameters: f64,
+    /// The width of the queries of all heads.
+    pub queries: usize,
+    /// The width of the keys of all heads that have their own.
+    pub keys: usize,
+    /// The width of the values of all heads that have their own.
+    pub values: usize,
+    /// The width of the outputs of all heads.
+    pub outputs: usize,
+    /// The number of layers that see a window of tokens only.
+    pub windowed_layers: usize,
+    /// The tokens of that window.
+    pub window: usize,
+}
+
+impl ModelShape {
+    /// Returns the number of layers.
+    pub fn layers(&self) -> usize {
+        self.moe_layers + self.dense_layers
+    }
+
+    /// Returns the parameters of the embedding and, unless it is tied, as many of the head.
+    pub fn head_parameters(&self) -> f64 {
+        let one = (self.vocabulary * self.width) as f64;
+        if self.tied { one } else { 2.0 * one }
+    }
+
+    /// Returns the parameters of the feed-forward block of a layer without experts.
+    pub fn dense_parameters(&self) -> f64 {
+        3.0 * self.width as f64 * self.dense_width as f64
+    }
+}
+
+/// The words that transformers has for layers whose tokens attend to all tokens before them, or
+/// to those of a window.
+const ATTENTION: [&str; 4] = [
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+];
+
+/// Reads the shape of the model that `config_json` describes.
+///
+/// # Errors
+///
+/// [`HfError`] if the configuration cannot be imported, lacks a size, has an encoder, or has
+/// layers without attention, whose cost is not modelled.
+pub fn model_shape(config_json: &str) -> Result<ModelShape, HfError> {
+    let config = Config::parse(config_json, families::is_known)?;
+    let layers = (families::find(&config)?.layers)(&config)?;
+    for key in ["is_encoder_decoder", "num_decoder_layers"] {
+        let there = config.peek(key).is_some_and(|value| value != false);
+        if there {
+            return Err(not_modelled(&config, key, "an encoder beside the decoder"));
+        }
+    }
+    let moe_layers = layers.moe.len();
+    let width = config.need(&["hidden_size", "n_embd", "d_model"])?;
+    Ok(ModelShape {
+        width,
+        moe_layers,
+        dense_layers: layers.total - moe_layers,
+        dense_width: match layers.total - moe_layers {
+            0 => 0,
+            _ => config.need(&["intermediate_size", "ffn_hidden_size", "n_inner"])?,
+        },
+        attention: attention(&config, width, layers.total)?,
+        vocabulary: config.need(&["vocab_size"])?,
+        tied: config.flag(&["tie_word_embeddings"], false)?,
+    })
+}
+
+fn attention(config: &Config, width: usize, layers: usize) -> Result<AttentionShape, HfError> {
+    let heads = config.need(&["num_attention_heads", "n_head", "num_heads"])?;
+    let windows = windows(config, layers)?;
+    let sizes = match config.size_opt(&["kv_lora_rank"])? {
+        Some(latent) => latent_attention(config, [width, heads, latent])?,
+        None => {
+            let head = config.size(&["head_dim"], width / heads.max(1))?;
+            let own = config.size(&["num_key_value_heads"], heads)?;
+            let (queries, keys) = (heads * head, own * head);
+            AttentionShape {
+                parameters: width as f64 * (2 * queries + 2 * keys) as f64,
+                queries,
+                keys,
+                values: keys,
+                outputs: queries,
+                ..AttentionShape::default()
+            }
+        }
+    };
+    Ok(AttentionShape {
+        windowed_layers: windows.0,
+        window: windows.1,
+        ..sizes
+    })
+}
+
+/// Returns the attention whose keys and values come from one narrow vector (DeepSeek's MLA).
+fn latent_attention(
+    config: &Config,
+    [width, heads, latent]: [usize; 3],
+) -> Result<AttentionShape, HfError> {
+    let plain = config.need(&["qk_nope_head_dim"])?;
+    let turned = config.need(&["qk_rope_head_dim"])?;
+    let value = config.need(&["v_head_dim"])?;
+    let query = heads * (plain + turned);
+    let queries = match config.size_opt(&["q_lora_rank"])? {
+        Some(narrow) => narrow * (width + query),
+        None => width * query,
+    };
+    let down = width * (latent + turned);
+    let up = latent * heads * (plain + value);
+    let out = heads * value * width;
+    Ok(AttentionShape {
+        parameters: (queries + down + up + out) as f64,
+        queries: query,
+        keys: query,
+        values: heads * value,
+        outputs: heads * value,
+        ..AttentionShape::default()
+    })
+}
+
+/// Returns the number of layers with a window, and its tokens.
+fn windows(config: &Config, layers: usize) -> Result<(usize, usize), HfError> {
+    let types = config.words(&["layer_types", "layers_block_type"])?;
+    let types = types.unwrap_or_default();
+    if let Some(other) = types.iter().find(|kind| !ATTENTION.contains(&&***kind)) {
+        let axis = format!("layers of the kind {other}");
+        return Err(not_modelled(config, "layer_types", &axis));
+    }
+    let narrow = |kind: &&String| matches!(&***kind, "sliding_attention" | "chunked_attention");
+    let window = config.size(&["sliding_window", "attention_chunk_size"], 0)?;
+    let windowed = types.iter().take(layers).filter(narrow).count();
+    Ok(if window == 0 {
+        (0, 0)
+    } else {
+        (windowed, window)
+    })
+}
+
+fn not_modelled(config: &Config, key: &str, axis: &str) -> HfError {
+    let remedy = "a plan for the model needs the number of its layers and parameters instead";
+    config.unsupported(key, axis, remedy)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEEPSEEK_V3: &str = r#"{ "model_type": "deepseek_v3", "hidden_size": 7168,
+        "num_hidden_layers": 61, "first_k_dense_replace": 3, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 129280,
+        "tie_word_embeddings": false }"#;
+
+    #[test]
+    fn layers_and_matrices_of_deepseek_v3_are_counted() {
+        let shape = model_shape(DEEPSEEK_V3).unwrap();
+        assert_eq!((shape.moe_layers, shape.dense_layers), (58, 3));
+        // 671 billion parameters, as published: experts are 256 + 1 of three matrices.
+        let experts = 58.0 * (257.0 * 3.0 * 7168.0 * 2048.0 + 256.0 * 7168.0);
+        let attention = 61.0 * shape.attention.parameters;
+        let all = experts + attention + 3.0 * shape.dense_parameters() + shape.head_parameters();
+        assert!((all / 671e9 - 1.0).abs() < 0.001, "{all}");
+    }
+
+    #[test]
+    fn windows_are_read_and_other_layers_refused() {
+        let config = |types: &str| {
+            format!(
+                r#"{{ "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 2,
+                "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+                "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+                "vocab_size": 201088, "sliding_window": 128, "layer_types": [{types}] }}"#
+            )
+        };
+        let shape = model_shape(&config(r#""sliding_attention", "full_attention""#)).unwrap();
+        assert_eq!(shape.attention.windowed_layers, 1);
+        assert_eq!(shape.attention.window, 128);
+        let error = model_shape(&config(r#""linear_attention", "full_attention""#)).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("layers of the kind linear_attention"),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,29 @@
+//! Predictions of a step of a whole model: layers with experts and what is around them, over
+//! pipeline stages.
+//!
+//! A layer with experts is simulated as for a layer alone ([`crate::search`]). Everything around it
+//! is counted: GEMMs by their arithmetic, other kernels by their memory traffic, collectives by
+//! their bytes. docs/SCALE.md lists what is assumed.
+
+mod around;
+mod collective;
+mod evaluate;
+mod layer;
+mod memory;
+mod scenario;
+mod search;
+mod sensitivity;
+mod stages;
+mod timeline;
+
+pub use evaluate::predict_model;
+pub use scenario::{
+    Batch, ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule, StageMemory, StateBytes,
+    StepPhase,
+};
+pub use search::{ModelRanked, ModelSpace, search_model};
+pub use sensitivity::{Faster, faster};
+pub use timeline::model_timeline;
+
+#[cfg(test)]
+mod tests;

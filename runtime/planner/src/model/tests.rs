@@ -1,0 +1,183 @@
+use super::memory::RankParameters;
+use super::scenario::LayerParameters;
+use super::stages::StageLayers;
+use super::*;
+use crate::published;
+use moesaic_plan::Training;
+use moesaic_spec::LayerSpec;
+use moesaic_spec::hf::{AttentionShape, ModelShape};
+
+/// A small model of eight layers, of which the first is dense.
+fn model(machine: &str, world: usize) -> ModelScenario {
+    let layer = LayerSpec::from_toml(
+        "shape = { model_dim = 4096, hidden_dim = 2048, experts = 64, top_k = 4 }
+         precision = { weights = \"bf16\", activations = \"bf16\" }",
+    );
+    ModelScenario {
+        layer: layer.unwrap(),
+        shape: ModelShape {
+            width: 4096,
+            moe_layers: 7,
+            dense_layers: 1,
+            dense_width: 12288,
+            attention: AttentionShape {
+                parameters: 4096.0 * 4.0 * 4096.0,
+                queries: 4096,
+                keys: 4096,
+                values: 4096,
+                outputs: 4096,
+                ..AttentionShape::default()
+            },
+            vocabulary: 64_000,
+            tied: false,
+        },
+        machine: published(machine).unwrap(),
+        world,
+        training: Some(Training::default()),
+        batch: Batch {
+            sequence: 4096,
+            sequences: 256,
+        },
+        skew: 0.0,
+        state: StateBytes::default(),
+        reserve: 0.0,
+    }
+}
+
+const MESH: ModelMesh = ModelMesh {
+    pp: 2,
+    tp: 1,
+    ep: 8,
+    expert_tp: 1,
+};
+
+const PLAIN: Schedule = Schedule {
+    micro_batch: 1,
+    virtual_stages: 1,
+    recompute: Recompute::None,
+    overlap_batches: false,
+};
+
+#[test]
+fn phases_add_up_and_the_timeline_takes_as_long() {
+    let model = model("h100-ib", 32);
+    let found = predict_model(&model, MESH, PLAIN, None).unwrap();
+    let exposed: f64 = found.phases.iter().map(|phase| phase.exposed).sum();
+    assert!((exposed / found.seconds - 1.0).abs() < 1e-9);
+    assert_eq!(found.micro_batches, 16);
+    let names: Vec<&str> = found.phases.iter().map(|phase| phase.name).collect();
+    for name in [
+        "experts' layers: exchanges",
+        "waiting for other stages",
+        "sums of gradients",
+    ] {
+        assert!(names.contains(&name), "{names:?}");
+    }
+    let timeline = model_timeline(&model, &found);
+    let end = timeline.iter().map(|event| event.end).fold(0.0, f64::max);
+    // The timeline has neither messages between stages nor the slowdown by what runs beside.
+    let messages = found
+        .phases
+        .iter()
+        .find(|phase| phase.name.starts_with("messages"));
+    let without = found.seconds - messages.map_or(0.0, |phase| phase.exposed);
+    assert!((0.95..=1.0).contains(&(end / without)), "{end} {found:?}");
+    let passes = timeline.iter().filter(|event| event.stream == "compute");
+    assert_eq!(passes.count(), 2 * (2 * 16 + 1));
+}
+
+#[test]
+fn interleaved_stages_run_every_pass_once_and_wait_less() {
+    let model = model("h100-ib", 32);
+    let schedule = Schedule {
+        virtual_stages: 2,
+        ..PLAIN
+    };
+    let plain = predict_model(&model, MESH, PLAIN, None).unwrap();
+    let found = predict_model(&model, MESH, schedule, None).unwrap();
+    assert!(found.seconds < plain.seconds);
+    assert!(found.memory.activations > plain.memory.activations);
+    let timeline = model_timeline(&model, &found);
+    let forward = timeline
+        .iter()
+        .filter(|event| event.name.starts_with("forward"));
+    assert_eq!(forward.count(), 2 * 2 * 16);
+}
+
+#[test]
+fn what_backward_computes_again_is_not_kept() {
+    let model = model("h100-ib", 32);
+    let with = |recompute| {
+        let schedule = Schedule { recompute, ..PLAIN };
+        predict_model(&model, MESH, schedule, None).unwrap()
+    };
+    let all = [Recompute::None, Recompute::Attention, Recompute::Layer].map(with);
+    assert!(all.windows(2).all(|pair| pair[0].seconds < pair[1].seconds));
+    let kept = all.map(|found| found.memory.activations);
+    assert!(kept.windows(2).all(|pair| pair[0] > pair[1]), "{kept:?}");
+}
+
+#[test]
+fn another_micro_batch_hides_exchanges() {
+    let model = model("h100-ib", 32);
+    let mesh = ModelMesh { ep: 16, ..MESH };
+    let hidden = Schedule {
+        overlap_batches: true,
+        ..PLAIN
+    };
+    let plain = predict_model(&model, mesh, PLAIN, None).unwrap();
+    let hidden = predict_model(&model, mesh, hidden, None).unwrap();
+    assert!(hidden.seconds < plain.seconds);
+    assert!(hidden.memory.bytes() > plain.memory.bytes());
+}
+
+#[test]
+fn parameters_are_those_of_all_stages() {
+    let model = model("h100-ib", 32);
+    let layer = LayerParameters::of(&model.layer);
+    assert_eq!(layer.experts, 64.0 * 3.0 * 4096.0 * 2048.0);
+    let stages = [(1, 3, true, false), (0, 4, false, true)];
+    let sum = stages.map(|(dense, moe, first, last)| {
+        let stage = StageLayers {
+            dense,
+            moe,
+            first,
+            last,
+        };
+        let own = RankParameters::of(&model, MESH, stage);
+        own.around + 8.0 * own.experts
+    });
+    assert_eq!(sum.iter().sum::<f64>(), model.parameters());
+}
+
+#[test]
+fn what_does_not_fit_is_not_proposed() {
+    let mut model = model("h100-ib", 16);
+    model.batch.sequences = 32;
+    let space = ModelSpace {
+        micro_batches: vec![1],
+        virtual_stages: vec![1],
+        ..ModelSpace::default()
+    };
+    let ranked = search_model(&model, &space);
+    let limit = model.machine.compute.memory_gib * f64::from(1u32 << 30);
+    assert!(ranked.best.len() > 3 && ranked.too_large > 0);
+    assert!(
+        ranked
+            .best
+            .iter()
+            .all(|found| found.memory.bytes() <= limit)
+    );
+    let ordered = |pair: &[ModelPrediction]| pair[0].seconds <= pair[1].seconds;
+    assert!(ranked.best.windows(2).all(ordered));
+    let [best, second] = [&ranked.best[0], &ranked.best[1]];
+    for part in faster(&model, best, second) {
+        assert!(
+            part.by.is_none_or(|by| (1.0..=16.0).contains(&by)),
+            "{part:?}"
+        );
+    }
+    model.machine.compute.memory_gib = 8.0;
+    let none = search_model(&model, &space);
+    assert!(none.best.is_empty());
+}

@@ -1,0 +1,256 @@
+//! Published training of whole models.
+
+use super::{Check, Report, Role, Row, Table, errors, held_out, percent};
+use crate::model::{
+    Batch, ModelMesh, ModelPrediction, ModelScenario, ModelSpace, Recompute, Schedule, StateBytes,
+    predict_model, search_model,
+};
+use crate::{ReadError, published, read};
+use moesaic_plan::Training;
+use moesaic_spec::hf::{HfError, import, model_shape, moe_layers};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Data {
+    model: Vec<Model>,
+    point: Vec<Published>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Model {
+    name: String,
+    /// The part of its config.json that a plan needs.
+    config: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Published {
+    model: String,
+    machine: String,
+    world: usize,
+    mesh: Mesh,
+    virtual_stages: usize,
+    micro_batch: usize,
+    sequence: usize,
+    sequences: usize,
+    #[serde(default)]
+    tokens_per_second: Option<f64>,
+    tflops: f64,
+    role: Role,
+    #[serde(default)]
+    known_miss: Option<String>,
+    /// The reason where the source counts other FLOP of a token.
+    #[serde(default)]
+    other_flop: Option<String>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Mesh {
+    pp: usize,
+    tp: usize,
+    ep: usize,
+    expert_tp: usize,
+}
+
+/// A published mesh with its place among those that a search ranks.
+#[derive(Clone, Debug)]
+pub struct MeshRank {
+    /// The model and the machine.
+    pub point: String,
+    /// The published mesh.
+    pub mesh: ModelMesh,
+    /// The place of the mesh, from one; `None` where it does not fit.
+    pub place: Option<usize>,
+    /// The meshes that fit.
+    pub of: usize,
+    /// The fraction of the best mesh's time that the published one takes longer.
+    pub behind: Option<f64>,
+    /// The best mesh.
+    pub best: Option<ModelMesh>,
+}
+
+/// The bytes of a rank that frameworks, libraries and fragments have: 4 GiB.
+const RESERVE: f64 = 4.0 * 1024.0 * 1024.0 * 1024.0;
+
+impl Published {
+    fn name(&self) -> String {
+        format!("{} on {} {}", self.model, self.world, self.machine)
+    }
+
+    fn mesh(&self) -> ModelMesh {
+        let Mesh {
+            pp,
+            tp,
+            ep,
+            expert_tp,
+        } = self.mesh;
+        ModelMesh {
+            pp,
+            tp,
+            ep,
+            expert_tp,
+        }
+    }
+
+    fn scenario(&self, data: &Data) -> Result<ModelScenario, ReadError> {
+        let of = |model: &&Model| model.name == self.model;
+        let model = data.model.iter().find(of);
+        let model = model.ok_or_else(|| ReadError::Other(format!("no model {}", self.model)))?;
+        let wrong = |error: HfError| ReadError::Other(format!("{}: {error}", model.name));
+        let layers = moe_layers(&model.config).map_err(wrong)?;
+        let layer = layers.first().copied().unwrap_or(0);
+        Ok(ModelScenario {
+            layer: import(&model.config, layer).map_err(wrong)?.spec,
+            shape: model_shape(&model.config).map_err(wrong)?,
+            machine: published(&self.machine)?,
+            world: self.world,
+            training: Some(Training::default()),
+            batch: Batch {
+                sequence: self.sequence,
+                sequences: self.sequences,
+            },
+            skew: 0.0,
+            state: StateBytes::default(),
+            reserve: RESERVE,
+        })
+    }
+
+    fn check(&self, row: &Row) -> Check {
+        let error = row.error();
+        let (claim, most) = match self.role {
+            Role::Calibration => ("the file has the factor of this point, to 2 %", 0.02),
+            Role::HeldOut => ("within 15 %", 0.15),
+        };
+        let claim = format!("{}: {claim}", row.point);
+        let check = Check::new(claim, error.abs() <= most, percent(error));
+        check.known(self.known_miss.as_deref())
+    }
+
+    /// Returns the place of the published mesh among all that fit.
+    fn rank(&self, data: &Data) -> Result<MeshRank, ReadError> {
+        let ranked = search_model(&self.scenario(data)?, &ModelSpace::default());
+        let place = ranked
+            .best
+            .iter()
+            .position(|found| found.mesh == self.mesh());
+        let best = ranked.best.first();
+        let behind = |at: usize| Some(ranked.best.get(at)?.seconds / best?.seconds - 1.0);
+        Ok(MeshRank {
+            point: self.name(),
+            mesh: self.mesh(),
+            place: place.map(|at| at + 1),
+            of: ranked.best.len(),
+            behind: place.and_then(behind),
+            best: best.map(|found| found.mesh),
+        })
+    }
+
+    /// Predicts the published mesh, with as little computed again as memory allows: the sources do
+    /// not say what was.
+    fn predict(&self, scenario: &ModelScenario) -> Option<ModelPrediction> {
+        let limit = scenario.machine.compute.memory_gib * f64::from(1u32 << 30);
+        let with = |recompute| {
+            let schedule = Schedule {
+                micro_batch: self.micro_batch,
+                virtual_stages: self.virtual_stages,
+                recompute,
+                overlap_batches: false,
+            };
+            predict_model(scenario, self.mesh(), schedule, None)
+        };
+        let all = [Recompute::None, Recompute::Attention, Recompute::Layer];
+        let mut fitting = all.into_iter().filter_map(with);
+        fitting.find(|found| found.memory.bytes() <= limit)
+    }
+}
+
+fn data() -> Result<Data, ReadError> {
+    let text = include_str!("../../data/models.toml");
+    read::toml("the table of whole models", text)
+}
+
+pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
+    let data = data()?;
+    let (mut rows, mut counts) = (Vec::new(), Vec::new());
+    for point in &data.point {
+        let scenario = point.scenario(&data)?;
+        let found = point.predict(&scenario);
+        let row = Row {
+            point: point.name(),
+            role: point.role,
+            measured: point.tflops,
+            predicted: found.map_or(0.0, |found| found.flops / 1e12),
+        };
+        report.checks.push(point.check(&row));
+        rows.push((row, point.known_miss.is_some()));
+        // The published pair of rates says what was counted as FLOP of a token.
+        counts.extend(point.tokens_per_second.map(|rate| Row {
+            point: point.name(),
+            role: Role::HeldOut,
+            measured: point.tflops,
+            predicted: rate * scenario.flops_per_token() / 1e12,
+        }));
+        if let Some(count) = counts.last().filter(|_| point.tokens_per_second.is_some()) {
+            let claim = format!("{}: FLOP of a token to 1 %", count.point);
+            let error = count.error();
+            let check = Check::new(claim, error.abs() <= 0.01, percent(error));
+            report.checks.push(check.known(point.other_flop.as_deref()));
+        }
+    }
+    let own = rows
+        .iter()
+        .filter(|(_, missed)| !missed)
+        .map(|(row, _)| row);
+    let own: Vec<Row> = own.cloned().collect();
+    let (mean, worst) = errors(held_out(&own));
+    report.checks.push(Check::new(
+        "whole models together, without those missed: at most 10 % on average",
+        mean <= 0.10,
+        format!("mean {}, worst {}", percent(mean), percent(worst)),
+    ));
+    let rows = rows.into_iter().map(|(row, _)| row).collect();
+    for (name, rows) in [
+        ("whole models, training in bf16", rows),
+        ("FLOP of their tokens, by published tokens/s", counts),
+    ] {
+        report.tables.push(Table {
+            name: name.to_string(),
+            unit: "TFLOP/s".to_string(),
+            constants: "one factor of gb200-nvl72 and gb300-nvl72".to_string(),
+            rows,
+        });
+    }
+    Ok(())
+}
+
+/// Returns the place of each published mesh among all that fit. It takes long, because every mesh
+/// of the ranks is simulated.
+///
+/// # Errors
+/// [`ReadError`] of a table that cannot be read.
+pub fn mesh_ranks() -> Result<Vec<MeshRank>, ReadError> {
+    let data = data()?;
+    let ranks = data.point.iter().map(|point| point.rank(&data));
+    ranks.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_meshes_are_among_the_first_five() {
+        let data = data().unwrap();
+        for (model, machine) in [("Mixtral-8x7B", "h100-ib"), ("DeepSeek-V3", "gb200-nvl72")] {
+            let of = |point: &&Published| point.model == model && point.machine == machine;
+            let point = data.point.iter().find(of).unwrap();
+            let found = point.rank(&data).unwrap();
+            assert!(found.place.is_some_and(|place| place <= 5), "{found:?}");
+            assert!(found.of > 100);
+        }
+    }
+}
