@@ -175,17 +175,6 @@ pub use moesaic_plan::OverlapBy;
 #[doc(inline)]
 pub use moesaic_plan::CommDtype;
 
-/// The state that a forward pass of a [`Layer`](crate::Layer) keeps for backward.
-///
-/// ```
-/// use moesaic::mesh::Saved;
-///
-/// fn load(saved: &Saved) -> f64 {
-///     saved.rows() as f64 / saved.tokens() as f64 // of this rank's experts
-/// }
-/// ```
-#[doc(inline)]
-pub use moesaic_engine::Saved;
 
 /// A point in the launch order of a rank's device, from which calls on device memory are timed.
 ///

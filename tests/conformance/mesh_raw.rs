@@ -7,11 +7,11 @@ use super::mesh::{Grid, Ranks, layer_on, mesh, on_ranks, part, sharded, shares, 
 use super::mesh_placed::scattered;
 use super::simulated::open;
 use super::trained::RNG_KEY;
-use moesaic::mesh::{CommDtype, Saved, Split};
+use moesaic::mesh::{CommDtype, Split};
 use moesaic::plan::{Role, SATURATED};
 use moesaic::target::{Buffer, Ptr};
 use moesaic::tune::{Calls, Event, LayerTuner, Options, Predict, Space, Tuner, What};
-use moesaic::{Engine, EngineError, Input, Layer, Output, RawBackward, RawCall};
+use moesaic::{Engine, EngineError, Input, Layer, Output, RawBackward, RawCall, Saved};
 use moesaic::{Parallel, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
 
