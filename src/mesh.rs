@@ -175,7 +175,6 @@ pub use moesaic_plan::OverlapBy;
 #[doc(inline)]
 pub use moesaic_plan::CommDtype;
 
-
 /// A point in the launch order of a rank's device, from which calls on device memory are timed.
 ///
 /// ```

@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Error, Result, Tensor};
 use moesaic::mesh::Ranks;
 use moesaic::train::mesh;
-use moesaic::{Layer, Mesh, Strategy, Tensor as HostTensor, Tensors};
+use moesaic::{Mesh, Strategy, Tensor as HostTensor, Tensors};
 use std::sync::Arc;
 
 /// Returns this rank's part of a weight of the whole layer, by the weight's

@@ -127,6 +127,8 @@ impl<'a> CallInput<'a> {
                     tokens,
                     ..Input::default()
                 };
+                // Borrowed, as the caller's slice outlives the call: rows of a prefill are large, and
+                // the upload is their only copy.
                 let tensor = Tensor {
                     dtype,
                     shape: shape_for(x, tokens),

@@ -28,6 +28,8 @@ impl Layer {
     pub fn forward<'i>(&self, input: impl Into<CallInput<'i>>) -> Result<Output, EngineError> {
         let input = input.into();
         let args = input.args(self.plan())?;
+        // Before the pass takes a lock: a tuner routes tokens and sets strategies by calls of this
+        // same layer.
         let tuned = self.choose(input, &args, None)?;
         let output = self.pass(Pass::Evaluate, &args, RngKey::default())?;
         self.finish(tuned)?;
@@ -50,6 +52,8 @@ impl Layer {
         y: &mut [E],
     ) -> Result<(), EngineError> {
         let input = input.into();
+        // The layer of one process takes the slice as it is: an `Input` around it would allocate a
+        // name and a shape in each call.
         let layer = match &self.form {
             Form::One(layer) => return layer.forward_into(input.given, y),
             Form::Ranks(layer) => layer,

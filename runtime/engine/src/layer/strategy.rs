@@ -60,6 +60,9 @@ impl PassTime {
 
 /// A tuned pass that has begun.
 pub(super) struct Begun {
+    /// The tuner that chose. The layer may have another one by the time the pass ends, which does
+    /// not know the number of this choice.
+    tuner: Arc<dyn StrategyTuner>,
     choice: usize,
     earlier: Option<PassTime>,
     start: Start,
@@ -75,6 +78,7 @@ enum Start {
 
 /// A tuner's choice and the time of its forward pass.
 pub(super) struct Timed {
+    tuner: Arc<dyn StrategyTuner>,
     choice: usize,
     forward: PassTime,
 }
@@ -185,10 +189,13 @@ impl Layer {
             tokens: args.tokens(),
             capacity_factor: args.capacity_factor(),
             rng_key,
+            // A caller may have left a key of an earlier `route` in the arguments; the pass that
+            // is about to run decides whether tokens are counted as in training.
             input: CallInput { rng_key, ..input },
         };
         let choice = tuner.choose(self, &call)?;
         Ok(Some(Begun {
+            tuner: Arc::clone(tuner),
             choice,
             earlier: None,
             start: self.start(matches!(args, CallArgs::Raw(_)))?,
@@ -201,12 +208,13 @@ impl Layer {
         saved: &Saved,
         args: &BackwardArgs<'_>,
     ) -> Result<Option<Begun>, EngineError> {
-        let Some(Timed { choice, forward }) = &saved.timed else {
+        let Some(timed) = &saved.timed else {
             return Ok(None);
         };
         Ok(Some(Begun {
-            choice: *choice,
-            earlier: Some(forward.clone()),
+            tuner: Arc::clone(&timed.tuner),
+            choice: timed.choice,
+            earlier: Some(timed.forward.clone()),
             start: self.start(matches!(args, BackwardArgs::Raw(_)))?,
         }))
     }
@@ -221,19 +229,22 @@ impl Layer {
     }
 
     /// Ends a tuned forward pass whose backward pass follows.
-    pub(super) fn timed(&self, Begun { choice, start, .. }: Begun) -> Result<Timed, EngineError> {
-        let forward = self.since(start)?;
-        Ok(Timed { choice, forward })
+    pub(super) fn timed(&self, begun: Begun) -> Result<Timed, EngineError> {
+        Ok(Timed {
+            forward: self.since(begun.start)?,
+            tuner: begun.tuner,
+            choice: begun.choice,
+        })
     }
 
     /// Ends a tuned call.
     pub(super) fn finish(&self, begun: Option<Begun>) -> Result<(), EngineError> {
-        let Some((tuner, begun)) = self.tuner.as_ref().zip(begun) else {
+        let Some(begun) = begun else {
             return Ok(());
         };
         let last = self.since(begun.start)?;
         let passes = begun.earlier.into_iter().chain([last]);
-        tuner.took(begun.choice, passes.collect());
+        begun.tuner.took(begun.choice, passes.collect());
         Ok(())
     }
 

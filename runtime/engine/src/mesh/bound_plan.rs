@@ -150,6 +150,8 @@ impl BoundPlan {
             tokens: None,
             experts: None,
             shadows: None,
+            // Memory of shadows belongs to the calls of one handle. Bound steps name tensors by
+            // number and no address, so handles have them in common.
             idle_weights: Arc::default(),
             passes: Arc::clone(&self.unchunked),
             unchunked: Arc::clone(&self.unchunked),

@@ -93,6 +93,7 @@ impl RankLayer {
         if matches!(args, CallArgs::Raw(_)) {
             return Err(raw_into());
         }
+        // Before the first exchange: a rank that fails alone must not leave the others in it.
         check_output(&layer.plan()[id], E::DTYPE, y.len(), args.tokens())?;
         let choice = self.choice();
         let run = self.evaluate(&choice, args)?;
@@ -142,6 +143,8 @@ impl RankLayer {
                 ..*call
             }),
         };
+        // The choice is held for this routing alone: the tuner that asked for the counts sets a
+        // strategy next, and would wait for its own lock.
         let choice = self.choice();
         let run = self.decide(&choice, pass, &args, rng_key.unwrap_or_default())?;
         let output = run.read(&["counts"])?;

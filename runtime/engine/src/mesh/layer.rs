@@ -308,6 +308,7 @@ impl RankLayer {
         let form = self.form(strategy);
         let options = format!("{} --strategy {strategy}", options(&self.mesh));
         let needing = |error: EngineError| error.needing(&options);
+        // From here on calls of other threads wait: they would find a strategy without its casts.
         let choice = &mut *self.choice_mut();
         if !choice.bound_plans.contains_key(&form) {
             let bound = self.bind(by, strategy).map_err(needing)?;
