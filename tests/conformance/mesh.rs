@@ -581,7 +581,7 @@ fn ranks_that_make_other_layers_learn_which_differ() {
     let errors = on_ranks(&engine, mesh(2, 1, 1), |mesh| {
         let case = [&one, &other][mesh.rank()];
         let made = engine.layer_with(&case.spec, &case.host_weights(), LayerOptions::over(mesh));
-        made.err().expect("they differ").to_string()
+        made.expect_err("they differ").to_string()
     });
     for error in errors {
         assert!(

@@ -116,7 +116,7 @@ fn shards_that_are_not_equal_are_refused() {
     let case = Case::random(&spec(text), 4, 0);
     let errors = on_ranks(&engine, sharded(1, 4, 1), |mesh| {
         let made = engine.layer_with(&case.spec, &case.host_weights(), LayerOptions::over(mesh));
-        made.err().expect("10 has no 4 equal parts")
+        made.expect_err("10 has no 4 equal parts")
     });
     for error in errors {
         assert!(matches!(error, EngineError::Plan(_)), "{error}");

@@ -131,7 +131,7 @@ fn a_rank_that_cannot_compile_tells_the_others_why() {
                 .layer_with(&case.spec, &weights, LayerOptions::over(&rank.mesh))
         };
         rank.second_compiles(NOT);
-        let layer = make().err().expect("a rank has no kernels").to_string();
+        let layer = make().expect_err("a rank has no kernels").to_string();
         let made = make().unwrap();
         rank.second_compiles(NOT);
         let strategy = made.set_strategy("comm_dtype=fp8".parse().unwrap());

@@ -356,7 +356,7 @@ fn shards_of_codes_are_refused() {
     let case = Stored::random(&small(64, 48, 4, 2), "mxfp4", 2, 1).case();
     let errors = on_ranks(&cpu(), mesh(1, 2, 1), |mesh| {
         let layer = cpu().layer_with(&case.spec, &case.host_weights(), LayerOptions::over(mesh));
-        layer.err().expect("it is refused").to_string()
+        layer.expect_err("it is refused").to_string()
     });
     for error in errors {
         assert!(error.contains("expert_tp = 2"), "{error}");

@@ -21,6 +21,7 @@ use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Traini
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// One rank's part of a layer: its own tokens, its own experts, and its shards of shared experts
@@ -310,9 +311,8 @@ impl RankLayer {
         let needing = |error: EngineError| error.needing(&options);
         // From here on calls of other threads wait: they would find a strategy without its casts.
         let choice = &mut *self.choice_mut();
-        if !choice.bound_plans.contains_key(&form) {
-            let bound = self.bind(by, strategy).map_err(needing)?;
-            choice.bound_plans.insert(form, bound);
+        if let Entry::Vacant(place) = choice.bound_plans.entry(form) {
+            place.insert(self.bind(by, strategy).map_err(needing)?);
         }
         self.pack(choice, form, strategy.comm_dtype)
             .map_err(needing)?;
