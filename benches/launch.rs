@@ -145,34 +145,23 @@ fn training_layer(engine: &Engine, spec: &LayerSpec, weights: &Tensors<'_>) -> L
 /// Nanoseconds of an evaluation: the least and the median.
 fn forward(layer: &Layer, tokens: usize) -> [f64; 2] {
     let tensors = addresses(&["x", "y"]);
-    let call = RawCall {
-        tokens,
-        tensors: &tensors,
-        ..RawCall::default()
-    };
     // SAFETY: nothing reads or writes at the addresses.
-    sampled(|| unsafe { layer.forward_raw(black_box(&call)) }.expect("it runs"))
+    let call = unsafe { RawCall::new(tokens, &tensors) };
+    sampled(|| drop(layer.forward(black_box(call)).expect("it runs")))
 }
 
 /// Nanoseconds of a training call and its backward pass: the least and the median.
 fn training(layer: &Layer, tokens: usize) -> [f64; 2] {
     let (forward, backward) = (addresses(&["x", "y"]), addresses(&["dy", "dx"]));
-    let call = RawCall {
-        tokens,
-        tensors: &forward,
-        ..RawCall::default()
-    };
-    let back = RawBackward {
-        tensors: &backward,
-        accumulate: true,
-    };
+    // SAFETY: nothing reads or writes at the addresses.
+    let call = unsafe { RawCall::new(tokens, &forward) };
+    // SAFETY: as above.
+    let back = unsafe { RawBackward::new(&backward) };
     sampled(|| {
         let rng_key = RngKey::default();
-        // SAFETY: nothing reads or writes at the addresses.
-        let saved = unsafe { layer.forward_train_raw(black_box(&call), rng_key) };
-        let saved = saved.expect("it runs");
-        // SAFETY: as above.
-        unsafe { layer.backward_raw(&saved, black_box(&back)) }.expect("it runs");
+        let saved = layer.forward_train(black_box(call), rng_key);
+        let (_, saved) = saved.expect("it runs");
+        layer.backward(&saved, back, true).expect("it runs");
     })
 }
 

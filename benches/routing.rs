@@ -128,7 +128,7 @@ impl<'a> Run<'a> {
         let names = ["y", "router.logits", "locations"];
         let input = Input::new(tokens, x);
         let (output, saved) = layer
-            .forward_train(&input, &names, RngKey::default())
+            .forward_train(input.reading(&names), RngKey::default())
             .expect("the layer runs");
         let dy = Tensor::new(&[tokens, x.len() / tokens], x);
         layer.backward(&saved, &dy, false).expect("the layer runs");

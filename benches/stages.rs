@@ -35,8 +35,8 @@ use moesaic::mesh::{ProcessGroup, Ranks};
 use moesaic::reference::{self, Random};
 use moesaic::target::Device;
 use moesaic::{
-    Engine, EngineOptions, Input, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Strategy, Tensor,
-    Training,
+    Engine, EngineOptions, Input, Layer, LayerOptions, LayerSpec, Mesh, Parallel, RngKey, Strategy,
+    Tensor, Training,
 };
 use std::error::Error;
 use std::sync::Arc;
@@ -167,7 +167,11 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
             let weights = reference::Weights::random(&spec, 7);
             let tensors = baseline::tensors(&weights, 0..spec.shape.experts);
             let training = options.training.then(Training::default);
-            let layer = engine.mesh_layer(&mesh, &spec, &tensors, training)?;
+            let layer = engine.layer_with(
+                &spec,
+                &tensors,
+                LayerOptions::over(&mesh).training(training),
+            )?;
             let mut sharded = None;
             if size.is_multiple_of(SHARDS) && options.hidden.is_multiple_of(SHARDS) {
                 let parallel = Parallel {
@@ -176,7 +180,11 @@ fn rank(options: &Options, engine: &Engine, mut world: Communicator, host: &str)
                     ..Parallel::default()
                 };
                 let mesh = Mesh::on_host(&mut world, parallel, host)?.for_any_r();
-                sharded = Some(engine.mesh_layer(&mesh, &spec, &tensors, training)?);
+                sharded = Some(engine.layer_with(
+                    &spec,
+                    &tensors,
+                    LayerOptions::over(&mesh).training(training),
+                )?);
             }
             let mut party = Party {
                 first: own == 0,
@@ -299,9 +307,9 @@ fn stages(sharded: bool) -> Vec<Stage> {
 struct Party {
     first: bool,
     ranks: Ranks,
-    layer: MeshLayer,
+    layer: Layer,
     /// Where ranks can have slices.
-    sharded: Option<MeshLayer>,
+    sharded: Option<Layer>,
     baseline: Baseline,
     rounds: usize,
     training: bool,
@@ -332,7 +340,7 @@ impl Given {
 
 impl Party {
     fn stages(&mut self, world: &mut Communicator, tokens: usize) -> Result {
-        let width = self.layer.plan().tokens.spec.shape.model_dim;
+        let width = self.layer.plan().spec.shape.model_dim;
         let given = Given::new(world.rank(), tokens, width);
         let stages = stages(self.sharded.is_some());
         let variants: Vec<Variant> = stages
@@ -373,7 +381,7 @@ impl Party {
         other.map_or(Ok(()), |layer| Ok(layer.set_strategy(strategy)?))
     }
 
-    fn layer_of(&self, variant: Variant) -> &MeshLayer {
+    fn layer_of(&self, variant: Variant) -> &Layer {
         match (variant, &self.sharded) {
             (Variant::Sharded(_), Some(sharded)) => sharded,
             _ => &self.layer,
@@ -407,7 +415,8 @@ impl Party {
             ),
             (_, true) => {
                 let (layer, input) = (self.layer_of(variant), Input::new(*tokens, x));
-                let (output, saved) = layer.forward_train(&input, &["y"], RngKey::default())?;
+                let (output, saved) =
+                    layer.forward_train(input.reading(&["y"]), RngKey::default())?;
                 let dy = Tensor::new(&[*tokens, dy.len() / tokens], dy);
                 let back = layer.backward(&saved, &dy, false)?;
                 Ok([named(&output, "y")?, named(&back, "dx")?].concat())

@@ -182,14 +182,11 @@ impl Call {
             .iter()
             .map(|(name, buffer)| (*name, buffer.ptr()));
         let tensors: Vec<(&str, Ptr)> = tensors.collect();
-        let call = RawCall {
-            tokens: self.tokens,
-            tensors: &tensors,
-            capacity_factor: None,
-        };
         // SAFETY: the tensors are as long as the spec and the number of tokens say, and a CPU is
         // done with them when the call returns.
-        Ok(unsafe { layer.forward_raw(&call) }?)
+        let call = unsafe { RawCall::new(self.tokens, &tensors) };
+        layer.forward(call)?;
+        Ok(())
     }
 
     /// Sees that y is finite, and not all zero.

@@ -12,7 +12,8 @@ use moesaic::train::balance::counts_of_all;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, parts, update_mesh};
 use moesaic::train::{AdamW, masters, migrate};
 use moesaic::{
-    Engine, Input, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Tensor, Tensors, Training,
+    Engine, Input, Layer, LayerOptions, LayerSpec, Mesh, Parallel, RngKey, Tensor, Tensors,
+    Training,
 };
 use std::error::Error;
 
@@ -116,7 +117,7 @@ fn train(engine: &Engine, mesh: &Mesh, moves: bool) -> Result<Vec<Step>> {
 
 /// A rank's part of a layer in training.
 struct Model {
-    layer: MeshLayer,
+    layer: Layer,
     optimizer: MeshOptimizer<AdamW>,
     parameters: Tensors<'static>,
 }
@@ -135,8 +136,15 @@ impl Model {
             part.insert(name, tensor);
         }
         let training = Some(Training::default());
-        let layer = engine.mesh_layer_of_part(mesh, spec, &parameters, training)?;
-        let mut optimizer = MeshOptimizer::new(&layer.ranks(), AdamW::new(2e-2));
+        let layer = engine.layer_with(
+            spec,
+            &parameters,
+            LayerOptions {
+                part: true,
+                ..LayerOptions::over(mesh).training(training)
+            },
+        )?;
+        let mut optimizer = MeshOptimizer::new(&layer.ranks()?, AdamW::new(2e-2));
         if !state.is_empty() {
             optimizer.restore(&state)?;
         }
@@ -154,7 +162,7 @@ impl Model {
         let input = Input::new(TOKENS, &x);
         let (output, saved) = self
             .layer
-            .forward_train(&input, &wanted, RngKey::default())?;
+            .forward_train(input.reading(&wanted), RngKey::default())?;
         let [y, counts] = wanted.map(|name| output.get(name));
         let (y, counts) = (y.ok_or("no y")?, counts.ok_or("no counts")?);
         // The target is the opposite of each token.
@@ -165,7 +173,7 @@ impl Model {
         self.layer.backward(&saved, &dy, false)?;
         let (optimizer, parameters) = (&mut self.optimizer, &mut self.parameters);
         update_mesh(&self.layer, optimizer, parameters, Scaling::default())?;
-        let ranks = self.layer.ranks();
+        let ranks = self.layer.ranks()?;
         let losses = ranks.sum_f64(&[loss], moesaic::mesh::ProcessGroup::World, "loss")?;
         let counts = counts.data.as_chunks().0.iter();
         let counts: Vec<i64> = counts.map(|count| i64::from_le_bytes(*count)).collect();
@@ -177,7 +185,7 @@ impl Model {
         let state = self.optimizer.state(&self.parameters)?;
         let mut all = self.parameters;
         all.extend(state);
-        let prepared = migrate::prepare(&self.layer.ranks(), to, &all)?;
+        let prepared = migrate::prepare(&self.layer.ranks()?, to, &all)?;
         let mesh = prepared.mesh().clone();
         Model::new(engine, &mesh, spec, prepared.commit()?)
     }

@@ -54,7 +54,7 @@ fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError
 
     let engine = Engine::cpu().map_err(|e| EngineError::Spec(e.to_string()))?;
     let gates = engine.multi_gate(spec, &experts, &routers, None)?;
-    let once = best(|| gates.forward(&input, &["y"]).map(drop))?;
+    let once = best(|| gates.forward(input.reading(&["y"])).map(drop))?;
     let each = best(|| {
         let each = gates.layers().iter();
         each.map(|layer| layer.forward(&input))
@@ -64,12 +64,12 @@ fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError
     let gates = engine.multi_gate(spec, &experts, &routers, Some(Training::default()))?;
     let rng_key = RngKey::default();
     let train_once = best(|| {
-        let (_, saved) = gates.forward_train(&input, &["y"], rng_key)?;
+        let (_, saved) = gates.forward_train(input.reading(&["y"]), rng_key)?;
         gates.backward(&saved, &dy, false).map(drop)
     })?;
     let train_each = best(|| {
         let calls = gates.layers().iter();
-        let saved = calls.map(|layer| Ok(layer.forward_train(&input, &["y"], rng_key)?.1));
+        let saved = calls.map(|layer| Ok(layer.forward_train(input.reading(&["y"]), rng_key)?.1));
         let saved = saved.collect::<Result<Vec<_>, EngineError>>()?;
         gates.backward(&saved.into(), &dy, false).map(drop)
     })?;

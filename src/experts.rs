@@ -65,7 +65,7 @@ pub use moesaic_engine::ExpertBackward;
 /// # fn main() -> Result<(), moesaic::Error> {
 /// let experts = [1.0, 2.0, 3.0, 4.0].map(Scale); // or boxes of several types
 /// let mut layer = engine().user_layer(&spec(), &weights(), experts.into(), false)?;
-/// let y = layer.forward(&Input::new(3, &wave(24)), &["y"])?;
+/// let y = layer.forward(&Input::new(3, &wave(24)))?;
 /// assert_eq!(y.y().shape, [3, 8]);
 /// layer.experts_mut()[1].0 *= 0.5; // they stay of your type
 /// assert_eq!(layer.experts()[1].0, 1.0);
@@ -85,7 +85,7 @@ pub use moesaic_engine::UserLayer;
 /// fn step(
 ///     layer: &mut UserLayer, input: &Input<'_>, dy: &Tensor<'_>,
 /// ) -> Result<Output, EngineError> {
-///     let (_, saved): (_, UserSaved) = layer.forward_train(input, &[], Default::default())?;
+///     let (_, saved): (_, UserSaved) = layer.forward_train(input.reading(&[]), Default::default())?;
 ///     layer.backward(&saved, dy, false)
 /// }
 /// ```
@@ -107,7 +107,7 @@ pub use moesaic_engine::UserSaved;
 /// #     experts.insert(name, tensor.clone());
 /// # }
 /// let gates = engine().multi_gate(&spec(), &experts, &routers, None)?;
-/// let outputs = gates.forward(&Input::new(3, &wave(24)), &["y"])?;
+/// let outputs = gates.forward(&Input::new(3, &wave(24)))?;
 /// assert_eq!(outputs.len(), 2); // one for each router
 /// # Ok(())
 /// # }

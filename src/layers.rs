@@ -3,8 +3,7 @@
 use crate::experts::{MultiGate, UserExpert, UserLayer};
 use crate::mesh::Ranks;
 use crate::{
-    AnyLayer, EngineError, Layer, LayerSpec, Mesh, MeshLayer, Target, Tensors, Training,
-    WeightSource,
+    EngineError, Layer, LayerOptions, LayerSpec, Mesh, Target, Tensors, Training, WeightSource,
 };
 use moesaic_cache::TunedMachine;
 use moesaic_collectives::Communicator;
@@ -32,10 +31,10 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub struct Engine(pub(crate) moesaic_engine::Engine);
 
-/// Layers of one process.
+/// Layers.
 impl Engine {
-    /// Makes a layer: plans it, gets its kernels, and copies its weights to the device, so you may
-    /// free them afterwards.
+    /// Makes a layer for inference of one process: plans it, gets its kernels, and copies its
+    /// weights to the device, so you may free them afterwards.
     ///
     /// # Errors
     /// Whatever [`EngineError`] lists, apart from input errors.
@@ -47,7 +46,7 @@ impl Engine {
         self.0.layer(spec, weights)
     }
 
-    /// Makes a layer that can run backward; see [`Layer::forward_train`].
+    /// Makes a layer of one process that can run backward; see [`Layer::forward_train`].
     ///
     /// # Errors
     /// As [`Engine::layer`].
@@ -60,9 +59,26 @@ impl Engine {
         self.0.training_layer(spec, weights, training)
     }
 
-    /// Makes a training layer without weights. Each raw call names the address of every weight, and
-    /// each [`Layer::backward_raw`] also that of every gradient, `grad.<weight>`, so the layer
-    /// copies neither. Layers of other weights can share it.
+    /// Makes a layer with options: for training, over ranks, with a strategy. Over ranks all of
+    /// them call it, and a rank reads its own experts and what every rank holds: router,
+    /// projections, and shared experts or its shards of them.
+    ///
+    /// # Errors
+    /// [`EngineError::Plan`] for a mesh that the layer cannot have; [`EngineError::Collective`] when
+    /// ranks ask for different layers, naming what differs; [`EngineError::NotOverRanks`] for
+    /// options of ranks without a mesh; otherwise as [`Engine::layer`].
+    pub fn layer_with(
+        &self,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        options: LayerOptions<'_>,
+    ) -> Result<Layer, EngineError> {
+        self.0.layer_with(spec, weights, options)
+    }
+
+    /// Makes a training layer without weights. Each call names the address of every weight
+    /// ([`RawCall`](crate::RawCall)), and each backward pass also that of every gradient,
+    /// `grad.<weight>`, so the layer copies neither. Layers of other weights can share it.
     ///
     /// # Errors
     /// As [`Engine::layer`], without those of weights.
@@ -124,55 +140,8 @@ impl Engine {
     }
 }
 
-/// Layers over ranks.
+/// Ranks.
 impl Engine {
-    /// Makes this rank's part of a layer. All ranks of the mesh call it. `weights` are those of the
-    /// whole layer; the rank reads its own experts and what every rank holds: router, projections,
-    /// and shared experts or its shards of them.
-    ///
-    /// # Errors
-    /// [`EngineError::Plan`] for a mesh that the layer cannot have; [`EngineError::Collective`] when
-    /// ranks ask for different layers, naming what differs; otherwise as [`Engine::layer`].
-    pub fn mesh_layer(
-        &self,
-        mesh: &Mesh,
-        spec: &LayerSpec,
-        weights: &dyn WeightSource,
-        training: Option<Training>,
-    ) -> Result<MeshLayer, EngineError> {
-        self.0.mesh_layer(mesh, spec, weights, training)
-    }
-
-    /// As [`Engine::mesh_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
-    /// it: its own experts alone, by the same names.
-    ///
-    /// # Errors
-    /// As [`Engine::mesh_layer`].
-    pub fn mesh_layer_of_part(
-        &self,
-        mesh: &Mesh,
-        spec: &LayerSpec,
-        part: &dyn WeightSource,
-        training: Option<Training>,
-    ) -> Result<MeshLayer, EngineError> {
-        self.0.mesh_layer_of_part(mesh, spec, part, training)
-    }
-
-    /// Makes a layer, or this rank's part of it if there is a mesh; with `training` it can run
-    /// backward. `weights` are those of the whole layer.
-    ///
-    /// # Errors
-    /// As [`Engine::layer`] and [`Engine::mesh_layer`].
-    pub fn any_layer(
-        &self,
-        mesh: Option<&Mesh>,
-        spec: &LayerSpec,
-        weights: &dyn WeightSource,
-        training: Option<Training>,
-    ) -> Result<AnyLayer, EngineError> {
-        self.0.any_layer(mesh, spec, weights, training)
-    }
-
     /// Returns a handle to exchange host memory between the ranks of a mesh. It uses this engine's
     /// device, which must be the mesh's.
     pub fn ranks(&self, mesh: &Mesh) -> Ranks {

@@ -34,7 +34,7 @@
 //! | serve it from several threads, decode without allocation | [`Layer::handle`], [`Layer::forward_into`] |
 //! | handle errors | [`Error`], [`Result`] |
 //! | train | [`Init`], [`Training`], [`RngKey`], [`train`] |
-//! | spread experts over ranks | [`Parallel`], [`Mesh`], [`MeshLayer`], [`mesh`], [`collectives`] |
+//! | spread experts over ranks | [`Parallel`], [`Mesh`], [`Layer`], [`mesh`], [`collectives`] |
 //! | choose how ranks exchange rows | [`Strategy`], [`tune`] |
 //! | bring your own experts, or several routers | [`experts`] |
 //! | see where time goes | [`trace`] |

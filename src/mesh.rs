@@ -175,44 +175,15 @@ pub use moesaic_plan::OverlapBy;
 #[doc(inline)]
 pub use moesaic_plan::CommDtype;
 
-/// The state that a forward pass of a [`MeshLayer`](crate::MeshLayer) keeps for backward.
-///
-/// ```
-/// use moesaic::mesh::MeshSaved;
-///
-/// fn load(saved: &MeshSaved) -> f64 {
-///     saved.rows() as f64 / saved.tokens() as f64 // of this rank's experts
-/// }
-/// ```
-#[doc(inline)]
-pub use moesaic_engine::MeshSaved;
-
-/// The state that a forward pass of an [`AnyLayer`](crate::AnyLayer), and so of a
-/// [`layer!`](crate::layer) type, keeps for backward.
-///
-/// ```
-/// use moesaic::mesh::AnySaved;
-///
-/// fn experts_are_elsewhere(saved: &AnySaved) -> bool {
-///     matches!(saved, AnySaved::Mesh(_))
-/// }
-/// ```
-#[doc(inline)]
-pub use moesaic_engine::AnySaved;
-
 /// A point in the launch order of a rank's device, from which calls on device memory are timed.
 ///
 /// ```
-/// use moesaic::{EngineError, MeshLayer, RawCall};
+/// use moesaic::{EngineError, Layer, RawCall};
 ///
 /// /// Seconds of an evaluation.
-/// ///
-/// /// # Safety
-/// /// As [`MeshLayer::forward_raw`].
-/// unsafe fn timed(layer: &MeshLayer, call: &RawCall) -> Result<f64, EngineError> {
+/// fn timed(layer: &Layer, call: RawCall) -> Result<f64, EngineError> {
 ///     let start = layer.timestamp()?;
-///     // SAFETY: what the caller vouches for is the same.
-///     unsafe { layer.forward_raw(call)? };
+///     layer.forward(call)?;
 ///     layer.timestamp()?.seconds_since(&start)
 /// }
 /// ```

@@ -1,6 +1,6 @@
 //! Layers of published models.
 
-use crate::{Engine, Error, Layer};
+use crate::{Engine, Error, Layer, LayerOptions};
 use moesaic_spec::hf::{self, Import};
 use moesaic_weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
 use std::path::Path;
@@ -35,11 +35,25 @@ impl Engine {
     /// describes, [`Error::Weights`] for tensors that are not as the config says; otherwise as
     /// [`Engine::layer`].
     pub fn layer_from_hf(&self, folder: impl AsRef<Path>, layer: usize) -> Result<Layer, Error> {
+        self.layer_from_hf_with(folder, layer, LayerOptions::default())
+    }
+
+    /// Makes a layer of a model as [`Engine::layer_from_hf`] does, with options: for training, or
+    /// over ranks, where each rank reads its own experts alone.
+    ///
+    /// # Errors
+    /// As [`Engine::layer_from_hf`] and [`Engine::layer_with`].
+    pub fn layer_from_hf_with(
+        &self,
+        folder: impl AsRef<Path>,
+        layer: usize,
+        options: LayerOptions<'_>,
+    ) -> Result<Layer, Error> {
         let path = folder.as_ref().join("config.json");
         let config = std::fs::read_to_string(&path);
         let config = config.map_err(|source| Error::Io { path, source })?;
         let import = hf::import(&config, layer)?;
-        self.layer_of_import(import, &Checkpoint::open(folder)?)
+        self.layer_of_import(import, &Checkpoint::open(folder)?, options)
     }
 
     /// Makes a layer of a model from a GGUF file, as [`Engine::layer_from_hf`] does from a folder.
@@ -53,22 +67,28 @@ impl Engine {
         let checkpoint = Checkpoint::open(file)?;
         let metadata = checkpoint.gguf().cloned().unwrap_or_default();
         let import = moesaic_spec::gguf::import(&metadata, layer)?;
-        self.layer_of_import(import, &checkpoint)
+        self.layer_of_import(import, &checkpoint, LayerOptions::default())
     }
 
-    fn layer_of_import(&self, mut import: Import, checkpoint: &Checkpoint) -> Result<Layer, Error> {
-        let options = LoadOptions::default();
-        set_expert_formats(&mut import, checkpoint, options);
-        let weights = LayerReader::of_import(&import, checkpoint, options)?;
-        Ok(self.layer(&import.spec, &weights)?)
+    fn layer_of_import(
+        &self,
+        mut import: Import,
+        checkpoint: &Checkpoint,
+        options: LayerOptions<'_>,
+    ) -> Result<Layer, Error> {
+        let load = LoadOptions::default();
+        set_expert_formats(&mut import, checkpoint, load);
+        let weights = LayerReader::of_import(&import, checkpoint, load)?;
+        Ok(self.layer_with(&import.spec, &weights, options)?)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::collectives::{Call, threads};
     use crate::example::{engine, wave, write_model};
-    use crate::{Input, Tensor};
+    use crate::{Input, Mesh, Parallel, Tensor};
     use moesaic_weights::{QuantizeTo, quantize};
 
     fn y(layer: &Layer) -> Vec<f32> {
@@ -96,6 +116,33 @@ mod tests {
             let error = (found - expected).abs() / largest;
             // The file's codes have eight bits, and its layer computes in bf16.
             assert!(error < 0.05, "{found}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn ranks_share_a_layer_of_a_folder() {
+        let folder = tempfile::tempdir().expect("a folder");
+        write_model(folder.path()).expect("a model");
+        let expected = y(&engine().layer_from_hf(folder.path(), 1).expect("a layer"));
+        let device = |_| Ok(engine().device().clone());
+        let ranks = threads::run(2, device, |mut world| {
+            let mesh = Mesh::new(
+                &mut world,
+                Parallel {
+                    ep: 2,
+                    ..Parallel::default()
+                },
+            )?;
+            let options = LayerOptions::over(&mesh);
+            let layer = engine().layer_from_hf_with(folder.path(), 1, options)?;
+            let found = y(&layer);
+            world
+                .finish(&Call::new("end"))
+                .map_err(crate::EngineError::from)?;
+            Ok::<_, Error>(found)
+        });
+        for found in ranks.expect("two ranks") {
+            assert_eq!(found.expect("a rank").expect("it runs"), expected);
         }
     }
 

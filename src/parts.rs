@@ -105,7 +105,7 @@ pub mod train {
 ///
 /// A strategy changes no result and moves no weight, so a layer can try several in its own steps
 /// and keep the fastest. [`Tuner`](tune::Tuner) decides from plain data, so ranks that pass the same
-/// numbers decide alike. [`AdaptiveLayer`](tune::AdaptiveLayer) measures, and gives every rank the
+/// numbers decide alike. [`LayerTuner`](tune::LayerTuner) measures, and gives every rank the
 /// largest time of all ranks. [`Planned`](tune::Planned) predicts with the planner.
 ///
 /// ```

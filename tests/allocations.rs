@@ -90,16 +90,12 @@ fn layer_of(engine: &Engine, training: Option<Training>) -> Layer {
 fn count(layer: &Layer, x: &[f32], y: &mut [f32], tokens: usize) -> usize {
     let address = |start: *const f32| Ptr(start as u64);
     let tensors = [("x", address(x.as_ptr())), ("y", address(y.as_mut_ptr()))];
-    let call = RawCall {
-        tokens,
-        tensors: &tensors,
-        ..RawCall::default()
-    };
+    // SAFETY: both buffers are in this machine's memory and hold `tokens`
+    // rows; a launch on the CPU has finished when it returns.
+    let call = unsafe { RawCall::new(tokens, &tensors) };
     let before = COUNT.load(Ordering::Relaxed);
     for _ in 0..20 {
-        // SAFETY: both buffers are in this machine's memory and hold `tokens`
-        // rows; a launch on the CPU has finished when it returns.
-        unsafe { layer.forward_raw(&call) }.expect("the layer runs");
+        layer.forward(call).expect("the layer runs");
     }
     COUNT.load(Ordering::Relaxed) - before
 }
@@ -108,25 +104,20 @@ fn count(layer: &Layer, x: &[f32], y: &mut [f32], tokens: usize) -> usize {
 fn count_training(layer: &Layer, rows: &mut [Vec<f32>; 4], tokens: usize) -> usize {
     let [x, y, dy, dx] = rows.each_mut().map(|rows| Ptr(rows.as_mut_ptr() as u64));
     let (forward, backward) = ([("x", x), ("y", y)], [("dy", dy), ("dx", dx)]);
-    let call = RawCall {
-        tokens,
-        tensors: &forward,
-        ..RawCall::default()
-    };
-    let back = RawBackward {
-        tensors: &backward,
-        accumulate: true,
-    };
+    // SAFETY: as in `count`.
+    let call = unsafe { RawCall::new(tokens, &forward) };
+    // SAFETY: as in `count`.
+    let back = unsafe { RawBackward::new(&backward) };
     let before = COUNT.load(Ordering::Relaxed);
     for step in 0..20 {
         let rng_key = RngKey {
             step,
             ..RngKey::default()
         };
-        // SAFETY: as in `count`.
-        let saved = unsafe { layer.forward_train_raw(&call, rng_key) };
-        // SAFETY: as in `count`.
-        unsafe { layer.backward_raw(&saved.expect("it runs"), &back) }.expect("it runs");
+        let saved = layer.forward_train(call, rng_key);
+        layer
+            .backward(&saved.expect("it runs").1, back, true)
+            .expect("it runs");
     }
     COUNT.load(Ordering::Relaxed) - before
 }

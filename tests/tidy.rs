@@ -155,7 +155,7 @@ const ENGINE: &[&str] = &[
     "place",
     "shared",
     "pass",
-    "layer",
+    "device_layer",
     "router",
     "addresses",
     "host",
@@ -168,11 +168,12 @@ const ENGINE: &[&str] = &[
     "precompile",
     "numbers",
     "engine",
-    "user",
     "stack",
+    "mesh",
+    "layer",
+    "user",
     "multi_gate",
     "variants",
-    "mesh",
 ];
 
 #[test]

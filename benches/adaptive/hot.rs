@@ -54,7 +54,7 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
     let mut layers = Vec::new();
     for (_, placement, strategy) in &placements {
         let mut layer = rank.layer(&mesh.placed(placement)?, &drawn)?;
-        layer.set_shadow_model(links(layer.replicated().spec()))?;
+        layer.set_shadow_model(links(layer.spec()))?;
         layer.set_strategy(strategy.parse()?)?;
         layers.push(layer);
     }
@@ -67,7 +67,7 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
             let layer = &layers[kind];
             rank.meet()?;
             let start = Instant::now();
-            let (_, saved) = layer.forward_train(&input, &["y"], RngKey::default())?;
+            let (_, saved) = layer.forward_train(input.reading(&["y"]), RngKey::default())?;
             layer.backward(&saved, &dy, false)?;
             let passes = start.elapsed().as_secs_f64();
             // Replicas are made equal here, so it is theirs to pay.

@@ -4,8 +4,10 @@ use crate::drawn::{Drawn, RANKS};
 use crate::{Result, compared, data};
 use moesaic::collectives::{Call, Collectives, Communicator, mpi};
 use moesaic::planner::{self, Machine};
-use moesaic::tune::{AdaptiveLayer, Options, Planned, Space, Times, Tuner, What};
-use moesaic::{DType, Engine, EngineOptions, Input, Mesh, MeshLayer, RngKey, Strategy, Tensor};
+use moesaic::tune::{LayerTuner, Options, Planned, Space, Times, Tuner, What};
+use moesaic::{
+    DType, Engine, EngineOptions, Input, Layer, LayerOptions, Mesh, RngKey, Strategy, Tensor,
+};
 use moesaic::{Parallel, Training};
 use serde_json::json;
 use std::ops::RangeInclusive;
@@ -34,11 +36,13 @@ impl Rank {
         }
     }
 
-    pub fn layer(&mut self, mesh: &Mesh, drawn: &Drawn) -> Result<MeshLayer> {
+    pub fn layer(&mut self, mesh: &Mesh, drawn: &Drawn) -> Result<Layer> {
         let spec = drawn.spec()?;
         let weights = data::weights(&spec, DType::F32);
         let training = Some(Training::default());
-        Ok(self.engine.mesh_layer(mesh, &spec, &weights, training)?)
+        Ok(self
+            .engine
+            .layer_with(&spec, &weights, LayerOptions::over(mesh).training(training))?)
     }
 
     pub fn mesh(&mut self, parallel: Parallel) -> Result<Mesh> {
@@ -158,7 +162,7 @@ fn predicted(drawn: &Drawn, all: &[Strategy], machine: &Machine) -> Result<Vec<(
 fn choose(
     rank: &mut Rank,
     drawn: &Drawn,
-    layer: MeshLayer,
+    layer: Layer,
     (measured, machine): (Vec<(Strategy, f64)>, &Machine),
 ) -> Result {
     let own = rank.world.rank();
@@ -202,7 +206,7 @@ fn planned(drawn: &Drawn, all: &[Strategy], machine: &Machine) -> Result<Strateg
 fn in_turns(
     rank: &mut Rank,
     drawn: &Drawn,
-    layer: &mut MeshLayer,
+    layer: &mut Layer,
     (all, rounds, name): (&[Strategy], usize, &str),
     (input, dy): (&Input<'_>, &Tensor<'_>),
 ) -> Result<Vec<(Strategy, f64)>> {
@@ -230,9 +234,9 @@ fn in_turns(
     Ok(measured)
 }
 
-pub fn step(layer: &MeshLayer, input: &Input<'_>, dy: &Tensor<'_>) -> Result<Passes> {
+pub fn step(layer: &Layer, input: &Input<'_>, dy: &Tensor<'_>) -> Result<Passes> {
     let start = Instant::now();
-    let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
+    let (_, saved) = layer.forward_train(input.reading(&["y"]), RngKey::default())?;
     let forward = start.elapsed().as_secs_f64();
     layer.backward(&saved, dy, false)?;
     Ok([forward, start.elapsed().as_secs_f64() - forward])
@@ -243,9 +247,9 @@ pub fn step(layer: &MeshLayer, input: &Input<'_>, dy: &Tensor<'_>) -> Result<Pas
 fn adaptive(
     rank: &mut Rank,
     drawn: &Drawn,
-    (mut layer, machine): (MeshLayer, &Machine),
+    (mut layer, machine): (Layer, &Machine),
     (input, dy): (&Input<'_>, &Tensor<'_>),
-) -> Result<MeshLayer> {
+) -> Result<Layer> {
     let planned = Planned {
         comm_dtypes: vec![drawn.comm_dtype],
         ..Planned::of(machine.clone())
@@ -254,19 +258,22 @@ fn adaptive(
     layer.set_strategy(Strategy::default())?;
     let space = Space::of(drawn.mesh, 4);
     let tuner = Tuner::new(Options::default(), space);
-    let mut layer = AdaptiveLayer::new(layer, tuner, crate::MACHINE, predict);
-    let kept = |layer: &AdaptiveLayer| {
-        let mut events = layer.tuner().events().iter();
-        events.any(|event| matches!(event.what, What::Kept { .. }))
+    let tuner = LayerTuner::new(tuner, crate::MACHINE, predict);
+    layer.set_tuner(Some(tuner.clone()))?;
+    let kept = || {
+        let events = tuner.events();
+        events
+            .iter()
+            .any(|event| matches!(event.what, What::Kept { .. }))
     };
     let mut tried = 0;
-    while !kept(&layer) {
+    while !kept() {
         rank.meet()?;
-        let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
+        let (_, saved) = layer.forward_train(input, RngKey::default())?;
         layer.backward(&saved, dy, false)?;
         tried += 1;
     }
-    let layer = layer.into_layer();
+    layer.set_tuner(None)?;
     let strategy = layer.strategy().to_string();
     let line = json!({ "layer": drawn.number, "adaptive": strategy, "steps": tried });
     rank.say(&line.to_string());

@@ -76,7 +76,9 @@ impl Here {
     /// When they do not, or the layer fails.
     pub fn check_routing(&self, call: &Call, ids: &[i32]) -> Result {
         let k = self.layer.spec().shape.top_k;
-        let output = self.layer.forward_with(&self.input(call), &["topk_ids"])?;
+        let output = self
+            .layer
+            .forward(self.input(call).reading(&["topk_ids"]))?;
         let found = output.get("topk_ids").and_then(Tensor::to_vec::<i32>);
         let mut found = found.ok_or("no topk_ids")?;
         found.chunks_mut(k).for_each(<[i32]>::sort_unstable);
@@ -117,7 +119,9 @@ impl Here {
                 self.layer.forward(&input)?;
             }
             Pass::Both => {
-                let (_, saved) = self.layer.forward_train(&input, &[], RngKey::default())?;
+                let (_, saved) = self
+                    .layer
+                    .forward_train(input.reading(&[]), RngKey::default())?;
                 let dy = self.rows(call.tokens, &call.dy);
                 self.layer.backward(&saved, &dy, false)?;
             }
@@ -170,35 +174,28 @@ impl Run<'_> {
     pub fn once(&self) -> Result<Duration> {
         let start = Instant::now();
         let tensors = [("x", self.x.ptr()), ("y", self.y.ptr())];
-        let call = RawCall {
-            tokens: self.tokens,
-            tensors: &tensors,
-            ..RawCall::default()
-        };
+        // SAFETY: x and y hold T x d elements, and the CPU works in order.
+        let call = unsafe { RawCall::new(self.tokens, &tensors) };
         match self.here.pass {
-            Pass::Forward => self.forward(&call)?,
-            Pass::Both => self.both(&call)?,
+            Pass::Forward => self.forward(call)?,
+            Pass::Both => self.both(call)?,
         }
         Ok(start.elapsed())
     }
 
     fn forward(&self, call: &RawCall<'_>) -> Result {
-        // SAFETY: x and y hold T x d elements, and the CPU works in order.
-        unsafe { self.here.layer.forward_raw(call)? };
+        self.here.layer.forward(call)?;
         Ok(())
     }
 
     fn both(&self, call: &RawCall<'_>) -> Result {
         let layer = &self.here.layer;
         // SAFETY: as in `forward`; x stays as it is.
-        let saved = unsafe { layer.forward_train_raw(call, RngKey::default())? };
+        let (_, saved) = layer.forward_train(call, RngKey::default())?;
         let tensors: [(&str, Ptr); 2] = [("dy", self.dy.ptr()), ("dx", self.dx.ptr())];
-        let call = RawBackward {
-            tensors: &tensors,
-            accumulate: false,
-        };
         // SAFETY: dy and dx hold T x d elements.
-        unsafe { layer.backward_raw(&saved, &call)? };
+        let call = unsafe { RawBackward::new(&tensors) };
+        layer.backward(&saved, call, false)?;
         Ok(())
     }
 

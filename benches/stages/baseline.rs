@@ -175,7 +175,7 @@ impl Baseline {
             if !trains {
                 return named(&layer.forward(&input)?, "y");
             }
-            let (output, kept) = layer.forward_train(&input, &["y"], RngKey::default())?;
+            let (output, kept) = layer.forward_train(input.reading(&["y"]), RngKey::default())?;
             saved = Some(kept);
             named(&output, "y")
         })?;

@@ -32,7 +32,7 @@ impl Call {
             None => drop(layer.forward(&self.input)?),
             Some(dy) => {
                 let rng_key = RngKey::default();
-                let (_, saved) = layer.forward_train(&self.input, &["y"], rng_key)?;
+                let (_, saved) = layer.forward_train(self.input.reading(&["y"]), rng_key)?;
                 layer.backward(&saved, dy, false)?;
                 // The timed passes reuse the memory of this pass, x included.
             }
@@ -48,7 +48,11 @@ impl Call {
 pub fn y(layer: &Layer, input: &Input<'_>) -> Result<Tensor<'static>> {
     let output = match layer.plan().training {
         None => layer.forward(input)?,
-        Some(_) => layer.forward_train(input, &["y"], RngKey::default())?.0,
+        Some(_) => {
+            layer
+                .forward_train(input.reading(&["y"]), RngKey::default())?
+                .0
+        }
     };
     Ok(output.y().clone())
 }

@@ -89,7 +89,7 @@ impl FeedForward for Experts {
         let input = Input::new(self.rows(&x), &x);
         let (output, saved) = self
             .layer
-            .forward_train(&input, &["y"], RngKey::default())?;
+            .forward_train(input.reading(&["y"]), RngKey::default())?;
         self.saved = Some(saved);
         Ok(output.y().to_f32())
     }

@@ -3,16 +3,18 @@
 use super::experts::{start, tensors};
 use super::feed_forward::FeedForward;
 use super::ops::{Module, Param};
-use moesaic::mesh::MeshSaved;
+use moesaic::Saved;
 use moesaic::reference::Random;
 use moesaic::spec::{Loss, LossKind};
-use moesaic::{Engine, EngineError, Input, LayerSpec, Mesh, MeshLayer, RngKey, Tensor, Training};
+use moesaic::{
+    Engine, EngineError, Input, Layer, LayerOptions, LayerSpec, Mesh, RngKey, Tensor, Training,
+};
 
 /// This rank's part of the layer, its weights and the state of its last forward pass.
 pub struct MeshExperts {
-    layer: MeshLayer,
+    layer: Layer,
     params: Vec<(String, Param)>,
-    saved: Option<MeshSaved>,
+    saved: Option<Saved>,
 }
 
 /// Returns the same layer with a loss that balances the tokens of all ranks together, because a
@@ -45,7 +47,11 @@ impl MeshExperts {
         let spec = balanced_together(spec);
         let whole = start(&spec, gain, random);
         let whole = tensors(&whole);
-        let layer = engine.mesh_layer(mesh, &spec, &whole, Some(Training::default()))?;
+        let layer = engine.layer_with(
+            &spec,
+            &whole,
+            LayerOptions::over(mesh).training(Training::default()),
+        )?;
         let own = layer.weights_of(&whole)?;
         let params = own.into_iter().map(|(name, part)| {
             let param = Param::of(&part.shape, part.to_f32());
@@ -59,7 +65,7 @@ impl MeshExperts {
     }
 
     fn width(&self) -> usize {
-        self.layer.replicated().spec().shape.model_dim
+        self.layer.spec().shape.model_dim
     }
 }
 
@@ -72,7 +78,7 @@ impl FeedForward for MeshExperts {
         let input = Input::new(x.len() / self.width(), &x);
         let (output, saved) = self
             .layer
-            .forward_train(&input, &["y"], RngKey::default())?;
+            .forward_train(input.reading(&["y"]), RngKey::default())?;
         self.saved = Some(saved);
         Ok(output.y().to_f32())
     }

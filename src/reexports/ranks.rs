@@ -34,7 +34,7 @@ pub use moesaic_plan::Strategy;
 ///
 /// ```
 /// use moesaic::collectives::{Call, threads};
-/// use moesaic::{Engine, Input, Mesh, Parallel};
+/// use moesaic::{Engine, Input, LayerOptions, Mesh, Parallel};
 ///
 /// # use moesaic::example::{spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -43,7 +43,7 @@ pub use moesaic_plan::Strategy;
 /// // Two ranks that are threads; under `mpirun` the world comes from `collectives::mpi`.
 /// let ranks = threads::run(2, device, |mut world| {
 ///     let mesh = Mesh::new(&mut world, Parallel { ep: 2, ..Parallel::default() })?;
-///     let layer = engine.mesh_layer(&mesh, &spec(), &weights(), None)?;
+///     let layer = engine.layer_with(&spec(), &weights(), LayerOptions::over(&mesh))?;
 ///     let tokens = 3 + mesh.rank(); // each its own
 ///     let y = layer.forward(&Input::new(tokens, &wave(8 * tokens)))?;
 ///     world.finish(&Call::new("end"))?;
@@ -58,36 +58,25 @@ pub use moesaic_plan::Strategy;
 #[doc(inline)]
 pub use moesaic_engine::Mesh;
 
-/// One rank's part of a layer: its own tokens and its own experts.
+/// The options of a layer that [`Engine::layer_with`](crate::Engine::layer_with) makes: training,
+/// ranks, their strategy.
 ///
 /// ```
-/// use moesaic::{RngKey, EngineError, Input, MeshLayer, Tensor};
+/// use moesaic::{Engine, EngineError, Input, Layer, LayerOptions, Mesh, RngKey, Tensor, Training};
 ///
-/// /// A step of training: gradients are those of all ranks' tokens afterwards.
-/// fn step(layer: &MeshLayer, input: &Input, dy: &Tensor) -> Result<(), EngineError> {
-///     let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
-///     layer.backward(&saved, dy, false)?;
-///     layer.reduce_gradients()
-/// }
-/// ```
-#[doc(inline)]
-pub use moesaic_engine::MeshLayer;
-
-/// A layer of one process, or one rank's part of a layer over ranks, behind the same calls.
-///
-/// ```
-/// use moesaic::{AnyLayer, RngKey, EngineError, Input, Tensor};
-///
-/// /// A step of training, with ranks or without.
-/// fn step(layer: &AnyLayer, input: &Input, dy: &Tensor) -> Result<(), EngineError> {
-///     let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
+/// /// A step of training, with ranks or without: gradients are those of all ranks' tokens
+/// /// afterwards.
+/// fn step(layer: &Layer, input: &Input, dy: &Tensor) -> Result<(), EngineError> {
+///     let (_, saved) = layer.forward_train(input, RngKey::default())?;
 ///     layer.backward(&saved, dy, false)?;
 ///     layer.reduce_gradients()
 /// }
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), EngineError> {
-/// let training = Some(moesaic::Training::default());
-/// let layer = engine().any_layer(None, &spec(), &weights(), training)?;
+/// # let mesh: Option<&Mesh> = None;
+/// let options = LayerOptions { mesh, ..LayerOptions::default() };
+/// let options = options.training(Training::default());
+/// let layer = engine().layer_with(&spec(), &weights(), options)?;
 /// let dy = Tensor::new(&[3, 8], &[1.0f32; 24]);
 /// step(&layer, &Input::new(3, &wave(24)), &dy)?;
 /// assert_eq!(layer.gradient("router.weight")?.shape, [4, 8]);
@@ -95,4 +84,4 @@ pub use moesaic_engine::MeshLayer;
 /// # }
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::AnyLayer;
+pub use moesaic_engine::LayerOptions;

@@ -120,9 +120,12 @@ pub use moesaic_engine::Layer;
 #[doc(inline)]
 pub use moesaic_engine::Input;
 
-/// The input of [`Layer::forward_into`]: the rows of `x` as a slice, or an [`Input`].
+/// The arguments of a call: the rows of `x` as a slice, an [`Input`], or a [`RawCall`], with the
+/// outputs to read back.
 ///
 /// ```
+/// use moesaic::Input;
+///
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), moesaic::Error> {
 /// let layer = engine().layer(&spec(), &weights())?;
@@ -131,6 +134,9 @@ pub use moesaic_engine::Input;
 ///     layer.forward_into(&x, &mut y)?; // no allocation after the first
 ///     x.copy_from_slice(&y);
 /// }
+/// let input = Input::new(1, &x);
+/// let output = layer.forward(input.reading(&["y", "topk_ids"]))?;
+/// assert_eq!(output.get("topk_ids").unwrap().shape, [1, 2]);
 /// # Ok(())
 /// # }
 /// ```
@@ -145,7 +151,7 @@ pub use moesaic_engine::CallInput;
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = engine().layer(&spec(), &weights())?;
-/// let output = layer.forward_with(&Input::new(3, &wave(24)), &["y", "topk_ids"])?;
+/// let output = layer.forward(Input::new(3, &wave(24)).reading(&["y", "topk_ids"]))?;
 /// let ids: Option<Vec<i32>> = output.get("topk_ids").and_then(|tensor| tensor.to_vec());
 /// assert_eq!(ids.unwrap().len(), 3 * 2); // two experts of each token
 /// # Ok(())
@@ -215,9 +221,8 @@ pub use moesaic_engine::Statistics;
 /// let layer = engine().layer(&spec(), &weights())?; // on a CPU
 /// let (x, mut y) = (wave(24), vec![0.0f32; 24]);
 /// let tensors = [("x", Ptr(x.as_ptr() as u64)), ("y", Ptr(y.as_mut_ptr() as u64))];
-/// let call = RawCall { tokens: 3, tensors: &tensors, ..RawCall::default() };
 /// // SAFETY: both hold three tokens, and a CPU is done when the call returns.
-/// unsafe { layer.forward_raw(&call)? };
+/// layer.forward(unsafe { RawCall::new(3, &tensors) })?;
 /// # Ok(())
 /// # }
 /// ```
@@ -256,9 +261,8 @@ pub use moesaic_target::Buffer;
 /// let bytes: Vec<u8> = wave(24).into_iter().flat_map(f32::to_le_bytes).collect();
 /// engine.device().upload(&bytes, &x, 0)?;
 /// let tensors = [("x", x.ptr()), ("y", y.ptr())];
-/// let call = RawCall { tokens: 3, tensors: &tensors, ..RawCall::default() };
 /// // SAFETY: both hold three tokens, and live until the device is done.
-/// unsafe { layer.forward_raw(&call)? };
+/// layer.forward(unsafe { RawCall::new(3, &tensors) })?;
 /// engine.device().synchronize()?;
 /// # Ok(())
 /// # }

@@ -9,7 +9,7 @@
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = engine().training_layer(&spec(), &weights(), Training::default())?;
 /// let (x, dy) = (wave(24), moesaic::Tensor::owned(&[3, 8], wave(24)));
-/// let (output, saved) = layer.forward_train(&Input::new(3, &x), &["y"], RngKey::default())?;
+/// let (output, saved) = layer.forward_train(&Input::new(3, &x), RngKey::default())?;
 /// let back = layer.backward(&saved, &dy, false)?;
 /// assert_eq!(back.get("dx").unwrap().shape, [3, 8]);
 /// assert_eq!(layer.gradient("router.weight")?.shape, [4, 8]);
@@ -57,8 +57,8 @@ pub use moesaic_engine::RngKey;
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let layer = engine().training_layer(&spec(), &weights(), Training::default())?;
-/// let (_, first) = layer.forward_train(&Input::new(3, &wave(24)), &[], RngKey::default())?;
-/// let (_, second) = layer.forward_train(&Input::new(1, &wave(8)), &[], RngKey::default())?;
+/// let (_, first) = layer.forward_train(Input::new(3, &wave(24)).reading(&[]), RngKey::default())?;
+/// let (_, second) = layer.forward_train(Input::new(1, &wave(8)).reading(&[]), RngKey::default())?;
 /// assert_eq!((first.tokens(), second.tokens()), (3, 1)); // any number may be alive
 /// # Ok(())
 /// # }
@@ -75,16 +75,32 @@ pub use moesaic_engine::Saved;
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let engine = engine();
 /// let layer = engine.training_layer(&spec(), &weights(), Training::default())?;
-/// let (_, saved) = layer.forward_train(&Input::new(3, &wave(24)), &[], RngKey::default())?;
+/// let (_, saved) = layer.forward_train(Input::new(3, &wave(24)).reading(&[]), RngKey::default())?;
 /// let (dy, dx) = (engine.device().alloc(96)?, engine.device().alloc(96)?);
 /// engine.device().upload(&[0; 96], &dy, 0)?;
 /// let tensors = [("dy", dy.ptr()), ("dx", dx.ptr())];
-/// let call = RawBackward { tensors: &tensors, accumulate: false };
 /// // SAFETY: both hold three tokens, and live until the device is done.
-/// unsafe { layer.backward_raw(&saved, &call)? };
+/// let call = unsafe { RawBackward::new(&tensors) };
+/// layer.backward(&saved, call, false)?;
 /// engine.device().synchronize()?;
 /// # Ok(())
 /// # }
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::RawBackward;
+
+/// The gradient of `y` that a backward pass begins with: a [`Tensor`](crate::Tensor) of yours, or
+/// addresses on the device.
+///
+/// ```
+/// use moesaic::{EngineError, Layer, OutputGradient, Saved};
+///
+/// /// Adds to the gradients of weights, from either form of `dy`.
+/// fn add<'d>(
+///     layer: &Layer, saved: &Saved, dy: impl Into<OutputGradient<'d>>,
+/// ) -> Result<(), EngineError> {
+///     layer.backward(saved, dy, true).map(drop)
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::OutputGradient;

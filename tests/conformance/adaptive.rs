@@ -11,10 +11,10 @@ use moesaic::planner::published;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
 use moesaic::tune::{
-    AdaptiveLayer, Calls, Event, Key, Mode, Options, Planned, Predict, Prediction, Record, Rows,
+    Calls, Event, Key, LayerTuner, Mode, Options, Planned, Predict, Prediction, Record, Rows,
     Space, Tuner, What, read, shortlist, write,
 };
-use moesaic::{Mesh, MeshLayer, Parallel, Tensors, Training};
+use moesaic::{Layer, LayerOptions, Mesh, Parallel, Tensors, Training};
 
 const TOKENS: usize = 21;
 const STEPS: u64 = 32;
@@ -50,34 +50,31 @@ fn tuner(mode: Mode) -> Tuner {
 }
 
 /// Steps of descent; the loss is `Σ y·dy`.
-fn learn(
-    mesh: &Mesh,
-    case: &Case,
-    mode: Mode,
-    predict: impl FnOnce(&MeshLayer) -> Predict,
-) -> Learned {
+fn learn(mesh: &Mesh, case: &Case, mode: Mode, predict: impl FnOnce(&Layer) -> Predict) -> Learned {
     let engine = cpu();
     let layer = layer_on(&engine, mesh, case, Some(Training::default()));
-    let mut optimizer = MeshOptimizer::new(&layer.ranks(), Sgd::with_momentum(1e-3, 0.5));
+    let mut optimizer = MeshOptimizer::new(&layer.ranks().unwrap(), Sgd::with_momentum(1e-3, 0.5));
     let mut parameters = masters(&layer.weights_of(&case.host_weights()).unwrap());
     for (name, tensor) in &parameters {
         layer.set_weight(name, tensor).unwrap();
     }
     let predict = predict(&layer);
-    let mut layer = AdaptiveLayer::new(layer, tuner(mode), "this machine", predict);
+    let tuner = LayerTuner::new(tuner(mode), "this machine", predict);
+    let mut layer = layer;
+    layer.set_tuner(Some(tuner.clone())).unwrap();
     let tokens = &shares(TOKENS, mesh.parallel().ranks())[mesh.rank()];
     let (own, width) = (part(case, tokens), case.spec.output_dim());
     for step in 0..STEPS {
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), RNG_KEY).unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
         layer.backward(&saved, &dy, false).unwrap();
         let scaling = Scaling::default();
-        update_mesh(layer.layer(), &mut optimizer, &mut parameters, scaling).unwrap();
+        update_mesh(&layer, &mut optimizer, &mut parameters, scaling).unwrap();
     }
     Learned {
         parameters,
-        events: layer.tuner().events().to_vec(),
+        events: tuner.events(),
     }
 }
 
@@ -150,11 +147,11 @@ fn evaluations_are_tuned_apart_from_steps() {
     let parallel = mesh(2, 1, 1);
     for training in [None, Some(Training::default())] {
         let ranks = on_ranks(&engine, parallel, |mesh| {
-            let layer = layer_on(&engine, mesh, &case, training);
+            let mut layer = layer_on(&engine, mesh, &case, training);
             let mut tuner = mesh_raw::two_strategies();
             let before = Key {
                 machine: "this machine".to_string(),
-                layer: layer.identity(),
+                layer: layer.identity().unwrap(),
                 calls: Calls::Training,
                 rows: Rows::of(16, None),
             };
@@ -164,7 +161,8 @@ fn evaluations_are_tuned_apart_from_steps() {
                 seconds: Some(1.0),
             }]);
             let predict: Predict = Box::new(|_, _| Vec::new());
-            let mut layer = AdaptiveLayer::new(layer, tuner, "this machine", predict);
+            let tuner = LayerTuner::new(tuner, "this machine", predict);
+            layer.set_tuner(Some(tuner.clone())).unwrap();
             // All tokens, two of each rank, none of any.
             let all = &shares(TOKENS, 2)[mesh.rank()];
             let few = 2 * mesh.rank()..2 * mesh.rank() + 2;
@@ -175,10 +173,10 @@ fn evaluations_are_tuned_apart_from_steps() {
             }
             if training.is_some() {
                 let input = part(&case, all).input();
-                let (_, saved) = layer.forward_train(&input, &["y"], RNG_KEY).unwrap();
+                let (_, saved) = layer.forward_train(input.reading(&["y"]), RNG_KEY).unwrap();
                 assert_eq!(saved.strategy(), "overlap_degree=2".parse().unwrap());
             }
-            layer.tuner().events().to_vec()
+            tuner.events()
         });
         let events = &ranks[0];
         assert_eq!(*events, ranks[1]);
@@ -206,7 +204,7 @@ fn evaluations_are_predicted_without_a_pass_back() {
             let planned = Planned::of(published("mpi-emulated").unwrap());
             let key = Key {
                 machine: String::new(),
-                layer: layer.identity(),
+                layer: layer.identity().unwrap(),
                 calls,
                 rows: Rows::of(TOKENS, None),
             };
@@ -227,18 +225,22 @@ fn evaluations_are_predicted_without_a_pass_back() {
             let step = step.iter().find(same).unwrap();
             assert!(prediction.seconds < 0.7 * step.seconds, "{prediction:?}");
         }
-        let loads = AdaptiveLayer::new(
-            layer_on(&cpu(), mesh, &case, None),
-            tuner(Mode::Predict),
-            "this machine",
-            Box::new(move |key: &Key, loads: &Vec<Vec<u64>>| {
-                let rows: u64 = loads.iter().flatten().sum();
-                assert_eq!((key.calls, rows), (Calls::Evaluation, TOKENS as u64));
-                evaluation.clone()
-            }),
-        )
-        .forward(&part(&case, &shares(TOKENS, 4)[mesh.rank()]).input());
-        loads.map(drop).unwrap();
+        let predict = Box::new(move |key: &Key, loads: &Vec<Vec<u64>>| {
+            let rows: u64 = loads.iter().flatten().sum();
+            assert_eq!((key.calls, rows), (Calls::Evaluation, TOKENS as u64));
+            evaluation.clone()
+        });
+        let options = LayerOptions {
+            tuner: Some(LayerTuner::new(
+                tuner(Mode::Predict),
+                "this machine",
+                predict,
+            )),
+            ..LayerOptions::over(mesh)
+        };
+        let layer = cpu().layer_with(&case.spec, &case.host_weights(), options);
+        let own = part(&case, &shares(TOKENS, 4)[mesh.rank()]);
+        layer.unwrap().forward(&own.input()).map(drop).unwrap();
     });
     assert_eq!(ranks.len(), 4);
 }
@@ -322,16 +324,18 @@ fn choices_in_a_file_are_those_of_a_layer() {
         let ranks = on_ranks(&cpu(), mesh(2, 2, 1), |mesh| {
             let layer = layer_on(&cpu(), mesh, &case, Some(Training::default()));
             let predict: Predict = Box::new(|_, _| Vec::new());
-            let mut layer = AdaptiveLayer::new(layer, tuner.clone(), "this machine", predict);
+            let tuner = LayerTuner::new(tuner.clone(), "this machine", predict);
+            let mut layer = layer;
+            layer.set_tuner(Some(tuner.clone())).unwrap();
             let tokens = &shares(TOKENS, 4)[mesh.rank()];
             let own = part(&case, tokens);
             let dy = &case.dy(0)[tokens.start * width..tokens.end * width];
             let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
             for _ in 0..steps {
-                let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
+                let (_, saved) = layer.forward_train(&own.input(), RNG_KEY).unwrap();
                 layer.backward(&saved, &dy, false).unwrap();
             }
-            (layer.records(), tried(layer.tuner().events()))
+            (tuner.records(), tried(&tuner.events()))
         });
         ranks.into_iter().next().unwrap()
     };
@@ -364,7 +368,7 @@ fn experts_are_predicted_where_they_are_placed() {
             let planned = Planned::of(published("h100-ib").unwrap());
             let key = Key {
                 machine: String::new(),
-                layer: layer.identity(),
+                layer: layer.identity().unwrap(),
                 calls: Calls::Training,
                 rows: Rows::of(1_000_030, None),
             };

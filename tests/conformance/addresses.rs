@@ -61,13 +61,10 @@ fn raw(
     let input = case.input();
     let x = Shifted::new(device, &input.tensors["x"].data, shift);
     let y = Shifted::new(device, &vec![0; x.length], shift);
-    let call = RawCall {
-        tokens: TOKENS,
-        tensors: &[("x", x.ptr()), ("y", y.ptr())],
-        ..RawCall::default()
-    };
+    let tensors = [("x", x.ptr()), ("y", y.ptr())];
     // SAFETY: both hold the call's rows, and outlive the download, which waits.
-    unsafe { layer.forward_raw(&call) }?;
+    let call = unsafe { RawCall::new(TOKENS, &tensors) };
+    layer.forward(call)?;
     Ok(y.read(device))
 }
 
@@ -105,7 +102,7 @@ fn backward() {
     let layer = engine
         .training_layer(&case.spec, &case.host_weights(), Training::default())
         .unwrap();
-    let passed = layer.forward_train(&case.input(), &["y"], RngKey::default());
+    let passed = layer.forward_train(&case.input(), RngKey::default());
     let saved = passed.unwrap().1;
     let dy = Tensor::owned(&[TOKENS, 24], vec![1.0f32; TOKENS * 24]);
     let expected = layer.backward(&saved, &dy, false).unwrap();
@@ -113,12 +110,10 @@ fn backward() {
     let run = |shifts: [usize; 2]| {
         let dy = Shifted::new(device, &dy.data, shifts[0]);
         let dx = Shifted::new(device, &vec![0; dy.length], shifts[1]);
-        let call = RawBackward {
-            tensors: &[("dy", dy.ptr()), ("dx", dx.ptr())],
-            accumulate: false,
-        };
+        let gradients = [("dy", dy.ptr()), ("dx", dx.ptr())];
         // SAFETY: both hold the call's rows, and outlive the download.
-        unsafe { layer.backward_raw(&saved, &call) }?;
+        let call = unsafe { RawBackward::new(&gradients) };
+        layer.backward(&saved, call, false)?;
         Ok(dx.read(device))
     };
     let found: Result<Vec<u8>, EngineError> = run([16, 48]);

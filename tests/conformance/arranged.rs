@@ -4,7 +4,7 @@ use super::case::{Case, host};
 use super::mesh::{Grid, Ranks, layer_on, on_nodes, part, shares};
 use super::trained::{RNG_KEY, near};
 use moesaic::plan::Placement;
-use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Strategy, Tensor, Tensors, Training};
+use moesaic::{DType, Engine, Layer, Mesh, Parallel, Strategy, Tensor, Tensors, Training};
 
 /// Threads that share an engine, of which so many are on a node, with experts placed somewhere.
 pub struct Arranged<'a> {
@@ -60,7 +60,7 @@ pub fn added_gradients(
     parallel: Parallel,
     case: &Case,
     strategies: &[impl AsRef<str> + Sync],
-    prepare: impl Fn(&mut MeshLayer) + Sync,
+    prepare: impl Fn(&mut Layer) + Sync,
 ) -> Vec<Tensors<'static>> {
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
@@ -73,7 +73,7 @@ pub fn added_gradients(
             layer
                 .set_strategy(strategy.as_ref().parse().unwrap())
                 .unwrap();
-            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
+            let call = layer.forward_train(&own.input(), RNG_KEY);
             let dy = &case.dy(pass as u64)[tokens.start * width..tokens.end * width];
             let dy = host(DType::F32, &[tokens.len(), width], dy);
             layer.backward(&call.unwrap().1, &dy, pass > 0).unwrap();

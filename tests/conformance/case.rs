@@ -110,7 +110,7 @@ impl Case {
     pub fn check_layer(&self, layer: &Layer) {
         let names = self.outputs();
         let output = layer
-            .forward_with(&self.input(), &names)
+            .forward(self.input().reading(&names))
             .unwrap_or_else(|e| panic!("{}: {e}", self.describe()));
         self.check_logits(&output);
         let decision = self.check_decision(&output);

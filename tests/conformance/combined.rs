@@ -310,13 +310,13 @@ fn what_another_layer_has_packed_is_not_taken_as_exact() {
     let case = biased();
     ranks(&engine, None).each(mesh(4, 1, 1), |engine, mesh| {
         let training = Some(Training::default());
-        let [mut packs, plain] = [0, 1].map(|_| layer_on(engine, mesh, &case, training));
+        let [packs, plain] = [0, 1].map(|_| layer_on(engine, mesh, &case, training));
         packs
             .set_strategy("comm_dtype=fp8".parse().unwrap())
             .unwrap();
         let tokens = &shares(41, 4)[mesh.rank()];
         let own = part(&case, tokens);
-        let (_, saved) = packs.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
+        let (_, saved) = packs.forward_train(&own.input(), RNG_KEY).unwrap();
         let dy = host(
             DType::F32,
             &[tokens.len(), 24],
@@ -442,12 +442,12 @@ impl Drawn {
         comm_dtypes: &[CommDtype],
     ) -> Vec<f64> {
         let case = &self.case;
-        let mut layer = layer_on(engine, mesh, case, Some(Training::default()));
+        let layer = layer_on(engine, mesh, case, Some(Training::default()));
         let whole = case.host_weights();
         let weights = whole.values().flat_map(|tensor| tensor.to_f32());
         let length = weights.map(|w| w * w).sum::<f32>().sqrt();
         let rate = 0.02 * length / MOST;
-        let mut optimizer = MeshOptimizer::new(&layer.ranks(), Sgd::new(rate));
+        let mut optimizer = MeshOptimizer::new(&layer.ranks().unwrap(), Sgd::new(rate));
         let mut parameters = masters(&layer.weights_of(&whole).unwrap());
         let tokens = &shares(case.input.tokens, self.parallel.ranks())[mesh.rank()];
         let (own, width) = (part(case, tokens), case.spec.output_dim());
@@ -461,12 +461,13 @@ impl Drawn {
             };
             let set = layer.set_strategy(strategy);
             set.unwrap_or_else(|e| panic!("{strategy}: {e}"));
-            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
+            let call = layer.forward_train(&own.input(), RNG_KEY);
             let (output, saved) = call.unwrap();
             let y = floats(&output, "y");
             let loss = y.iter().map(|y| y * y).sum::<f64>() / 2.0;
             let all = layer
                 .ranks()
+                .unwrap()
                 .sum_f64(&[loss], ProcessGroup::World, "loss")
                 .unwrap()[0];
             losses.push(loss);

@@ -9,7 +9,7 @@ use super::trained::RNG_KEY;
 use moesaic::collectives::{Call, Collectives, threads};
 use moesaic::mesh::{Both, CommDtype};
 use moesaic::plan::SATURATED;
-use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Strategy, Training};
+use moesaic::{DType, Engine, Layer, Mesh, Parallel, Strategy, Training};
 use std::collections::BTreeMap;
 
 /// Ranks of which so many are on a node, one node's after the other's.
@@ -49,7 +49,7 @@ impl Nodes<'_> {
             let tokens = &shares[mesh.rank()];
             let input = part(case, tokens);
             let names = ["y", SATURATED];
-            let call = layer.forward_train(&input.input(), &names, RNG_KEY);
+            let call = layer.forward_train(input.input().reading(&names), RNG_KEY);
             let (output, saved) = call.unwrap_or_else(|e| panic!("{strategy}: {e}"));
             let dy = &dy[tokens.start * width..tokens.end * width];
             let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
@@ -59,7 +59,7 @@ impl Nodes<'_> {
             values.insert("y".to_string(), floats(&output, "y"));
             values.insert("dx".to_string(), floats(&back, "dx"));
             assert_eq!(longs(&output, SATURATED), [0], "{strategy}");
-            let gradients = layer.own().gradients().unwrap();
+            let gradients = layer.gradients().unwrap();
             for (name, gradient) in gradients {
                 let gradient = gradient.to_f32().into_iter().map(f64::from);
                 values.insert(name, gradient.collect());
@@ -73,8 +73,8 @@ impl Nodes<'_> {
         all
     }
 
-    fn layer(&self, mesh: &Mesh, case: &Case, strategy: &str) -> MeshLayer {
-        let mut layer = layer_on(self.engine, mesh, case, Some(Training::default()));
+    fn layer(&self, mesh: &Mesh, case: &Case, strategy: &str) -> Layer {
+        let layer = layer_on(self.engine, mesh, case, Some(Training::default()));
         let strategy: Strategy = strategy.parse().unwrap();
         layer.set_strategy(strategy).unwrap();
         assert_eq!(layer.strategy(), strategy);
@@ -242,10 +242,10 @@ fn what_is_too_large_is_counted_on_the_rank_that_sends_it() {
     };
     let shares = shares(case.input.tokens, 4);
     let counts = nodes.each(|mesh| {
-        let mut layer = nodes.layer(mesh, &case, "comm_dtype=f16");
+        let layer = nodes.layer(mesh, &case, "comm_dtype=f16");
         let input = part(&case, &shares[mesh.rank()]);
         let names = ["y", "topk_ids", SATURATED];
-        let output = layer.forward_with(&input.input(), &names).unwrap();
+        let output = layer.forward(input.input().reading(&names)).unwrap();
         // Two experts a rank, two ranks a node.
         let other = |id: &i32| *id as usize / 4 != mesh.rank() / 2;
         let ids = ints(&output, "topk_ids");
@@ -260,7 +260,7 @@ fn what_is_too_large_is_counted_on_the_rank_that_sends_it() {
             mesh.rank()
         );
         // The next call counts for itself, and other formats count nothing.
-        let again = layer.forward_with(&input.input(), &[SATURATED]).unwrap();
+        let again = layer.forward(input.input().reading(&[SATURATED])).unwrap();
         assert_eq!(longs(&again, SATURATED), [expected as i64]);
         for comm_dtype in [
             CommDtype::Fp8,
@@ -273,7 +273,7 @@ fn what_is_too_large_is_counted_on_the_rank_that_sends_it() {
                 ..Strategy::default()
             };
             layer.set_strategy(strategy).unwrap();
-            let output = layer.forward_with(&input.input(), &[SATURATED]).unwrap();
+            let output = layer.forward(input.input().reading(&[SATURATED])).unwrap();
             assert_eq!(longs(&output, SATURATED), [0], "{comm_dtype}");
         }
         expected
@@ -293,10 +293,8 @@ fn backward_goes_as_forward_did_and_counts_its_own() {
     nodes.each(|mesh| {
         let tokens = &shares(24, 2)[mesh.rank()];
         let input = part(&case, tokens);
-        let mut layer = nodes.layer(mesh, &case, "comm_dtype=none/f16");
-        let (_, saved) = layer
-            .forward_train(&input.input(), &["y"], RNG_KEY)
-            .unwrap();
+        let layer = nodes.layer(mesh, &case, "comm_dtype=none/f16");
+        let (_, saved) = layer.forward_train(&input.input(), RNG_KEY).unwrap();
         layer.set_strategy(Strategy::default()).unwrap();
         let dy = |scale: f64| {
             let dy = vec![scale; tokens.len() * 150];
@@ -306,9 +304,7 @@ fn backward_goes_as_forward_did_and_counts_its_own() {
         assert_eq!(longs(&small, SATURATED), [0]);
         let large = layer.backward(&saved, &dy(1e9), false).unwrap();
         assert!(longs(&large, SATURATED)[0] > 0);
-        let (_, saved) = layer
-            .forward_train(&input.input(), &["y"], RNG_KEY)
-            .unwrap();
+        let (_, saved) = layer.forward_train(&input.input(), RNG_KEY).unwrap();
         let exact = layer.backward(&saved, &dy(1.0), false).unwrap();
         assert!(exact.get(SATURATED).is_none());
     });

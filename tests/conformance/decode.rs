@@ -34,10 +34,10 @@ fn same_bytes(engine: &Engine, spec: &LayerSpec, seed: u64) {
     let layer = case.layer(engine);
     let names = ["router.logits", "topk_weights", "y"];
     let widths = [spec.shape.experts, spec.shape.top_k, spec.output_dim()];
-    let many = layer.forward_with(&case.input(), &names).unwrap();
+    let many = layer.forward(case.input().reading(&names)).unwrap();
     for tokens in [1, 9, 33, DECODE_TOKENS as usize] {
         let input = first(&case, tokens);
-        let few = layer.forward_with(&input.input(), &names).unwrap();
+        let few = layer.forward(input.input().reading(&names)).unwrap();
         for (name, width) in names.into_iter().zip(widths) {
             let [few, many] = [&few, &many].map(|output| bits(&floats(output, name)));
             let equal = few == many[..tokens * width];

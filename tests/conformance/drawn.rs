@@ -15,7 +15,7 @@ use moesaic::{Engine, Output, RngKey, Training};
 fn drawn(case: &Case, engine: &Engine, names: &[&str]) -> Output {
     let layer = engine.training_layer(&case.spec, &case.host_weights(), Training::default());
     let layer = layer.unwrap_or_else(|e| panic!("{} on {}: {e}", case.spec.name, engine.target()));
-    let call = layer.forward_train(&case.input(), names, RNG_KEY);
+    let call = layer.forward_train(case.input().reading(names), RNG_KEY);
     call.unwrap_or_else(|e| panic!("{} on {}: {e}", case.spec.name, engine.target()))
         .0
 }
@@ -123,7 +123,7 @@ fn random_order(target: &str) {
     for step in [3, 4] {
         let rng_key = RngKey { step, ..RNG_KEY };
         case.input.draw = Some(draw(rng_key));
-        let run = layer.forward_train(&case.input(), &["y", "locations"], rng_key);
+        let run = layer.forward_train(case.input().reading(&["y", "locations"]), rng_key);
         let output = run.unwrap_or_else(|e| panic!("{target}: {e}")).0;
         let decision = reference::gate(&spec, &case.weights, &case.input).decision;
         let expected = reference::scan(&spec, &decision, &case.input);

@@ -8,7 +8,7 @@ use super::simulated::open;
 use super::trained::RNG_KEY;
 use moesaic::spec::*;
 use moesaic::{
-    DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, RngKey, Tensor,
+    CallInput, DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, RngKey, Tensor,
 };
 use std::collections::BTreeSet;
 
@@ -64,7 +64,7 @@ fn two_faced() -> Vec<LayerSpec> {
 
 /// Returns the results of every forward pass.
 fn all(case: &Case, layer: &Layer) -> Output {
-    let output = layer.forward_with(&case.input(), &case.outputs());
+    let output = layer.forward(case.input().reading(&case.outputs()));
     output.unwrap_or_else(|e| panic!("{}: {e}", case.describe()))
 }
 
@@ -112,7 +112,7 @@ fn training_does_something_else() {
         let evaluated = layer.forward(&case.input()).unwrap();
         let mut input = case.input();
         global_inputs(&mut input, &[1; 9], 9);
-        let (trained, _) = layer.forward_train(&input, &["y"], RNG_KEY).unwrap();
+        let (trained, _) = layer.forward_train(input.reading(&["y"]), RNG_KEY).unwrap();
         assert_ne!(trained.y(), evaluated.y(), "{}", case.describe());
     }
 }
@@ -161,7 +161,7 @@ fn factors_change_per_call(target: &str) {
         ] {
             case.input.capacity_factor = factor;
             case.check_layer(&layer);
-            let output = layer.route(&case.input(), &["capacity"]).unwrap();
+            let output = layer.route(case.input().reading(&["capacity"])).unwrap();
             capacities.extend(longs(&output, "capacity"));
             case.check_gradients(&layer);
         }
@@ -178,8 +178,10 @@ fn a_factor_that_cannot_be_is_an_error() {
         let input = case.input().with_capacity_factor(factor);
         let results = [
             layer.forward(&input).map(drop),
-            layer.route(&input, &["counts"]).map(drop),
-            layer.forward_train(&input, &["y"], RNG_KEY).map(drop),
+            layer.route(input.reading(&["counts"])).map(drop),
+            layer
+                .forward_train(input.reading(&["y"]), RNG_KEY)
+                .map(drop),
         ];
         for result in results {
             let error = result.expect_err("no such factor");
@@ -221,7 +223,7 @@ fn evaluation_has_no_losses() {
     let case = Case::random(&spec, 5, 1);
     let trained = case.training_layer(&cpu(), Recompute::None);
     let error = trained
-        .forward_with(&case.input(), &["loss.z"])
+        .forward(case.input().reading(&["loss.z"]))
         .unwrap_err();
     assert!(
         matches!(error, EngineError::TrainingOutput { .. }),
@@ -230,7 +232,7 @@ fn evaluation_has_no_losses() {
     assert!(error.to_string().contains("ask `forward_train`"), "{error}");
     for layer in [case.layer(&cpu()), trained] {
         for name in ["dx", "loss.switch", "gate_pre"] {
-            let error = layer.forward_with(&case.input(), &[name]).unwrap_err();
+            let error = layer.forward(case.input().reading(&[name])).unwrap_err();
             assert!(
                 matches!(error, EngineError::NoOutput { .. }),
                 "{name}: {error}"
@@ -262,20 +264,24 @@ fn routes(target: &str) {
         let layer = case.training_layer(&engine, Recompute::None);
         let (input, what) = (case.input(), case.describe());
         let names = decisions(&layer);
-        let whole = layer.forward_with(&input, &names).unwrap();
-        let routed = layer.route(&input, &names).unwrap();
+        let whole = layer.forward(input.reading(&names)).unwrap();
+        let routed = layer.route(input.reading(&names)).unwrap();
         assert_eq!(routed.into_tensors(), whole.into_tensors(), "{what}");
-        let routed = layer.route_train(&input, &names, RNG_KEY).unwrap();
+        let routed = layer
+            .route(input.reading(&names).in_training(RNG_KEY))
+            .unwrap();
         let mut trained = input.clone();
         global_inputs(&mut trained, &longs(&routed, "counts"), 45);
-        let (whole, saved) = layer.forward_train(&trained, &names, RNG_KEY).unwrap();
+        let (whole, saved) = layer
+            .forward_train(trained.reading(&names), RNG_KEY)
+            .unwrap();
         assert_eq!(routed.into_tensors(), whole.into_tensors(), "{what}");
         let dy = host(DType::F32, &[45, 25], &case.dy(3));
         let undisturbed = layer.backward(&saved, &dy, false).unwrap();
         let other = Case::random(&spec, 31, 6).input();
         layer.forward(&other).unwrap();
         layer
-            .route_train(&other, &names, RngKey::default())
+            .route(other.reading(&names).in_training(RngKey::default()))
             .unwrap();
         let disturbed = layer.backward(&saved, &dy, false).unwrap();
         assert_eq!(
@@ -291,11 +297,11 @@ fn routing_needs_a_layer_that_trains_only_to_draw() {
     let case = Case::random(&changed(|s| s.router.jitter = 0.1), 5, 1);
     let layer = case.layer(&cpu());
     layer
-        .route(&case.input(), &["counts"])
+        .route(case.input().reading(&["counts"]))
         .expect("it evaluates");
-    let error = layer.route_train(&case.input(), &["counts"], RNG_KEY);
+    let error = layer.route(case.input().reading(&["counts"]).in_training(RNG_KEY));
     assert!(matches!(error, Err(EngineError::NotTraining)));
-    let error = layer.route(&case.input(), &["y"]).unwrap_err();
+    let error = layer.route(case.input().reading(&["y"])).unwrap_err();
     assert!(matches!(error, EngineError::NoOutput { .. }), "{error}");
 }
 
@@ -315,11 +321,8 @@ fn raw_calls_evaluate_train_and_route() {
     let [x, y, counts] = [row_bytes, row_bytes, 8 * 9].map(|bytes| device.alloc(bytes).unwrap());
     device.upload(&input.tensors["x"].data, &x, 0).unwrap();
     let tensors = [("x", x.ptr()), ("y", y.ptr()), ("counts", counts.ptr())];
-    let call = RawCall {
-        tokens: 21,
-        tensors: &tensors,
-        capacity_factor: input.capacity_factor,
-    };
+    // SAFETY: the buffers hold the tensors of 21 tokens, and outlive the calls.
+    let call = unsafe { RawCall::new(21, &tensors) }.with_capacity_factor(input.capacity_factor);
     let results = || {
         let mut found = [vec![0; row_bytes], vec![0; 8 * 9]];
         device.download(&y, 0, &mut found[0]).unwrap();
@@ -336,21 +339,28 @@ fn raw_calls_evaluate_train_and_route() {
     };
     let (all, routed) = (["y", "counts"], ["counts"]);
     results();
-    // SAFETY: the buffers hold the tensors of 21 tokens, and outlive the calls.
-    unsafe {
-        layer.forward_raw(&call).unwrap();
-        let evaluated = layer.forward_with(&input, &all).unwrap();
+    {
+        layer.forward(call).unwrap();
+        let evaluated = layer.forward(input.reading(&all)).unwrap();
         assert_eq!(results(), expected(evaluated));
-        layer.route_raw(&call).unwrap();
-        assert_eq!(results(), expected(layer.route(&input, &routed).unwrap()));
-        layer.route_train_raw(&call, RNG_KEY).unwrap();
-        let drawn = layer.route_train(&input, &routed, RNG_KEY).unwrap();
+        layer.route(call).unwrap();
+        assert_eq!(
+            results(),
+            expected(layer.route(input.reading(&routed)).unwrap())
+        );
+        layer
+            .route(CallInput::from(call).in_training(RNG_KEY))
+            .unwrap();
+        let drawn = layer
+            .route(input.reading(&routed).in_training(RNG_KEY))
+            .unwrap();
         assert_eq!(results(), expected(drawn));
-        drop(layer.forward_train_raw(&call, RNG_KEY).unwrap());
-        let (trained, _) = layer.forward_train(&input, &all, RNG_KEY).unwrap();
+        drop(layer.forward_train(call, RNG_KEY).unwrap());
+        let (trained, _) = layer.forward_train(input.reading(&all), RNG_KEY).unwrap();
         assert_eq!(results(), expected(trained));
-        let nothing = RawCall::default();
-        let error = layer.route_raw(&nothing).unwrap_err();
+        // SAFETY: it names no memory.
+        let nothing = unsafe { RawCall::new(0, &[]) };
+        let error = layer.route(nothing).unwrap_err();
         assert_eq!(error.to_string(), "input `x`: has no address");
     }
 }
@@ -363,8 +373,8 @@ fn routing_of_an_external_router_needs_no_tokens() {
     let mut input = case.input();
     input.tensors.remove("x");
     let names = ["counts", "locations", "offsets"];
-    let routed = layer.route(&input, &names).unwrap();
-    let whole = layer.forward_with(&case.input(), &names).unwrap();
+    let routed = layer.route(input.reading(&names)).unwrap();
+    let whole = layer.forward(case.input().reading(&names)).unwrap();
     assert_eq!(routed.into_tensors(), whole.into_tensors());
 }
 
@@ -412,16 +422,19 @@ fn routing_of_an_external_router_has_its_weights() {
     let case = Case::random(&spec, 9, 1);
     let layer = case.layer(&cpu());
     let names = ["topk_ids", "topk_weights", "counts"];
-    let routed = layer.route(&case.input(), &names).unwrap();
+    let routed = layer.route(case.input().reading(&names)).unwrap();
     for name in &names[..2] {
         let given = &case.input().tensors[*name];
         assert_eq!(routed.get(name).unwrap().data, given.data, "{name}");
     }
     let mut ids_alone = case.input();
     ids_alone.tensors.remove("topk_weights");
-    let of_ids = layer.route(&ids_alone, &["counts"]).unwrap();
+    let of_ids = layer.route(ids_alone.reading(&["counts"])).unwrap();
     assert_eq!(of_ids.get("counts"), routed.get("counts"));
-    let error = layer.route(&ids_alone, &names).map(drop).unwrap_err();
+    let error = layer
+        .route(ids_alone.reading(&names))
+        .map(drop)
+        .unwrap_err();
     assert!(
         error.to_string().contains("`topk_weights`: is missing"),
         "{error}"

@@ -46,7 +46,7 @@ fn gates_share_experts() {
     let gates = engine().multi_gate(&spec, &weights_of(&case, false), &routers, None);
     let gates = gates.unwrap_or_else(|e| panic!("{e}"));
     let outputs = gates
-        .forward(&case.input(), &["y"])
+        .forward(&case.input())
         .unwrap_or_else(|e| panic!("{e}"));
     for (case, output) in cases.iter().zip(&outputs) {
         let alone = case.layer(&engine()).forward(&case.input());
@@ -60,7 +60,7 @@ fn gates_share_experts() {
         .set_weight(name, &zeros)
         .unwrap_or_else(|e| panic!("{e}"));
     for output in gates
-        .forward(&case.input(), &["y"])
+        .forward(&case.input())
         .unwrap_or_else(|e| panic!("{e}"))
     {
         assert!(output.y().to_f32().iter().all(|y| *y == 0.0));
@@ -106,7 +106,7 @@ fn check_gates(engine: &Engine, cases: &[Case; 2]) {
     for times in [1.0, 1.0, 2.0] {
         let saved = gates.layers().iter().zip(cases).map(|(layer, case)| {
             let input: Input = case.input();
-            let forward = layer.forward_train(&input, &["y"], RngKey::default());
+            let forward = layer.forward_train(input.reading(&["y"]), RngKey::default());
             forward.unwrap_or_else(|e| panic!("{e}")).1
         });
         let saved: Vec<_> = saved.collect();
@@ -229,10 +229,10 @@ fn check_one_pass(engine: &Engine, toml: &str, tokens: usize) {
         let (input, mut names) = (cases[0].input(), cases[0].outputs());
         // Past the last row it says nothing.
         names.retain(|name| *name != "row_slots");
-        let together = gates.forward(&input, &names);
+        let together = gates.forward(input.reading(&names));
         let together = together.unwrap_or_else(|e| panic!("{what}: {e}"));
         let each = gates.layers().iter().zip(&cases).map(|(layer, case)| {
-            let alone = layer.forward_with(&input, &names);
+            let alone = layer.forward(input.reading(&names));
             let alone = alone.unwrap_or_else(|e| panic!("{what}: {e}"));
             let expected = reference::forward(&case.spec, &case.weights, &case.input).y;
             let bf16 = toml.contains("bf16");
@@ -289,16 +289,16 @@ fn check_training(engine: &Engine, toml: &str, recompute: Recompute) {
     let dy = [8, 9, 10].map(|seed| random_dy_of(&cases[0], seed));
     // Overwritten, overwritten again, added to.
     for accumulate in [false, false, true] {
-        let forward = gates.forward_train(&input, names, RNG_KEY);
+        let forward = gates.forward_train(input.reading(names), RNG_KEY);
         let (together, saved) = forward.unwrap_or_else(|e| panic!("{what}: {e}"));
         let each = alone.layers().iter().map(|layer| {
-            let forward = layer.forward_train(&input, names, RNG_KEY);
+            let forward = layer.forward_train(input.reading(names), RNG_KEY);
             forward.unwrap_or_else(|e| panic!("{what}: {e}"))
         });
         let (each, each_saved): (Vec<Output>, Vec<_>) = each.unzip();
         same(&what, &together, &each);
         // An evaluation in between leaves what backward needs.
-        let evaluated = gates.forward(&input, &["y"]);
+        let evaluated = gates.forward(input.reading(&["y"]));
         evaluated.unwrap_or_else(|e| panic!("{what}: {e}"));
         let together = gates.backward(&saved, &dy, accumulate);
         let together = together.unwrap_or_else(|e| panic!("{what}: {e}"));
@@ -349,15 +349,15 @@ fn what_one_pass_left_is_not_for_other_gates() {
     let training = Some(Training::default());
     let [one, other] = [(); 2].map(|()| multi_gate(&engine(), &cases, training));
     let (_, saved) = one
-        .forward_train(&cases[0].input(), &["y"], RNG_KEY)
+        .forward_train((cases[0].input()).reading(&["y"]), RNG_KEY)
         .unwrap_or_else(|e| panic!("{e}"));
     let dy = [8, 9, 10].map(|seed| random_dy_of(&cases[0], seed));
     let error = other.backward(&saved, &dy, false).expect_err("of another");
     assert!(error.to_string().contains("another layer"), "{error}");
     let inference = multi_gate(&engine(), &cases, None);
-    let error = inference.forward_train(&cases[0].input(), &["y"], RNG_KEY);
+    let error = inference.forward_train((cases[0].input()).reading(&["y"]), RNG_KEY);
     assert!(error.is_err_and(|e| e.to_string().contains("made for inference")));
-    let error = one.forward(&cases[0].input(), &["nothing"]);
+    let error = one.forward((cases[0].input()).reading(&["nothing"]));
     assert!(error.is_err_and(|e| e.to_string().contains("no output `nothing`")));
 }
 
@@ -388,7 +388,7 @@ fn kernels_of_one_pass_are_compiled_ahead() {
         let engine = strict();
         let gates = multi_gate(&engine, &cases, Some(Training::default()));
         assert_eq!(gates.in_one_pass(), together);
-        let outputs = gates.forward(&cases[0].input(), &["y"]);
+        let outputs = gates.forward((cases[0].input()).reading(&["y"]));
         let outputs = outputs.unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(engine.stats().compiled, 0);
         outputs

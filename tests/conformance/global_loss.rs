@@ -60,7 +60,7 @@ fn rank(case: &Case, tokens: Range<usize>) -> (Case, RngKey) {
 /// Assignments of each expert and tokens with an expert, by routing alone.
 fn counted(case: &Case, layer: &Layer, rng_key: RngKey) -> (Vec<i64>, i64) {
     let names = ["counts", "topk_ids"];
-    let routed = layer.route_train(&case.input(), &names, rng_key);
+    let routed = layer.route(case.input().reading(&names).in_training(rng_key));
     let routed = routed.unwrap_or_else(|e| panic!("{}: {e}", case.what("routing")));
     let ids = ints(&routed, "topk_ids");
     let choices = ids.chunks(case.spec.shape.top_k);
@@ -82,7 +82,7 @@ fn trained(
     input.insert("global_counts", counts);
     input.insert("global_tokens", Tensor::owned(&[1], vec![*tokens]));
     let (output, saved) = layer
-        .forward_train(&input, &["y", "loss.global"], rng_key)
+        .forward_train(input.reading(&["y", "loss.global"]), rng_key)
         .unwrap_or_else(|e| panic!("{}: {e}", case.what("forward")));
     let shape = [case.input.tokens, case.spec.output_dim()];
     let dy = host(DType::F32, &shape, dy);

@@ -3,10 +3,12 @@
 use super::case::Case;
 use super::cases::small;
 use super::layers::engine as cpu;
+use super::mesh::{layer_on, mesh, on_ranks, part, shares};
 use super::simulated::open;
+use super::trained::RNG_KEY;
 use moesaic::spec::{LayerSpec, RouterKind};
 use moesaic::trace::{Activity, Recorder};
-use moesaic::{DType, Engine, EngineError, Input, Layer, RngKey, Tensor, Training};
+use moesaic::{DType, Engine, EngineError, Input, Layer, RngKey, Strategy, Tensor, Training};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
@@ -81,7 +83,7 @@ fn a_training_handle_has_gradients_of_its_own() {
         .unwrap();
     let handle = layer.handle();
     let (_, saved) = layer
-        .forward_train(&case.input(), &["y"], RngKey::default())
+        .forward_train(&case.input(), RngKey::default())
         .unwrap();
     let dy = Tensor::owned(&[7, 25], vec![1.0f32; 7 * 25]);
     let error = handle.backward(&saved, &dy, false).unwrap_err();
@@ -165,4 +167,39 @@ fn slices_that_do_not_fit_are_refused() {
     let layer = Case::random(&external, 4, 3).layer(&cpu());
     let error = said(layer.forward_into(&x, &mut [0.0f32; 100]));
     assert!(error.contains("pass an `Input`"), "{error}");
+}
+
+/// Over ranks a handle gives the bytes of its layer, keeps states and gradients of its own, and
+/// follows a strategy that the ranks set on it; a slice gets what `forward` gives.
+#[test]
+fn handles_and_slices_over_ranks_give_the_same() {
+    let case = Case::random(&small(25, 13, 8, 2), 22, 3);
+    on_ranks(&cpu(), mesh(2, 1, 1), |mesh| {
+        let layer = layer_on(&cpu(), mesh, &case, Some(Training::default()));
+        let strategy: Strategy = "overlap_degree=2".parse().unwrap();
+        layer.set_strategy(strategy).unwrap();
+        let own = part(&case, &shares(22, 2)[mesh.rank()]);
+        let expected = layer.forward(&own.input()).unwrap().y().clone();
+        let handle = layer.handle();
+        assert_eq!(handle.strategy(), Strategy::default());
+        for _ in 0..2 {
+            assert_eq!(handle.forward(&own.input()).unwrap().y(), &expected);
+            let mut y = vec![0.0f32; expected.elements()];
+            handle.forward_into(&own.input(), &mut y).unwrap();
+            assert_eq!(y, expected.to_f32());
+            handle.set_strategy(strategy).unwrap();
+        }
+        let dy = Tensor::owned(&expected.shape, vec![1.0f32; expected.elements()]);
+        let (_, saved) = handle.forward_train(&own.input(), RNG_KEY).unwrap();
+        let foreign = layer.backward(&saved, &dy, false).map(drop);
+        assert!(matches!(foreign, Err(EngineError::ForeignSaved)));
+        handle.backward(&saved, &dy, false).unwrap();
+        let zero = |layer: &Layer| {
+            let gradient = layer.gradient("router.weight").unwrap();
+            gradient.to_f32().iter().all(|g| *g == 0.0)
+        };
+        assert!(zero(&layer) && !zero(&handle));
+        let short = handle.forward_into(&own.input(), &mut [0.0f32; 3]);
+        assert!(matches!(short, Err(EngineError::Output { .. })));
+    });
 }

@@ -151,7 +151,7 @@ fn a_nan_token_spoils_only_itself() {
     case.input.x[3 * 37 + 5] = f64::NAN;
     let spoilt = case
         .layer(&engine)
-        .forward_with(&case.input(), &["y", "topk_ids"])
+        .forward(case.input().reading(&["y", "topk_ids"]))
         .expect("it runs");
     let y = spoilt.y().to_f32();
     let same = |t: usize| y[t * 37..(t + 1) * 37] == clean[t * 37..(t + 1) * 37];
@@ -244,7 +244,7 @@ fn timing_training_needs_a_training_call() {
     layer.forward(&case.input()).expect("it runs");
     let error = layer.time_steps(10).expect_err("nothing was trained");
     assert!(error.to_string().contains("run forward_train"), "{error}");
-    let trained = layer.forward_train(&case.input(), &["y"], RngKey::default());
+    let trained = layer.forward_train(&case.input(), RngKey::default());
     drop(trained.expect("it runs"));
     let times = layer.time_steps(10).expect("it runs");
     assert_eq!(times.len(), layer.plan().all_steps().count());

@@ -12,7 +12,7 @@ use moesaic::mesh::{ProcessGroup, SharedExperts};
 use moesaic::plan::Placement;
 use moesaic::reference;
 use moesaic::spec::*;
-use moesaic::{Engine, Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Training};
+use moesaic::{Engine, Layer, LayerOptions, Mesh, Parallel, Recompute, Strategy, Tensor, Training};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -75,8 +75,8 @@ impl Grid {
         mesh: &Mesh,
         case: &Case,
         training: Option<Training>,
-    ) -> MeshLayer {
-        let mut layer = if self.strategy.gathers(&self.parallel) {
+    ) -> Layer {
+        let layer = if self.strategy.gathers(&self.parallel) {
             layer_on(engine, &mesh.for_any_r(), case, training)
         } else {
             layer_on(engine, mesh, case, training)
@@ -193,14 +193,20 @@ pub fn part(case: &Case, tokens: &Range<usize>) -> Case {
     }
 }
 
-pub fn layer_on(
-    engine: &Engine,
-    mesh: &Mesh,
-    case: &Case,
-    training: Option<Training>,
-) -> MeshLayer {
-    let layer = engine.mesh_layer(mesh, &case.spec, &case.host_weights(), training);
+pub fn layer_on(engine: &Engine, mesh: &Mesh, case: &Case, training: Option<Training>) -> Layer {
+    let layer = engine.layer_with(
+        &case.spec,
+        &case.host_weights(),
+        LayerOptions::over(mesh).training(training),
+    );
     layer.unwrap_or_else(|e| panic!("{} on {:?}: {e}", case.describe(), mesh.parallel()))
+}
+
+/// Returns the gradients of all weights of a rank's part, also of those that another rank updates.
+fn gradients_of(layer: &Layer) -> Vec<(String, Tensor<'static>)> {
+    let names = canonical_tensors(layer.spec()).into_iter();
+    let gradient = |name: String| Some((name.clone(), layer.gradient(&name).ok()?));
+    names.filter_map(|tensor| gradient(tensor.name)).collect()
 }
 
 /// Returns the bytes of `y` of all ranks, in rank order.
@@ -235,7 +241,7 @@ pub fn trained(
         let layer = grid.layer(engine, mesh, case, Some(training));
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
-        let call = layer.forward_train(&own.input(), names, RNG_KEY);
+        let call = layer.forward_train(own.input().reading(names), RNG_KEY);
         let (output, saved) = call.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
         let dy = &dy[tokens.start * width..tokens.end * width];
         let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
@@ -250,8 +256,7 @@ pub fn trained(
         for name in ["dx", "grad.topk_weights"] {
             results.insert(name.to_string(), floats(&back, name));
         }
-        let gradients = layer.parts().flat_map(|part| part.gradients().unwrap());
-        (mesh.place(), results, gradients.collect::<Vec<_>>())
+        (mesh.place(), results, gradients_of(&layer))
     });
     let mut results = Results::new();
     for (_, tokens, weights) in &ranks {
@@ -280,7 +285,7 @@ fn trained_alone(engine: &Engine, case: &Case, names: &[&str], dy: &[f64]) -> Re
     let layer = case.training_layer(engine, Recompute::None);
     let mut input = case.input();
     if names.contains(&"loss.global") {
-        let routed = layer.route_train(&input, &["counts", "topk_ids"], RNG_KEY);
+        let routed = layer.route(input.reading(&["counts", "topk_ids"]).in_training(RNG_KEY));
         let routed = routed.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
         let counts = longs(&routed, "counts");
         let ids = ints(&routed, "topk_ids");
@@ -290,7 +295,7 @@ fn trained_alone(engine: &Engine, case: &Case, names: &[&str], dy: &[f64]) -> Re
         input.insert("global_counts", counts);
         input.insert("global_tokens", Tensor::owned(&[1], vec![live as i64]));
     }
-    let call = layer.forward_train(&input, names, RNG_KEY);
+    let call = layer.forward_train(input.reading(names), RNG_KEY);
     let (output, saved) = call.unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
     let shape = [case.input.tokens, case.spec.output_dim()];
     let dy = host(case.spec.precision.activations, &shape, dy);
@@ -454,7 +459,7 @@ fn the_capacity_of_ranks_is_that_of_the_one_with_the_most_tokens() {
         let ranks = on_ranks(&engine, parallel, |mesh| {
             let layer = layer_on(&engine, mesh, &case, None);
             let own = part(&case, &shares[mesh.rank()]);
-            let output = layer.forward_with(&own.input(), &["y", "capacity", "counts"]);
+            let output = layer.forward(own.input().reading(&["y", "capacity", "counts"]));
             output.unwrap_or_else(|e| panic!("{text}: {e}"))
         });
         let capacities: Vec<i64> = ranks.iter().map(|o| longs(o, "capacity")[0]).collect();
@@ -575,8 +580,8 @@ fn ranks_that_make_other_layers_learn_which_differ() {
     let [one, other] = [&specs()[0], &specs()[3]].map(|spec| Case::random(spec, 4, 0));
     let errors = on_ranks(&engine, mesh(2, 1, 1), |mesh| {
         let case = [&one, &other][mesh.rank()];
-        let made = engine.mesh_layer(mesh, &case.spec, &case.host_weights(), None);
-        made.err().expect("they differ").to_string()
+        let made = engine.layer_with(&case.spec, &case.host_weights(), LayerOptions::over(mesh));
+        made.expect_err("they differ").to_string()
     });
     for error in errors {
         assert!(

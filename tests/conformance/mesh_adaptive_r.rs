@@ -15,7 +15,7 @@ use moesaic::mesh::ProcessGroup;
 use moesaic::plan::{AdaptiveMesh, RankCoords};
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{AdamW, masters};
-use moesaic::{Mesh, MeshLayer, Parallel, Recompute, Strategy, Tensor, Tensors, Training};
+use moesaic::{Layer, Mesh, Parallel, Recompute, Strategy, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
 
 fn strategy(adaptive_r: usize) -> Strategy {
@@ -166,11 +166,11 @@ fn capacities_do_not_depend_on_degree() {
         let case = Case::random(&spec(&format!("{base}\ncapacity = {{ {mode} }}")), 40, 4);
         let shares = shares(40, parallel.ranks());
         let each = on_ranks(&engine, parallel, |mesh| {
-            let mut layer = layer_on(&engine, &mesh.for_any_r(), &case, None);
+            let layer = layer_on(&engine, &mesh.for_any_r(), &case, None);
             let own = part(&case, &shares[mesh.rank()]);
             [2, 1, 0].map(|adaptive_r| {
                 layer.set_strategy(strategy(adaptive_r)).unwrap();
-                let output = layer.forward_with(&own.input(), &["y", "capacity", "counts"]);
+                let output = layer.forward(own.input().reading(&["y", "capacity", "counts"]));
                 let output = output.unwrap_or_else(|e| panic!("{mode}: {e}"));
                 let counts = [longs(&output, "capacity"), longs(&output, "counts")];
                 (floats(&output, "y"), counts)
@@ -204,13 +204,13 @@ fn added(parallel: Parallel, case: &Case, adaptive_r: [usize; 2]) -> Vec<Tensors
     let shares = shares(case.input.tokens, parallel.ranks());
     let width = case.spec.output_dim();
     on_ranks(&engine, parallel, |mesh| {
-        let mut layer = layer_on(&engine, mesh, case, Some(Training::default()));
+        let layer = layer_on(&engine, mesh, case, Some(Training::default()));
         let tokens = &shares[mesh.rank()];
         let own = part(case, tokens);
         let mut saved = Vec::new();
         for adaptive_r in adaptive_r {
             layer.set_strategy(strategy(adaptive_r)).unwrap();
-            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
+            let call = layer.forward_train(&own.input(), RNG_KEY);
             saved.push(call.unwrap().1);
         }
         // Backward uses forward's strategy, whatever is set by then.
@@ -268,14 +268,14 @@ fn learning() -> Case {
 /// Returns parameters after three steps, each at another degree.
 fn learned(mesh: &Mesh, case: &Case, adaptive_r: &[usize]) -> (Tensors<'static>, Vec<f64>) {
     let engine = cpu();
-    let mut layer = layer_on(&engine, mesh, case, Some(Training::default()));
+    let layer = layer_on(&engine, mesh, case, Some(Training::default()));
     let tokens = &shares(TOKENS, mesh.parallel().ranks())[mesh.rank()];
     let own = part(case, tokens);
     let adam = AdamW {
         epsilon: 1e-2,
         ..AdamW::new(2e-2)
     };
-    let mut optimizer = MeshOptimizer::new(&layer.ranks(), adam);
+    let mut optimizer = MeshOptimizer::new(&layer.ranks().unwrap(), adam);
     let mut parameters = masters(&layer.weights_of(&case.host_weights()).unwrap());
     for (name, tensor) in &parameters {
         layer.set_weight(name, tensor).unwrap();
@@ -287,7 +287,7 @@ fn learned(mesh: &Mesh, case: &Case, adaptive_r: &[usize]) -> (Tensors<'static>,
             .unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let dy = host(case.spec.precision.activations, &[tokens.len(), width], dy);
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), RNG_KEY).unwrap();
         layer.backward(&saved, &dy, false).unwrap();
         let scaling = Scaling {
             most: Some(0.5),
@@ -354,7 +354,7 @@ fn a_switch_leaves_nothing_of_the_other_degree() {
     let parallel = mesh(1, 4, 1);
     let shares = shares(23, 4);
     let all = on_ranks(&engine, parallel, |mesh| {
-        let mut layer = layer_on(&engine, &mesh.for_any_r(), &case, None);
+        let layer = layer_on(&engine, &mesh.for_any_r(), &case, None);
         let own = part(&case, &shares[mesh.rank()]);
         let mut seen: BTreeMap<usize, Vec<u8>> = BTreeMap::new();
         for adaptive_r in [4, 1, 2, 0, 1, 4, 0, 2] {
@@ -381,7 +381,7 @@ fn wrong_choices_say_what_is_possible() {
     let engine = cpu();
     let case = Case::random(&spec(LAYERS[0]), 4, 0);
     let refused = |mesh: &Mesh, adaptive_r: usize| -> String {
-        let mut layer: MeshLayer = layer_on(&engine, mesh, &case, None);
+        let layer: Layer = layer_on(&engine, mesh, &case, None);
         layer
             .set_strategy(strategy(adaptive_r))
             .unwrap_err()

@@ -140,13 +140,13 @@ fn nodes_that_an_algorithm_cannot_use_are_refused() {
     let errors = threads::run(4, device, |mut world| {
         let host = ["a", "a", "a", "b"][world.rank()];
         let mesh = Mesh::on_host(&mut world, mesh(4, 1, 1), host).unwrap();
-        let mut layer = layer_on(&engine, &mesh, &case, None);
+        let layer = layer_on(&engine, &mesh, &case, None);
         // Neither of these needs nodes.
         for text in ["all_to_all=ring", "all_to_all=dedup-ranks", "default"] {
             layer.set_strategy(text.parse().unwrap()).unwrap();
             layer.forward(&case.input()).unwrap();
         }
-        let mut error = |text: &str| layer.set_strategy(text.parse().unwrap()).unwrap_err();
+        let error = |text: &str| layer.set_strategy(text.parse().unwrap()).unwrap_err();
         let errors = [
             error("all_to_all=2dh-inter-first").to_string(),
             error("all_to_all=dedup").to_string(),
@@ -197,7 +197,7 @@ fn exchanged(strategy: &str, case: &Case) -> Vec<Vec<(String, u64)>> {
         layer.record(Some(trace.clone()));
         let tokens = &shares(case.input.tokens, 2)[mesh.rank()];
         let own = part(case, tokens);
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), RNG_KEY).unwrap();
         let width = case.spec.output_dim();
         let dy = &dy[tokens.start * width..tokens.end * width];
         let dy = host(DType::F32, &[tokens.len(), width], dy);

@@ -16,7 +16,7 @@ use moesaic::spec::testing::SampleRng;
 use moesaic::tensor::WeightSource;
 use moesaic::train::elastic::{shard_placed, unshard_placed};
 use moesaic::weights::{Checkpoint, Writer};
-use moesaic::{Engine, Parallel, Recompute, Strategy, Tensors, Training};
+use moesaic::{Engine, LayerOptions, Parallel, Recompute, Strategy, Tensors, Training};
 
 /// Threads that share an engine, with experts placed so.
 fn at_placement(engine: &Engine, placement: Placement) -> Arranged<'_> {
@@ -169,11 +169,19 @@ fn what_is_placed_is_saved_as_one_process_has_it() {
             assert_eq!(experts, placement.count(mesh.place().ep));
             layer
                 .ranks()
+                .unwrap()
                 .collect(&own, &mut Writer::file(&file))
                 .unwrap();
             // From its part alone the layer is the same.
             let of_part = cpu()
-                .mesh_layer_of_part(&mesh, &case.spec, &own, None)
+                .layer_with(
+                    &case.spec,
+                    &own,
+                    LayerOptions {
+                        part: true,
+                        ..LayerOptions::over(&mesh)
+                    },
+                )
                 .unwrap();
             let tokens = part(&case, &shares(29, parallel.ranks())[mesh.rank()]);
             let [a, b] = [&layer, &of_part].map(|layer| layer.forward(&tokens.input()).unwrap());
@@ -218,7 +226,7 @@ fn a_placement_of_another_layer_is_refused() {
         let other = mesh.placed(&"0-4,6 | 5".parse().unwrap()).unwrap();
         let weights = case.host_weights();
         let error = cpu()
-            .mesh_layer(&other, &case.spec, &weights, None)
+            .layer_with(&case.spec, &weights, LayerOptions::over(&other))
             .err()
             .unwrap();
         assert!(
@@ -229,7 +237,7 @@ fn a_placement_of_another_layer_is_refused() {
         let texts = ["0-3,+4 | 4-7", "0-3 | 4-7,+0"];
         let own = mesh.placed(&texts[mesh.rank()].parse().unwrap()).unwrap();
         let error = cpu()
-            .mesh_layer(&own, &case.spec, &weights, None)
+            .layer_with(&case.spec, &weights, LayerOptions::over(&own))
             .err()
             .unwrap();
         assert!(error.to_string().contains("placement"), "{error}");
@@ -270,8 +278,8 @@ fn a_hot_experts_rows_get_balanced() {
             let mesh = mesh.placed(placement).unwrap();
             let layer = layer_on(&cpu(), &mesh, &case, Some(Training::default()));
             let own = part(&case, &(mesh.rank() * 250..(mesh.rank() + 1) * 250));
-            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
-            call.unwrap().1.rows()
+            let call = layer.forward_train(&own.input(), RNG_KEY);
+            call.unwrap().1.rows().unwrap()
         })
     };
     let eplb = Eplb {
@@ -292,9 +300,10 @@ fn a_hot_experts_rows_get_balanced() {
         let mut balancer = Balancer::new(experts, eplb, options);
         let mut placement = Placement::contiguous(8, experts);
         for _ in 0..5 {
-            let output = layer.forward_with(&own.input(), &["counts"]).unwrap();
+            let output = layer.forward(own.input().reading(&["counts"])).unwrap();
             let counts = super::case::longs(&output, "counts");
-            let counts = moesaic::train::balance::counts_of_all(&layer.ranks(), &counts).unwrap();
+            let counts =
+                moesaic::train::balance::counts_of_all(&layer.ranks().unwrap(), &counts).unwrap();
             balancer.observe(&counts).unwrap();
             if let Some(next) = balancer.propose(&placement).unwrap() {
                 placement = next;
@@ -342,7 +351,7 @@ fn a_rank_reads_its_placed_experts_alone() {
         let mesh = mesh.placed(&placement).unwrap();
         let own = placement.of(mesh.place().ep).into_owned();
         let layer = layer_on(&cpu(), &mesh, &case, None);
-        assert_eq!(layer.plan().own_experts(), own);
+        assert_eq!(layer.rank_plan().unwrap().own_experts(), own);
         let part = mesh.part(&whole, "experts.up.weight").unwrap();
         for (slot, expert) in own.into_iter().enumerate() {
             let want = whole.rows("experts.up.weight", expert..expert + 1).unwrap();

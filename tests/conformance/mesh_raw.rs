@@ -7,11 +7,11 @@ use super::mesh::{Grid, Ranks, layer_on, mesh, on_ranks, part, sharded, shares, 
 use super::mesh_placed::scattered;
 use super::simulated::open;
 use super::trained::RNG_KEY;
-use moesaic::mesh::{CommDtype, MeshSaved, Split};
+use moesaic::mesh::{CommDtype, Split};
 use moesaic::plan::{Role, SATURATED};
 use moesaic::target::{Buffer, Ptr};
-use moesaic::tune::{AdaptiveLayer, Calls, Event, Options, Predict, Space, Tuner, What};
-use moesaic::{Engine, EngineError, Input, MeshLayer, Output, RawBackward, RawCall};
+use moesaic::tune::{Calls, Event, LayerTuner, Options, Predict, Space, Tuner, What};
+use moesaic::{Engine, EngineError, Input, Layer, Output, RawBackward, RawCall, Saved};
 use moesaic::{Parallel, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
 
@@ -28,7 +28,7 @@ struct Found {
 }
 
 impl Found {
-    fn new(layer: &MeshLayer, passes: [Bytes; 4]) -> Result<Found, EngineError> {
+    fn new(layer: &Layer, passes: [Bytes; 4]) -> Result<Found, EngineError> {
         let own = layer.gradients()?;
         layer.reduce_gradients()?;
         let gradients = [own, layer.gradients()?];
@@ -38,7 +38,7 @@ impl Found {
 
 /// The calls that a rank has to make.
 struct Asked<'a> {
-    layer: &'a MeshLayer,
+    layer: &'a Layer,
     input: Input<'static>,
     dy: Tensor<'static>,
     /// Names that each pass of [`Found`] is asked for.
@@ -49,9 +49,9 @@ struct Asked<'a> {
 const DECIDED: [&str; 5] = ["topk_ids", "topk_weights", "counts", "offsets", "capacity"];
 
 impl<'a> Asked<'a> {
-    fn new(layer: &'a MeshLayer, case: &Case) -> Asked<'a> {
-        let tokens = &shares(case.input.tokens, layer.mesh().parallel().ranks());
-        let tokens = &tokens[layer.mesh().rank()];
+    fn new(layer: &'a Layer, case: &Case) -> Asked<'a> {
+        let tokens = &shares(case.input.tokens, layer.mesh().unwrap().parallel().ranks());
+        let tokens = &tokens[layer.mesh().unwrap().rank()];
         let width = case.spec.output_dim();
         let dy = &case.dy(5)[tokens.start * width..tokens.end * width];
         Asked {
@@ -70,9 +70,9 @@ impl<'a> Asked<'a> {
             let names = self.names[pass].iter();
             names.map(|name| (name.clone(), bytes(name))).collect()
         };
-        let evaluation = layer.forward_with(input, &names(0))?;
-        let routing = layer.route(input, &names(1))?;
-        let (output, saved) = layer.forward_train(input, &names(2), RNG_KEY)?;
+        let evaluation = layer.forward(input.reading(&names(0)))?;
+        let routing = layer.route(input.reading(&names(1)))?;
+        let (output, saved) = layer.forward_train(input.reading(&names(2)), RNG_KEY)?;
         let back = layer.backward(&saved, &self.dy, false)?;
         let passes = [
             of(0, evaluation),
@@ -93,7 +93,7 @@ impl<'a> Asked<'a> {
 
     fn results(&self, engine: &Engine, pass: usize) -> Memory {
         let bytes = |name: &str| -> Vec<u8> {
-            let tensor = self.layer.plan().tokens.tensor(name);
+            let tensor = self.layer.plan().tensor(name);
             let bytes = tensor.map_or(8, |tensor| tensor.bytes(self.input.tokens as u64));
             vec![0x7F; bytes as usize]
         };
@@ -103,36 +103,31 @@ impl<'a> Asked<'a> {
     }
 
     fn call<'c>(&self, tensors: &'c [(&'c str, Ptr)]) -> RawCall<'c> {
-        RawCall {
-            tokens: self.input.tokens,
-            tensors,
-            capacity_factor: self.input.capacity_factor,
-        }
+        // SAFETY: memory is of the plan's sizes, ids are those that host calls have checked, and
+        // memory outlives downloads of results, which wait.
+        unsafe { RawCall::new(self.input.tokens, tensors) }
+            .with_capacity_factor(self.input.capacity_factor)
     }
 
     /// A pass that trains on memory that stays with the result.
-    fn train(&self, engine: &Engine) -> Result<(MeshSaved, [Memory; 2]), EngineError> {
+    fn train(&self, engine: &Engine) -> Result<(Saved, [Memory; 2]), EngineError> {
         let memory = [self.inputs(engine), self.results(engine, 2)];
         let tensors = memory[0].and(&memory[1]);
         let call = self.call(&tensors);
-        // SAFETY: memory is of the plan's sizes, ids are those that host calls have checked, and
-        // memory outlives downloads of results, which wait.
-        let saved = unsafe { self.layer.forward_train_raw(&call, RNG_KEY)? };
+        let (_, saved) = self.layer.forward_train(call, RNG_KEY)?;
         Ok((saved, memory))
     }
 
     /// `dx` and the like of a pass back.
-    fn back(&self, engine: &Engine, saved: &MeshSaved) -> Result<Bytes, EngineError> {
+    fn back(&self, engine: &Engine, saved: &Saved) -> Result<Bytes, EngineError> {
         let (dy, back) = (
             Memory::holding(engine, [("dy", &*self.dy.data)]),
             self.results(engine, 3),
         );
-        let call = RawBackward {
-            tensors: &dy.and(&back),
-            accumulate: false,
-        };
+        let tensors = dy.and(&back);
         // SAFETY: as above.
-        unsafe { self.layer.backward_raw(saved, &call)? };
+        let call = unsafe { RawBackward::new(&tensors) };
+        self.layer.backward(saved, call, false)?;
         Ok(back.bytes(engine))
     }
 
@@ -140,11 +135,8 @@ impl<'a> Asked<'a> {
         let inputs = self.inputs(engine);
         let [evaluated, routed] = [0, 1].map(|pass| self.results(engine, pass));
         let [evaluation, routing] = [&evaluated, &routed].map(|results| inputs.and(results));
-        // SAFETY: as above.
-        unsafe {
-            self.layer.forward_raw(&self.call(&evaluation))?;
-            self.layer.route_raw(&self.call(&routing))?;
-        }
+        self.layer.forward(self.call(&evaluation))?;
+        self.layer.route(self.call(&routing))?;
         let (saved, trained) = self.train(engine)?;
         let back = self.back(engine, &saved)?;
         let passes = [&evaluated, &routed, &trained[1]].map(|memory| memory.bytes(engine));
@@ -154,8 +146,8 @@ impl<'a> Asked<'a> {
 }
 
 /// Returns the names that each pass of a layer is asked for.
-fn asked(layer: &MeshLayer) -> [Vec<String>; 4] {
-    let plan = &layer.plan().tokens;
+fn asked(layer: &Layer) -> [Vec<String>; 4] {
+    let plan = &layer.plan();
     let comm_dtype = layer.strategy().comm_dtype;
     let f16 = [comm_dtype.forward, comm_dtype.forward, comm_dtype.backward]
         .map(|comm_dtype| comm_dtype == CommDtype::F16);
@@ -332,7 +324,7 @@ fn passes_of_both_kinds_go_together() {
     on_ranks(&engine, sharded(1, 2, 1), |mesh| {
         let layer = layer_on(&engine, mesh, &case, Some(Training::default()));
         let asked = Asked::new(&layer, &case);
-        let train = || layer.forward_train(&asked.input, &["y"], RNG_KEY);
+        let train = || layer.forward_train(asked.input.reading(&["y"]), RNG_KEY);
         let (_, by_host) = train().unwrap();
         let want = layer.backward(&by_host, &asked.dy, false).unwrap();
         let gradients = layer.gradients().unwrap();
@@ -364,21 +356,14 @@ fn what_cannot_be_is_said_before_ranks_exchange() {
             };
             let (x, y) = (at("x"), at("y"));
             let forward = |tensors: &[(&str, Ptr)]| {
-                let call = RawCall {
-                    tokens: asked.input.tokens,
-                    tensors,
-                    ..RawCall::default()
-                };
                 // SAFETY: nothing is launched.
-                unsafe { layer.forward_raw(&call) }.unwrap_err().to_string()
+                let call = unsafe { RawCall::new(asked.input.tokens, tensors) };
+                layer.forward(call).unwrap_err().to_string()
             };
-            let back = |layer: &MeshLayer, tensors: &[(&str, Ptr)]| {
-                let call = RawBackward {
-                    tensors,
-                    accumulate: false,
-                };
+            let back = |layer: &Layer, tensors: &[(&str, Ptr)]| {
                 // SAFETY: nothing is launched.
-                let error = unsafe { layer.backward_raw(&saved, &call) };
+                let call = unsafe { RawBackward::new(tensors) };
+                let error = layer.backward(&saved, call, false);
                 error.unwrap_err().to_string()
             };
             let errors = [
@@ -424,37 +409,35 @@ pub fn check_adaptive(ranks: &impl Ranks, parallel: Parallel, case: &Case, tuner
         let want = asked.by_host().unwrap();
         let predict: Predict = Box::new(|_, _| Vec::new());
         let layer = layer_on(engine, mesh, case, training);
-        let mut layer = AdaptiveLayer::new(layer, tuner.clone(), "this machine", predict);
+        let mut layer = layer;
+        let tuner = LayerTuner::new(tuner.clone(), "this machine", predict);
+        layer.set_tuner(Some(tuner.clone())).unwrap();
         let inputs = asked.inputs(engine);
         let dy = Memory::holding(engine, [("dy", &*asked.dy.data)]);
         for step in 0..8 {
             let [evaluated, trained, back] = [0, 2, 3].map(|pass| asked.results(engine, pass));
             let (evaluation, train) = (inputs.and(&evaluated), inputs.and(&trained));
-            let call = RawBackward {
-                tensors: &dy.and(&back),
-                accumulate: false,
-            };
-            // SAFETY: memory is of the plan's sizes, ids are those that host calls have
-            // checked, and downloads wait before anything is freed.
-            let chosen = unsafe {
-                layer.forward_raw(&asked.call(&evaluation)).unwrap();
-                let saved = layer.forward_train_raw(&asked.call(&train), RNG_KEY);
-                let saved = saved.unwrap();
-                layer.backward_raw(&saved, &call).unwrap();
-                saved.strategy()
-            };
+            let gradients = dy.and(&back);
+            // SAFETY: memory is of the plan's sizes, and downloads wait before anything is freed.
+            let call = unsafe { RawBackward::new(&gradients) };
+            layer.forward(asked.call(&evaluation)).unwrap();
+            let saved = layer.forward_train(asked.call(&train), RNG_KEY);
+            let (_, saved) = saved.unwrap();
+            layer.backward(&saved, call, false).unwrap();
+            let chosen = saved.strategy();
             let found = [&evaluated, &trained, &back].map(|memory| memory.bytes(engine));
             let want = [0, 2, 3].map(|pass| want.passes[pass].clone());
             assert!(found == want, "step {step} with {chosen}");
-            assert_eq!(layer.layer().strategy(), chosen);
+            assert_eq!(layer.strategy(), chosen);
         }
         // Sums of gradients over chunks are in another order.
-        let gradients = [layer.layer().gradients().unwrap()];
+        let gradients = [layer.gradients().unwrap()];
         near_everywhere("a step", case, &gradients, &want.gradients[..1]);
         for calls in [Calls::Training, Calls::Evaluation] {
-            let events = layer.tuner().events().iter();
-            let tried = events.filter(|event| event.key.calls == calls && is_whole(event));
-            assert_eq!(tried.count(), 2, "{:?}", layer.tuner().events());
+            let events = tuner.events();
+            let of_calls = |event: &&Event| event.key.calls == calls && is_whole(event);
+            let tried = events.iter().filter(of_calls);
+            assert_eq!(tried.count(), 2, "{events:?}");
         }
     });
 }

@@ -9,18 +9,18 @@ use super::simulated::open;
 use super::trained::RNG_KEY;
 use moesaic::mesh::Split;
 use moesaic::plan::{Placement, ShadowModel};
-use moesaic::{DType, Engine, Mesh, MeshLayer, Parallel, Recompute, Training};
+use moesaic::{DType, Engine, Layer, Mesh, Parallel, Recompute, Training};
 
 /// A training layer on a mesh with some strategy.
-fn layer(engine: &Engine, mesh: &Mesh, case: &Case, strategy: &str) -> MeshLayer {
-    let mut layer = layer_on(engine, mesh, case, Some(Training::default()));
+fn layer(engine: &Engine, mesh: &Mesh, case: &Case, strategy: &str) -> Layer {
+    let layer = layer_on(engine, mesh, case, Some(Training::default()));
     layer.set_strategy(strategy.parse().unwrap()).unwrap();
     layer
 }
 
 /// Wants a shadow of every expert.
-fn eager(layer: &mut MeshLayer) {
-    let model = ShadowModel::of(layer.replicated().spec());
+fn eager(layer: &mut Layer) {
+    let model = ShadowModel::of(layer.spec());
     let elements = f64::INFINITY;
     layer
         .set_shadow_model(ShadowModel { elements, ..model })
@@ -116,7 +116,7 @@ fn weights_of_shadows_are_those_of_the_step() {
             let own = 20 * mesh.rank()..20 * (mesh.rank() + 1);
             let step = |case: &Case| {
                 let part = part(case, &own);
-                let call = layer.forward_train(&part.input(), &["y"], RNG_KEY);
+                let call = layer.forward_train(&part.input(), RNG_KEY);
                 call.unwrap().1
             };
             let saved = step(&case);
@@ -147,14 +147,14 @@ fn weights_of_shadows_are_those_of_the_step() {
 fn the_hottest_experts_have_shadows() {
     let (experts, parallel) = (16, mesh(8, 1, 1));
     let case = hot(2000, experts);
-    let chosen = |strategy: &str, model: fn(&mut MeshLayer)| {
+    let chosen = |strategy: &str, model: fn(&mut Layer)| {
         on_ranks(&cpu(), parallel, |mesh| {
             let mut layer = layer(&cpu(), mesh, &case, strategy);
             model(&mut layer);
             let own = part(&case, &(mesh.rank() * 250..(mesh.rank() + 1) * 250));
-            let call = layer.forward_train(&own.input(), &["y"], RNG_KEY);
+            let call = layer.forward_train(&own.input(), RNG_KEY);
             let saved = call.unwrap().1;
-            (saved.shadowed().to_vec(), saved.rows())
+            (saved.shadowed().to_vec(), saved.rows().unwrap())
         })
     };
     let shadowed = |ranks: &[(Vec<usize>, usize)]| {
@@ -172,7 +172,7 @@ fn the_hottest_experts_have_shadows() {
     assert_eq!(shadowed(&chosen("shadows=1", eager)), [0]);
     // Weights take longer than rows.
     let dear = chosen("shadows=3", |layer| {
-        let model = ShadowModel::of(layer.replicated().spec());
+        let model = ShadowModel::of(layer.spec());
         let wide = ShadowModel {
             ratio: 1e4,
             operations: f64::INFINITY,
@@ -202,7 +202,7 @@ fn shadows_that_cannot_be_are_refused() {
     let case = Case::random(&spec(text), 5, 2);
     let refused = |parallel: Parallel, strategy: &'static str| {
         let errors = on_ranks(&cpu(), parallel, |mesh| {
-            let mut layer = layer_on(&cpu(), mesh, &case, None);
+            let layer = layer_on(&cpu(), mesh, &case, None);
             let error = layer.set_strategy(strategy.parse().unwrap()).unwrap_err();
             error.to_string()
         });
@@ -218,7 +218,7 @@ fn shadows_that_cannot_be_are_refused() {
     let packed = refused(mesh(2, 1, 1), "shadows=2");
     assert!(packed.contains("Mesh::for_any_r"), "{packed}");
     on_ranks(&cpu(), mesh(2, 1, 1), |mesh| {
-        let mut layer = layer_on(&cpu(), mesh, &case, None);
+        let layer = layer_on(&cpu(), mesh, &case, None);
         let mut model = ShadowModel::of(&case.spec);
         model.operations += mesh.rank() as f64;
         let error = layer.set_shadow_model(model).unwrap_err().to_string();

@@ -11,7 +11,7 @@ use super::random::seeds;
 use super::simulated::open;
 use super::trained::near;
 use moesaic::spec::LayerSpec;
-use moesaic::{EngineError, Parallel, Recompute, Training};
+use moesaic::{EngineError, LayerOptions, Parallel, Recompute, Training};
 
 /// Layers with every kind of shared expert. Widths can be cut by 2, 3 and 4.
 fn specs() -> Vec<LayerSpec> {
@@ -104,7 +104,7 @@ fn one_shard_of_shared_experts_is_the_whole() {
     assert!(whole == evaluated(&engine, sharded(2, 1, 1), &case));
     on_ranks(&engine, sharded(2, 1, 1), |mesh| {
         let layer = layer_on(&engine, mesh, &case, None);
-        assert!(layer.shared().is_none());
+        assert!(layer.rank_plan().unwrap().shared.is_none());
     });
 }
 
@@ -115,8 +115,8 @@ fn shards_that_are_not_equal_are_refused() {
          shared = [{ hidden_dim = 12 }, { hidden_dim = 10 }]";
     let case = Case::random(&spec(text), 4, 0);
     let errors = on_ranks(&engine, sharded(1, 4, 1), |mesh| {
-        let made = engine.mesh_layer(mesh, &case.spec, &case.host_weights(), None);
-        made.err().expect("10 has no 4 equal parts")
+        let made = engine.layer_with(&case.spec, &case.host_weights(), LayerOptions::over(mesh));
+        made.expect_err("10 has no 4 equal parts")
     });
     for error in errors {
         assert!(matches!(error, EngineError::Plan(_)), "{error}");
@@ -152,7 +152,7 @@ fn routing_is_the_same_with_shards_of_shared_experts() {
         on_ranks(&engine, parallel, |mesh| {
             let layer = layer_on(&engine, mesh, &case, None);
             let own = part(&case, &shares[mesh.rank()]);
-            layer.forward_with(&own.input(), &names).unwrap()
+            layer.forward(own.input().reading(&names)).unwrap()
         })
     });
     for (whole, parts) in whole.iter().zip(&parts) {
@@ -208,7 +208,14 @@ fn a_layer_is_made_of_a_ranks_shards() {
         let training = Some(Training::default());
         let layer = layer_on(&engine, mesh, &case, training);
         let own = layer.weights_of(&whole).unwrap();
-        let of_part = engine.mesh_layer_of_part(mesh, &case.spec, &own, training);
+        let of_part = engine.layer_with(
+            &case.spec,
+            &own,
+            LayerOptions {
+                part: true,
+                ..LayerOptions::over(mesh).training(training)
+            },
+        );
         let of_part = of_part.unwrap_or_else(|e| panic!("{e}"));
         let tokens = part(&case, &shares[mesh.rank()]);
         let dy = case.dy(5);
@@ -219,9 +226,7 @@ fn a_layer_is_made_of_a_ranks_shards() {
         let dy = moesaic::Tensor::owned(&[share.len(), width], dy);
         let results = [&layer, &of_part].map(|layer| {
             let rng_key = moesaic::RngKey::default();
-            let (output, saved) = layer
-                .forward_train(&tokens.input(), &["y"], rng_key)
-                .unwrap();
+            let (output, saved) = layer.forward_train(&tokens.input(), rng_key).unwrap();
             let back = layer.backward(&saved, &dy, false).unwrap();
             layer.reduce_gradients().unwrap();
             let back = back.into_tensors();

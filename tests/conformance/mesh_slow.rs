@@ -6,7 +6,7 @@ use super::{Case, quick};
 use moesaic::collectives::{Call, threads};
 use moesaic::kernel::{KernelSource, Target};
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
-use moesaic::{Engine, EngineOptions, Mesh};
+use moesaic::{Engine, EngineOptions, LayerOptions, Mesh};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
@@ -128,11 +128,11 @@ fn a_rank_that_cannot_compile_tells_the_others_why() {
         let make = || {
             let weights = case.host_weights();
             rank.engine
-                .mesh_layer(&rank.mesh, &case.spec, &weights, None)
+                .layer_with(&case.spec, &weights, LayerOptions::over(&rank.mesh))
         };
         rank.second_compiles(NOT);
-        let layer = make().err().expect("a rank has no kernels").to_string();
-        let mut made = make().unwrap();
+        let layer = make().expect_err("a rank has no kernels").to_string();
+        let made = make().unwrap();
         rank.second_compiles(NOT);
         let strategy = made.set_strategy("comm_dtype=fp8".parse().unwrap());
         [layer, strategy.unwrap_err().to_string()]

@@ -9,7 +9,7 @@ use moesaic::mesh::ProcessGroup;
 use moesaic::plan::RankCoords;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, broadcast, update_mesh};
 use moesaic::train::{AdamW, Optimizer, Sgd, masters};
-use moesaic::{Mesh, MeshLayer, Parallel, Tensors, Training};
+use moesaic::{Layer, Mesh, Parallel, Tensors, Training};
 
 pub const TOKENS: usize = 29;
 const STEPS: u64 = 3;
@@ -40,12 +40,13 @@ pub type Learned = (Tensors<'static>, Vec<f64>);
 /// Three steps of an optimizer from a case's weights. The loss is `Σ y·dy` over the
 /// tokens of all ranks, times the divisor.
 fn learn<O: Optimizer>(
-    layer: &MeshLayer,
+    layer: &Layer,
     case: &Case,
     mut optimizer: MeshOptimizer<O>,
     scaling: Scaling,
 ) -> Learned {
-    let tokens = &shares(TOKENS, layer.mesh().parallel().ranks())[layer.mesh().rank()];
+    let tokens =
+        &shares(TOKENS, layer.mesh().unwrap().parallel().ranks())[layer.mesh().unwrap().rank()];
     let own = part(case, tokens);
     let mut parameters = masters(&layer.weights_of(&case.host_weights()).unwrap());
     for (name, tensor) in &parameters {
@@ -54,7 +55,7 @@ fn learn<O: Optimizer>(
     let width = case.spec.output_dim();
     let mut norms = Vec::new();
     for step in 0..STEPS {
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), RNG_KEY).unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let scaled: Vec<f64> = dy.iter().map(|d| d * f64::from(scaling.divisor)).collect();
         let dy = host(
@@ -72,7 +73,7 @@ fn learn<O: Optimizer>(
 pub fn learned(mesh: &Mesh, case: &Case) -> [Learned; 3] {
     let engine = cpu();
     let layer = layer_on(&engine, mesh, case, Some(Training::default()));
-    let ranks = layer.ranks();
+    let ranks = layer.ranks().unwrap();
     // ε is far above the noise of a sum in another order: without it the step of a
     // gradient near zero is a coin toss.
     let adam = AdamW {
@@ -317,7 +318,7 @@ fn ranks_that_call_with_other_settings_learn_which_differ() {
                 1 => rng_key.step = number,
                 _ => input.capacity_factor = (number > 1).then_some(2.0),
             }
-            let called = layer.forward_train(&input, &["y"], rng_key);
+            let called = layer.forward_train(input.reading(&["y"]), rng_key);
             called.err().expect("they differ").to_string()
         });
         for error in errors {

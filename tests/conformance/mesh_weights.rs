@@ -8,7 +8,7 @@ use moesaic::kernel::DType;
 use moesaic::plan::RankCoords;
 use moesaic::tensor::{Described, SourceError, WeightSink, WeightSource};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, Writer};
-use moesaic::{Parallel, Tensor, Tensors};
+use moesaic::{LayerOptions, Parallel, Tensor, Tensors};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
@@ -59,7 +59,9 @@ fn a_rank_asks_for_its_own_experts() {
                 whole: &whole,
                 asked: Mutex::default(),
             };
-            let layer = cpu().mesh_layer(mesh, &case.spec, &watched, None).unwrap();
+            let layer = cpu()
+                .layer_with(&case.spec, &watched, LayerOptions::over(mesh))
+                .unwrap();
             let asked = watched.asked.into_inner().unwrap();
             let own = parallel.experts(mesh.place().ep, 7);
             let experts = |name: &str| -> Vec<usize> {
@@ -90,7 +92,7 @@ fn a_rank_asks_for_its_own_experts() {
             ] {
                 assert!(rows.eq(experts(name)), "{parallel:?}: {name}");
             }
-            assert!(own.eq(layer.plan().own_experts()));
+            assert!(own.eq(layer.rank_plan().unwrap().own_experts()));
         });
     }
 }
@@ -208,10 +210,11 @@ fn what_ranks_hold_is_saved_as_one_process_has_it() {
             let own = layer.weights_of(&whole).unwrap();
             layer
                 .ranks()
+                .unwrap()
                 .collect(&own, &mut Writer::file(&file))
                 .unwrap();
             let mut sink = Writer::directory(&several, 1000);
-            layer.ranks().collect(&own, &mut sink).unwrap();
+            layer.ranks().unwrap().collect(&own, &mut sink).unwrap();
         });
         assert!(read(&file) == whole, "{parallel:?}");
         assert!(read(&several) == whole, "{parallel:?}");
@@ -253,9 +256,9 @@ fn every_rank_learns_that_nothing_was_saved() {
     let errors = on_ranks(&cpu(), mesh(2, 1, 2), |mesh| {
         let layer = layer_on(&cpu(), mesh, &case, None);
         let own = layer.weights_of(&case.host_weights()).unwrap();
-        let error = layer.ranks().collect(&own, &mut Full).unwrap_err();
+        let error = layer.ranks().unwrap().collect(&own, &mut Full).unwrap_err();
         // Nothing is wrong with the ranks.
-        layer.ranks().barrier("after").unwrap();
+        layer.ranks().unwrap().barrier("after").unwrap();
         error.to_string()
     });
     for error in errors {

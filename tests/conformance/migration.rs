@@ -17,7 +17,7 @@ use moesaic::train::mesh::{MeshOptimizer, Scaling, parts, update_mesh};
 use moesaic::train::migrate::{HeldExperts, both, prepare, resume};
 use moesaic::train::{AdamW, masters};
 use moesaic::weights::{Checkpoint, Writer};
-use moesaic::{Mesh, Parallel, Tensor, Tensors, Training};
+use moesaic::{LayerOptions, Mesh, Parallel, Tensor, Tensors, Training};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Barrier;
@@ -42,20 +42,27 @@ pub fn train(mesh: &Mesh, case: &Case, from: &Tensors<'_>, steps: Range<u64>) ->
     let state: Tensors<'static> = state.into_iter().collect();
     let mut parameters: Tensors<'static> = parameters.into_iter().collect();
     let training = Some(Training::default());
-    let layer = engine.mesh_layer_of_part(mesh, &case.spec, &parameters, training);
+    let layer = engine.layer_with(
+        &case.spec,
+        &parameters,
+        LayerOptions {
+            part: true,
+            ..LayerOptions::over(mesh).training(training)
+        },
+    );
     let layer = layer.unwrap_or_else(|e| panic!("{e}"));
     let adam = AdamW {
         epsilon: 1e-2,
         ..AdamW::new(2e-2)
     };
-    let mut optimizer = MeshOptimizer::new(&layer.ranks(), adam);
+    let mut optimizer = MeshOptimizer::new(&layer.ranks().unwrap(), adam);
     if !state.is_empty() {
         optimizer.restore(&state).unwrap();
     }
     let tokens = &shares(TOKENS, mesh.parallel().ranks())[mesh.rank()];
     let (own, width) = (part(case, tokens), case.spec.output_dim());
     for step in steps {
-        let (_, saved) = layer.forward_train(&own.input(), &["y"], RNG_KEY).unwrap();
+        let (_, saved) = layer.forward_train(&own.input(), RNG_KEY).unwrap();
         let dy = &case.dy(step)[tokens.start * width..tokens.end * width];
         let dy = host(DType::F32, &[tokens.len(), width], dy);
         layer.backward(&saved, &dy, false).unwrap();

@@ -132,7 +132,7 @@ fn a_chunk_travels_on_a_stream_while_experts_multiply() {
         let engine = Engine::on_device(gpu.clone(), EngineOptions::default()).unwrap();
         let mut world = engine.nccl_over(control, lab.options()).unwrap();
         let mesh = Mesh::new(&mut world, parallel).unwrap();
-        let mut layer = layer_on(&engine, &mesh, &case, None);
+        let layer = layer_on(&engine, &mesh, &case, None);
         layer
             .set_strategy("overlap_degree=2".parse().unwrap())
             .unwrap();

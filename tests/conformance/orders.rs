@@ -53,7 +53,7 @@ fn slot_major(slot: usize) -> (usize, usize) {
 fn check(engine: &Engine, case: &Case) {
     let output = case
         .layer(engine)
-        .forward_with(&case.input(), &["topk_ids", "locations"])
+        .forward(case.input().reading(&["topk_ids", "locations"]))
         .unwrap_or_else(|e| panic!("{}: {e}", case.describe()));
     let ids = ints(&output, "topk_ids");
     let (spec, tokens) = (&case.spec, case.input.tokens);

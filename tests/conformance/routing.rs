@@ -21,7 +21,7 @@ fn ties_go_to_the_lower_expert() {
     for engine in engines() {
         let layer = case.layer(&engine);
         let output = layer
-            .forward_with(&case.input(), &["topk_ids", "topk_weights"])
+            .forward(case.input().reading(&["topk_ids", "topk_weights"]))
             .expect("it runs");
         assert_eq!(ints(&output, "topk_ids"), [0, 1, 2].repeat(5));
         assert!(
@@ -55,7 +55,7 @@ fn saturated_scores_rank_by_logits() {
     for engine in engines() {
         let output = case
             .layer(&engine)
-            .forward_with(&case.input(), &["topk_ids"]);
+            .forward(case.input().reading(&["topk_ids"]));
         assert_eq!(
             ints(&output.expect("it runs"), "topk_ids"),
             [2, 1, 0].repeat(5)

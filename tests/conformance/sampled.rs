@@ -91,7 +91,7 @@ pub fn drawn(seed: u64, engine: &Engine) -> bool {
     let losses = reference::losses(&spec, &case.weights, &case.input);
     let names: Vec<&str> = losses.keys().map(String::as_str).collect();
     let names = [&["y", "topk_ids"], &names[..]].concat();
-    let run = layer.forward_train(&case.input(), &names, RNG_KEY);
+    let run = layer.forward_train(case.input().reading(&names), RNG_KEY);
     let (output, saved) = run.unwrap_or_else(|e| panic!("{}: {e}", what("forward")));
     let expected = reference::gate(&spec, &case.weights, &case.input).decision;
     if ints(&output, "topk_ids") != expected.ids {
@@ -142,7 +142,7 @@ pub fn gradients_of_case(mut case: Case, engine: &Engine) {
     let losses = reference::losses(spec, &case.weights, &case.input);
     let names: Vec<&str> = losses.keys().map(String::as_str).collect();
     let names = [&["y", "topk_ids"], &names[..]].concat();
-    let forward = layer.forward_train(&case.input(), &names, RNG_KEY);
+    let forward = layer.forward_train(case.input().reading(&names), RNG_KEY);
     let (output, saved) = forward.unwrap_or_else(|e| panic!("{}: {e}", what("forward")));
     let expected = reference::gate(spec, &case.weights, &case.input).decision;
     assert_eq!(ints(&output, "topk_ids"), expected.ids, "{}", what("ids"));

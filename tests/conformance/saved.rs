@@ -34,7 +34,7 @@ fn dy(tokens: usize, seed: u64) -> Tensor<'static> {
 }
 
 fn forward(layer: &Layer, case: &Case) -> Saved {
-    let passed = layer.forward_train(&case.input(), &["y"], RngKey::default());
+    let passed = layer.forward_train(&case.input(), RngKey::default());
     passed.unwrap().1
 }
 
@@ -135,7 +135,7 @@ fn gradients_are_where_their_addresses_say() {
 fn mistakes_are_named() {
     let (layer, case) = layer(7);
     let inference = engine().layer(&case.spec, &case.host_weights()).unwrap();
-    let refused = inference.forward_train(&case.input(), &["y"], RngKey::default());
+    let refused = inference.forward_train(&case.input(), RngKey::default());
     assert!(matches!(refused, Err(EngineError::NotTraining)));
     assert!(matches!(
         inference.gradients(),
@@ -186,32 +186,21 @@ fn raw_calls_are_host_calls() {
         upload(&engine, &vec![0; 19 * 24 * 4]),
     );
     let y = upload(&engine, &vec![0; 19 * 24 * 4]);
-    let call = RawCall {
-        tokens: 19,
-        tensors: &[("x", x.ptr()), ("y", y.ptr())],
-        ..RawCall::default()
-    };
-    let back = RawBackward {
-        tensors: &[("dy", dy.ptr()), ("dx", dx.ptr())],
-        accumulate: false,
-    };
+    let tensors = [("x", x.ptr()), ("y", y.ptr())];
     // SAFETY: the buffers hold 19 rows of 24 floats and outlive the download,
     // which waits.
-    unsafe {
-        let saved = layer.forward_train_raw(&call, RngKey::default()).unwrap();
-        layer.backward_raw(&saved, &back).unwrap();
-    }
+    let call = unsafe { RawCall::new(19, &tensors) };
+    let tensors = [("dy", dy.ptr()), ("dx", dx.ptr())];
+    // SAFETY: nothing is launched.
+    let back = unsafe { RawBackward::new(&tensors) };
+    let (_, saved) = layer.forward_train(call, RngKey::default()).unwrap();
+    layer.backward(&saved, back, false).unwrap();
     let mut found = vec![0; 19 * 24 * 4];
     engine.device().download(&dx, 0, &mut found).unwrap();
     assert_eq!(found, expected.get("dx").unwrap().data.to_vec());
     assert_eq!(gradients(&layer), expected_gradients);
-    // SAFETY: nothing is launched.
-    let error = unsafe {
-        let nothing = RawBackward {
-            tensors: &[],
-            accumulate: false,
-        };
-        layer.backward_raw(&host_saved, &nothing).unwrap_err()
-    };
+    // SAFETY: as above.
+    let nothing = unsafe { RawBackward::new(&[]) };
+    let error = layer.backward(&host_saved, nothing, false).unwrap_err();
     assert_eq!(error.to_string(), "input `dy`: has no address");
 }

@@ -74,7 +74,7 @@ const MAPS: [&str; 6] = [
 ];
 
 fn routed(case: &Case, engine: &Engine) -> Output {
-    let output = case.layer(engine).forward_with(&case.input(), &MAPS);
+    let output = case.layer(engine).forward(case.input().reading(&MAPS));
     output.unwrap_or_else(|e| panic!("{} on {}: {e}", case.spec.name, engine.target()))
 }
 

@@ -17,7 +17,7 @@ use moesaic::spec::{
 use moesaic::train::mesh::parts;
 use moesaic::train::migrate::prepare;
 use moesaic::train::{AdamW, masters, update};
-use moesaic::{DType, Engine, EngineError, Layer, Recompute};
+use moesaic::{DType, Engine, EngineError, Layer, LayerOptions, Recompute};
 
 const RECOMPUTE: [Recompute; 3] = [Recompute::None, Recompute::Hidden, Recompute::All];
 
@@ -193,7 +193,7 @@ fn training_does_not_change_y() {
     let weights = stored.case().host_weights();
     let infers = engine.layer(&stored.spec, &weights).expect("a layer");
     let y = |layer: &Layer| {
-        let output = layer.forward_with(&stored.plain.input(), &["y"]);
+        let output = layer.forward(&stored.plain.input());
         output.expect("it runs").get("y").expect("y").data.to_vec()
     };
     assert_eq!(y(&trains), y(&infers));
@@ -335,7 +335,14 @@ fn codes_migrate() {
         let moved = prepare(&engine.ranks(mesh), &to, &before).expect("they move");
         let mesh = moved.mesh().clone();
         let after = moved.commit().expect("all have arrived");
-        let layer = engine.mesh_layer_of_part(&mesh, &case.spec, &after, None);
+        let layer = engine.layer_with(
+            &case.spec,
+            &after,
+            LayerOptions {
+                part: true,
+                ..LayerOptions::over(&mesh)
+            },
+        );
         let own = part(&case, &tokens[mesh.rank()]);
         let output = layer.expect("a layer").forward(&own.input());
         output.expect("it runs").y().data.to_vec()
@@ -348,8 +355,8 @@ fn codes_migrate() {
 fn shards_of_codes_are_refused() {
     let case = Stored::random(&small(64, 48, 4, 2), "mxfp4", 2, 1).case();
     let errors = on_ranks(&cpu(), mesh(1, 2, 1), |mesh| {
-        let layer = cpu().mesh_layer(mesh, &case.spec, &case.host_weights(), None);
-        layer.err().expect("it is refused").to_string()
+        let layer = cpu().layer_with(&case.spec, &case.host_weights(), LayerOptions::over(mesh));
+        layer.expect_err("it is refused").to_string()
     });
     for error in errors {
         assert!(error.contains("expert_tp = 2"), "{error}");

@@ -30,7 +30,8 @@ impl Case {
     /// Forward, then a backward pass per element of `accumulate`; and the ids
     /// of the experts that were chosen.
     pub fn train(&self, layer: &Layer, dy: &[f64], accumulate: &[bool]) -> (Results, Vec<i32>) {
-        let passed = layer.forward_train(&self.input(), &["y", "topk_ids"], RngKey::default());
+        let passed =
+            layer.forward_train(self.input().reading(&["y", "topk_ids"]), RngKey::default());
         let (output, saved) = passed.unwrap_or_else(|e| panic!("{}: {e}", self.what("forward")));
         let mut all = Results::from([("y".to_string(), floats(&output, "y"))]);
         let shape = [self.input.tokens, self.spec.output_dim()];

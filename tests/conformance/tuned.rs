@@ -40,7 +40,9 @@ fn extremes(plan: &moesaic::plan::LayerPlan) -> [Tuning; 2] {
 
 /// Everything that a layer gives back.
 fn results(case: &Case, layer: &Layer) -> (Results, Vec<u64>) {
-    let output = layer.forward_with(&case.input(), &case.outputs()).unwrap();
+    let output = layer
+        .forward(case.input().reading(&case.outputs()))
+        .unwrap();
     let y = floats(&output, "y").iter().map(|v| v.to_bits()).collect();
     let gradients = match layer.plan().training {
         Some(_) => case.train(layer, &case.dy(7), &[false]).0,
@@ -197,7 +199,7 @@ fn calls(layer: &Layer, cases: &[Case]) -> Vec<Vec<u64>> {
     }
     let forward = |case: &Case| {
         let (output, saved) = layer
-            .forward_train(&case.input(), &["y"], RngKey::default())
+            .forward_train(&case.input(), RngKey::default())
             .unwrap();
         (bits(&output, "y"), saved)
     };

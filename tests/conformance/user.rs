@@ -150,7 +150,7 @@ fn user_experts_run_in_every_routing() {
             let (case, experts, _) = heterogeneous(&format!("{head}{rest}"), tokens);
             let layer = user_layer(&engine(), &case, experts, false);
             let output = layer
-                .forward(&case.input(), &["y"])
+                .forward(&case.input())
                 .unwrap_or_else(|e| panic!("{e}"));
             let expected = reference::forward(&case.spec, &case.weights, &case.input).y;
             let bf16 = case.spec.precision.activations == DType::Bf16;
@@ -178,17 +178,20 @@ fn user_experts_evaluate_and_train() {
     };
     let (mut case, trains) = layer(true);
     let names = ["y", "topk_ids", "counts", "locations", "capacity"];
-    let found = trains.forward(&case.input(), &names).unwrap();
-    let only_evaluates = layer(false).1.forward(&case.input(), &names).unwrap();
+    let found = trains.forward(case.input().reading(&names)).unwrap();
+    let only_evaluates = layer(false)
+        .1
+        .forward(case.input().reading(&names))
+        .unwrap();
     let expected = reference::forward(&case.spec, &case.weights, &case.input);
     close("y", &floats(&found, "y"), &expected.y, 1e-5);
     assert_eq!(found.into_tensors(), only_evaluates.into_tensors());
     case.input.draw = Some(draw(RNG_KEY));
-    let trained = trains.forward_train(&case.input(), &["y"], RNG_KEY);
+    let trained = trains.forward_train(&case.input(), RNG_KEY);
     let expected = reference::forward(&case.spec, &case.weights, &case.input);
     close("y", &floats(&trained.unwrap().0, "y"), &expected.y, 1e-5);
     case.input.capacity_factor = Some(2.0);
-    let roomy = trains.forward_train(&case.input(), &["capacity"], RNG_KEY);
+    let roomy = trains.forward_train(case.input().reading(&["capacity"]), RNG_KEY);
     let expected = reference::forward(&case.spec, &case.weights, &case.input);
     assert_eq!(
         longs(&roomy.unwrap().0, "capacity"),
@@ -216,7 +219,7 @@ pub fn external(extra: &str) -> String {
 fn user_experts_are_there_by_id() {
     let (case, experts, _) = heterogeneous(&external(""), 12);
     let layer = user_layer(&engine(), &case, experts, false);
-    let output = layer.forward(&case.input(), &["y"]).unwrap();
+    let output = layer.forward(&case.input()).unwrap();
     let (ids, weights) = case.input.routing.as_ref().expect("routing is external");
     let (model, width) = (case.spec.shape.model_dim, case.spec.output_dim());
     let mut expected = vec![0.0; case.input.tokens * width];
@@ -272,7 +275,7 @@ fn check_backward(engine: &Engine, spec: &str) {
     let (dy, values) = random_dy(&case);
     let expected = reference::backward(&case.spec, &case.weights, &case.input, &values);
     for round in 0..2 {
-        let forward = layer.forward_train(&case.input(), &["y"], RngKey::default());
+        let forward = layer.forward_train(&case.input(), RngKey::default());
         let (_, saved) = forward.unwrap_or_else(|e| panic!("{e}"));
         let back = layer
             .backward(&saved, &dy, round > 0)
@@ -368,7 +371,7 @@ fn custom_activations_are_trained() {
         }
         let layer = engine().training_layer(&spec, &weights, Training::default());
         let layer = layer.unwrap_or_else(|e| panic!("{e}"));
-        let forward = layer.forward_train(&case.input(), &["y"], RngKey::default());
+        let forward = layer.forward_train(&case.input(), RngKey::default());
         let (_, saved) = forward.unwrap_or_else(|e| panic!("{e}"));
         let (dy, values) = random_dy(&case);
         let back = layer

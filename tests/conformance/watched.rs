@@ -214,21 +214,15 @@ fn training_layer(engine: &Engine, case: &Case) -> Layer {
 fn raw_step(layer: &Layer, device: &dyn Device, tokens: usize, memory: &[Buffer; 4]) {
     let [x, y, dy, dx] = memory.each_ref().map(Buffer::ptr);
     assert!(memory[0].bytes() >= tokens * 24 * 4 && device.info().units > 0);
-    let call = RawCall {
-        tokens,
-        tensors: &[("x", x), ("y", y)],
-        ..RawCall::default()
-    };
-    let back = RawBackward {
-        tensors: &[("dy", dy), ("dx", dx)],
-        accumulate: false,
-    };
+    let tensors = [("x", x), ("y", y)];
     // SAFETY: all four hold the call's rows, and launches of a CPU have ended.
-    unsafe {
-        layer.forward_raw(&call).unwrap();
-        let saved = layer.forward_train_raw(&call, RngKey::default()).unwrap();
-        layer.backward_raw(&saved, &back).unwrap();
-    }
+    let call = unsafe { RawCall::new(tokens, &tensors) };
+    let gradients = [("dy", dy), ("dx", dx)];
+    // SAFETY: both hold the call's rows.
+    let back = unsafe { RawBackward::new(&gradients) };
+    layer.forward(call).unwrap();
+    let (_, saved) = layer.forward_train(call, RngKey::default()).unwrap();
+    layer.backward(&saved, back, false).unwrap();
 }
 
 /// Calls that are captured name addresses for good: a larger call, calls that reuse
@@ -248,17 +242,14 @@ fn a_graph_keeps_the_memory_of_its_calls() {
     assert!(captured.len() > 20, "{}", captured.len());
 
     // What a step keeps is the graph's: the next call has memory of its own.
-    let call = RawCall {
-        tokens: 8,
-        tensors: &[("x", memory[0].ptr()), ("y", memory[1].ptr())],
-        ..RawCall::default()
-    };
+    let tensors = [("x", memory[0].ptr()), ("y", memory[1].ptr())];
     // SAFETY: both hold the call's rows.
-    let other = unsafe { layer.forward_train_raw(&call, RngKey::default()) }.unwrap();
+    let call = unsafe { RawCall::new(8, &tensors) };
+    let other = layer.forward_train(call, RngKey::default()).unwrap();
     let input = case(SPEC, 8).input();
     drop(other);
     layer
-        .forward_train(&input, &["y"], RngKey::default())
+        .forward_train(input.reading(&["y"]), RngKey::default())
         .unwrap();
     raw_step(&layer, device, 64, &memory);
     let gone = |seen: &Seen| captured.difference(&seen.live).count();
@@ -276,13 +267,10 @@ fn what_a_captured_step_keeps_is_not_reused() {
     let device: &dyn Device = &*watched;
     let layer = training_layer(&watched.engine(), &case(SPEC, 8));
     let memory = [0; 4].map(|_| device.alloc(64 * 24 * 4).unwrap());
-    let call = RawCall {
-        tokens: 8,
-        tensors: &[("x", memory[0].ptr()), ("y", memory[1].ptr())],
-        ..RawCall::default()
-    };
-    // SAFETY: both hold the call's rows.
-    let train = || unsafe { layer.forward_train_raw(&call, RngKey::default()) }.unwrap();
+    let tensors = [("x", memory[0].ptr()), ("y", memory[1].ptr())];
+    // SAFETY: as above.
+    let call = unsafe { RawCall::new(8, &tensors) };
+    let train = || layer.forward_train(call, RngKey::default()).unwrap();
     let named = || {
         watched.begin_capture();
         drop(train());
@@ -358,10 +346,10 @@ fn experts_multiply_once_for_all_gates() {
             ["up", "down"].map(|half| launched[&format!("grouped_gemm_{half}")])
         };
         let input = case.input();
-        let forward = launches(&|| drop(gates.forward(&input, &["y"]).unwrap()));
+        let forward = launches(&|| drop(gates.forward(input.reading(&["y"])).unwrap()));
         assert_eq!(forward, [times; 2], "{capacity}");
         let rng_key = RngKey::default();
-        let train = || drop(gates.forward_train(&input, &["y"], rng_key).unwrap());
+        let train = || drop(gates.forward_train(input.reading(&["y"]), rng_key).unwrap());
         assert_eq!(launches(&train), [times; 2], "{capacity}");
     }
 }
@@ -375,7 +363,7 @@ fn layers_with_common_gradients_take_turns() {
     let dy = Tensor::owned(&[8, 24], vec![1.0f32; 8 * 24]);
     let input = case.input();
     let saved = gates.layers().iter().map(|layer| {
-        let passed = layer.forward_train(&input, &["y"], RngKey::default());
+        let passed = layer.forward_train(input.reading(&["y"]), RngKey::default());
         passed.unwrap().1
     });
     let saved: Vec<_> = saved.collect();
@@ -437,13 +425,10 @@ fn nothing_is_launched_on_no_memory() {
     let layer = engine.layer(&case.spec, &case.host_weights()).unwrap();
     let y = engine.device().alloc(8 * 24 * 4).unwrap();
     let run = |tokens, x| {
-        let call = RawCall {
-            tokens,
-            tensors: &[("x", x), ("y", y.ptr())],
-            ..RawCall::default()
-        };
+        let tensors = [("x", x), ("y", y.ptr())];
         // SAFETY: no kernel reads of an address that is refused, or of no rows.
-        unsafe { layer.forward_raw(&call) }
+        let call = unsafe { RawCall::new(tokens, &tensors) };
+        layer.forward(call)
     };
     run(0, Ptr(0)).unwrap();
     let error = run(8, Ptr(0)).unwrap_err();

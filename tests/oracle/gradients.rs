@@ -38,7 +38,7 @@ impl Trained {
             .chain(losses.iter().map(String::as_str))
             .collect();
         let (output, saved) = layer
-            .forward_train(&input, &names, RngKey::default())
+            .forward_train(input.reading(&names), RngKey::default())
             .unwrap();
         let gradients = layer.backward(&saved, dy, false).unwrap();
         let mut found = output.into_tensors();

@@ -47,7 +47,7 @@ impl Results {
         let names = ["y", "topk_ids", "topk_weights", "counts", "router.logits"];
         let places = ["locations", "capacity"];
         let names: Vec<&str> = names.into_iter().chain(places).filter(known).collect();
-        Results(layer.forward_with(&input, &names).unwrap().into_tensors())
+        Results(layer.forward(input.reading(&names)).unwrap().into_tensors())
     }
 
     fn floats(&self, name: &str) -> Vec<f32> {

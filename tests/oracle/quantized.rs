@@ -9,7 +9,7 @@ use moesaic::spec::hf::{self, Import};
 use moesaic::tensor::SourceError;
 use moesaic::train::elastic;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
-use moesaic::{DType, Input, Parallel, Tensor, Tensors, WeightSource};
+use moesaic::{DType, Input, LayerOptions, Parallel, Tensor, Tensors, WeightSource};
 use serde_json::Value;
 use std::fs;
 use std::ops::Range;
@@ -119,7 +119,9 @@ fn check_ranks(case: &Case, engine: &moesaic::Engine, parallel: Parallel, y: &Te
         let what = format!("{} on {parallel:?}", case.name);
         let tokens = mesh.rank() * share..(mesh.rank() + 1) * share;
         let run = |source: &dyn WeightSource| {
-            let layer = engine.mesh_layer(mesh, spec, source, None).unwrap();
+            let layer = engine
+                .layer_with(spec, source, LayerOptions::over(mesh))
+                .unwrap();
             layer
                 .forward(&case.input(tokens.clone()))
                 .unwrap()
@@ -262,7 +264,7 @@ fn published_formats_run() {
             let reader = LayerReader::of_import(import, &case.from.1, LoadOptions::default());
             let layer = engine.layer(&import.spec, &reader.unwrap()).unwrap();
             let input = case.input(tokens.clone());
-            let outputs = layer.forward_with(&input, &["y", "topk_ids"]).unwrap();
+            let outputs = layer.forward(input.reading(&["y", "topk_ids"])).unwrap();
             case.check(tokens.clone(), &outputs.into_tensors(), how);
         };
         run(&case.from.0, "as numbers");
@@ -297,9 +299,11 @@ fn ranks_read_their_own_codes() {
                 source: reader.unwrap(),
                 experts: Mutex::default(),
             };
-            let layer = engine.mesh_layer(mesh, &codes.spec, &noted, None).unwrap();
+            let layer = engine
+                .layer_with(&codes.spec, &noted, LayerOptions::over(mesh))
+                .unwrap();
             let input = case.input(tokens.clone());
-            let outputs = layer.forward_with(&input, &["y", "topk_ids"]).unwrap();
+            let outputs = layer.forward(input.reading(&["y", "topk_ids"])).unwrap();
             case.check(tokens, &outputs.into_tensors(), "on two ranks");
             let own = mesh.rank() * experts / 2..(mesh.rank() + 1) * experts / 2;
             let read = noted.experts.into_inner().unwrap();

@@ -18,7 +18,7 @@ use moesaic::mesh::SharedExperts;
 use moesaic::spec::{LayerSpec, hf};
 use moesaic::toolchain::testing::mpich;
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
-use moesaic::{Engine, Input, Mesh, Parallel, Tensor, Tensors};
+use moesaic::{Engine, Input, LayerOptions, Mesh, Parallel, Tensor, Tensors};
 use serde_json::Value;
 use std::fs;
 use std::ops::Range;
@@ -151,7 +151,7 @@ impl Layer {
     /// What a rank says of its tokens.
     fn of_rank(&self, engine: &Engine, mesh: &Mesh, share: &Range<usize>) -> Tensor<'static> {
         let what = format!("{} on {:?}", self.name, mesh.parallel());
-        let layer = engine.mesh_layer(mesh, &self.spec, &self.weights, None);
+        let layer = engine.layer_with(&self.spec, &self.weights, LayerOptions::over(mesh));
         let layer = layer.unwrap_or_else(|e| panic!("{what}: {e}"));
         let output = layer.forward(&self.part(share));
         let output = output.unwrap_or_else(|e| panic!("{what}: {e}"));

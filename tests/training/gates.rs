@@ -6,7 +6,8 @@ use crate::conformance::simulated::open;
 use moesaic::reference::{self, Random};
 use moesaic::train::gates::{Chosen, balance, best, experts_near, near, swipe};
 use moesaic::{
-    Engine, Input, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Tensor, Tensors, Training,
+    Engine, Input, Layer, LayerOptions, LayerSpec, Mesh, Parallel, RngKey, Tensor, Tensors,
+    Training,
 };
 
 const EXPERTS: usize = 7;
@@ -113,14 +114,18 @@ struct Passed {
 /// What a rank does: decides, and runs its part of a layer with that.
 fn passed(mesh: &Mesh, engine: &Engine, weights: &Tensors<'_>, chosen: &Chosen) -> (Passed, usize) {
     let training = Some(Training::default());
-    let layer: MeshLayer = engine
-        .mesh_layer(mesh, &external(), weights, training)
+    let layer: Layer = engine
+        .layer_with(
+            &external(),
+            weights,
+            LayerOptions::over(mesh).training(training),
+        )
         .unwrap();
     let x = tokens(mesh.rank());
     let mut input = Input::new(x.len() / WIDTH, &x);
     chosen.give(&mut input);
     let (output, saved) = layer
-        .forward_train(&input, &["y"], RngKey::default())
+        .forward_train(input.reading(&["y"]), RngKey::default())
         .unwrap();
     let dy = Tensor::new(&[x.len() / WIDTH, WIDTH], &x);
     let back = layer.backward(&saved, &dy, false).unwrap();
@@ -129,7 +134,7 @@ fn passed(mesh: &Mesh, engine: &Engine, weights: &Tensors<'_>, chosen: &Chosen) 
         y: output.y().to_f32(),
         dlogits: chosen.gradient(&dweights).unwrap(),
     };
-    (passed, saved.rows())
+    (passed, saved.rows().unwrap())
 }
 
 /// The same of all tokens in one process.
@@ -146,7 +151,7 @@ fn alone(engine: &Engine, weights: &Tensors<'_>, all: &[Chosen]) -> Passed {
     let count = x.len() / WIDTH;
     let input = Input::new(count, &x).with_routing(TOP_K, &ids, &shares);
     let (output, saved) = layer
-        .forward_train(&input, &["y"], RngKey::default())
+        .forward_train(input.reading(&["y"]), RngKey::default())
         .unwrap();
     let back = layer
         .backward(&saved, &Tensor::new(&[count, WIDTH], &x), false)

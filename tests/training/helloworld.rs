@@ -214,7 +214,7 @@ impl Run {
         };
         let input = Input::new(self.tokens(), &self.x);
         let (output, saved) = layer
-            .forward_train(&input, names, RngKey::default())
+            .forward_train(input.reading(names), RngKey::default())
             .expect("the layer runs");
         let (mut loss, dy) = self.loss(&output.y().to_f32());
         if let Some(value) = output.get("loss.gshard") {

@@ -7,7 +7,7 @@ use crate::random;
 use moesaic::collectives::{Call, Collectives, Topology};
 use moesaic::plan::{ALL_TO_ALLS, AllToAll, AllToAllRow, Both, OverlapBy, ShadowModel};
 use moesaic::planner::{AllToAllFactor, Machine, Routing, Scenario, all_to_all_factor};
-use moesaic::{Engine, LayerSpec, Mesh, MeshLayer, Parallel, RngKey, Strategy, Tensors};
+use moesaic::{Engine, Layer, LayerOptions, LayerSpec, Mesh, Parallel, RngKey, Strategy, Tensors};
 use moesaic::{Input, Tensor, Training};
 use std::time::Instant;
 
@@ -60,7 +60,11 @@ impl Steps {
             return Ok(None);
         }
         let ranks = Mesh::new(world, mesh)?;
-        let mut layer = engine.mesh_layer(&ranks, spec, weights, Some(Training::default()))?;
+        let mut layer = engine.layer_with(
+            spec,
+            weights,
+            LayerOptions::over(&ranks).training(Training::default()),
+        )?;
         let nodes = topology.shape.filter(|it| it.nodes > 1 && it.per_node > 1);
         let mut strategies = strategies(nodes.is_some());
         strategies.retain(|strategy| layer.check_strategy(*strategy).is_ok());
@@ -69,7 +73,10 @@ impl Steps {
             Ok(Timed {
                 tokens: *tokens,
                 seconds: by_strategy(&mut layer, &strategies, &input, world)?,
-                counts: layer.tokens_per_expert(&input, RngKey::default())?,
+                counts: {
+                    let call = input.reading(&[]).in_training(RngKey::default());
+                    layer.tokens_per_expert(call)?
+                },
             })
         });
         Ok(Some(Steps {
@@ -138,12 +145,12 @@ fn strategies(nodes: bool) -> Vec<Strategy> {
 /// Times a step with every strategy, in turns. Each time is the lower quartile of the slowest
 /// rank's times.
 fn by_strategy(
-    layer: &mut MeshLayer,
+    layer: &mut Layer,
     strategies: &[Strategy],
     input: &Input<'_>,
     world: &mut dyn Collectives,
 ) -> Result<Vec<(Strategy, f64)>> {
-    let dy = random::output_gradient(&layer.plan().tokens.spec, input.tokens);
+    let dy = random::output_gradient(&layer.plan().spec, input.tokens);
     let mut own = vec![Vec::new(); strategies.len()];
     for round in 0..=ROUNDS {
         for turn in 0..strategies.len() {
@@ -163,7 +170,7 @@ fn by_strategy(
 }
 
 fn step(
-    layer: &MeshLayer,
+    layer: &Layer,
     (input, dy): (&Input<'_>, &Tensor<'_>),
     world: &mut dyn Collectives,
 ) -> Result<f64> {
@@ -174,7 +181,7 @@ fn step(
         meet.wait().map_err(Failure::work)?;
     }
     let start = Instant::now();
-    let (_, saved) = layer.forward_train(input, &["y"], RngKey::default())?;
+    let (_, saved) = layer.forward_train(input.reading(&["y"]), RngKey::default())?;
     layer.backward(&saved, dy, false)?;
     Ok(start.elapsed().as_secs_f64())
 }

@@ -96,7 +96,7 @@ fn rows_of(table: &Tensor<'_>, experts: usize, k: usize) -> Vec<i32> {
 /// # Errors
 /// Fails if a launch fails.
 pub fn busiest(layer: &Layer, input: &Input<'_>) -> Result<f64> {
-    let output = layer.route(input, &["counts"])?;
+    let output = layer.route(input.reading(&["counts"]))?;
     let counts: Vec<i64> = output
         .get("counts")
         .and_then(|t| t.to_vec())

@@ -67,11 +67,11 @@ impl Counted {
         match training {
             None => {
                 let layer = engine.layer(spec, &weights)?;
-                layer.forward_with(&input, &[])?;
+                layer.forward(input.reading(&[]))?;
             }
             Some(training) => {
                 let layer = engine.training_layer(spec, &weights, training)?;
-                let (_, saved) = layer.forward_train(&input, &[], RngKey::default())?;
+                let (_, saved) = layer.forward_train(input.reading(&[]), RngKey::default())?;
                 let dy = random::output_gradient(spec, tokens);
                 layer.backward(&saved, &dy, false)?;
             }

@@ -6,7 +6,7 @@ use moesaic::collectives::{Call, Collectives};
 use moesaic::kernel::DType;
 use moesaic::mesh::ProcessGroup;
 use moesaic::tensor::{SourceError, WeightSource};
-use moesaic::{EngineError, MeshLayer, Tensor};
+use moesaic::{EngineError, Layer, Tensor};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -53,8 +53,11 @@ impl<'w> Hashed<'w> {
 
     /// Returns (name, hash) for each tensor or expert's row. Ranks that hold the same weight use
     /// the same name for it.
-    fn lines(&self, layer: &MeshLayer) -> Vec<(String, String)> {
-        let (mesh, experts) = (layer.mesh(), layer.plan().own_experts());
+    fn lines(&self, layer: &Layer) -> Vec<(String, String)> {
+        let (Some(mesh), Some(plan)) = (layer.mesh(), layer.rank_plan()) else {
+            return Vec::new(); // one process has nobody to compare with
+        };
+        let experts = plan.own_experts();
         let slice = mesh.place().tp;
         let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         let line = |((name, row), hasher): (&(String, usize), &Hasher)| {
@@ -81,7 +84,7 @@ impl<'w> Hashed<'w> {
     pub fn differs(
         &self,
         world: &mut dyn Collectives,
-        layer: &MeshLayer,
+        layer: &Layer,
     ) -> std::result::Result<Option<Failure>, EngineError> {
         let own = self.lines(layer).into_iter();
         let own: Vec<String> = own.map(|(what, hash)| format!("{hash} {what}")).collect();

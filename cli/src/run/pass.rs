@@ -5,8 +5,8 @@ use crate::failure::Result;
 use crate::training::RecomputeArg;
 use clap::Args;
 use moesaic::reference::rng::Draw;
-use moesaic::spec::Capacity;
-use moesaic::{Input, Layer, MeshLayer, RngKey, Tensor, Tensors, Training};
+use moesaic::spec::{Capacity, canonical_tensors};
+use moesaic::{EngineError, Input, Layer, RngKey, Tensor, Tensors, Training};
 
 /// The options that choose the pass and its parameters.
 #[derive(Args, Debug)]
@@ -116,10 +116,14 @@ impl PassArgs {
             return gradients(layer, &input, &names, self.rng_key(), dy);
         }
         let output = match (self.training().is_some(), self.routing_only) {
-            (false, false) => layer.forward_with(&input, &names)?,
-            (false, true) => layer.route(&input, &names)?,
-            (true, false) => layer.forward_train(&input, &names, self.rng_key())?.0,
-            (true, true) => layer.route_train(&input, &names, self.rng_key())?,
+            (false, false) => layer.forward(input.reading(&names))?,
+            (false, true) => layer.route(input.reading(&names))?,
+            (true, false) => {
+                layer
+                    .forward_train(input.reading(&names), self.rng_key())?
+                    .0
+            }
+            (true, true) => layer.route(input.reading(&names).in_training(self.rng_key()))?,
         };
         Ok(output.into_tensors())
     }
@@ -129,38 +133,44 @@ impl PassArgs {
     /// only if they are `recorded`.
     pub fn run_on_rank(
         &self,
-        layer: &MeshLayer,
+        layer: &Layer,
         tokens: &Tokens<'_>,
         recorded: bool,
     ) -> Result<Tensors<'static>> {
-        let (input, mut names) = (tokens.input(), self.outputs(layer.replicated()));
-        if !recorded && layer.replicated().plan().tensor("capacity").is_none() {
+        let (input, mut names) = (tokens.input(), self.outputs(layer));
+        if !recorded && layer.plan().tensor("capacity").is_none() {
             names.retain(|name| *name != "locations");
         }
         let output = match (self.training().is_some(), self.routing_only) {
-            (false, false) => layer.forward_with(&input, &names)?,
-            (false, true) => layer.route(&input, &names)?,
+            (false, false) => layer.forward(input.reading(&names))?,
+            (false, true) => layer.route(input.reading(&names))?,
             (true, false) => return self.train_on_rank(layer, tokens, &names),
-            (true, true) => layer.route_train(&input, &names, self.rng_key())?,
+            (true, true) => layer.route(input.reading(&names).in_training(self.rng_key()))?,
         };
         Ok(output.into_tensors())
     }
 
     fn train_on_rank(
         &self,
-        layer: &MeshLayer,
+        layer: &Layer,
         tokens: &Tokens<'_>,
         names: &[&str],
     ) -> Result<Tensors<'static>> {
         let input = tokens.input();
-        let (output, saved) = layer.forward_train(&input, names, self.rng_key())?;
+        let (output, saved) = layer.forward_train(input.reading(names), self.rng_key())?;
         let mut results = output.into_tensors();
         if let (true, Some(dy)) = (self.grad, tokens.get("dy")) {
             results.extend(layer.backward(&saved, dy, false)?.into_tensors());
             layer.reduce_gradients()?;
-            for part in layer.parts() {
-                for (name, gradient) in part.gradients()? {
-                    results.insert(format!("grad.{name}"), gradient);
+            // Ranks gather each name together, so every rank lists every gradient, also one that
+            // another rank updates.
+            for weight in canonical_tensors(layer.spec()) {
+                match layer.gradient(&weight.name) {
+                    Ok(gradient) => {
+                        results.insert(format!("grad.{}", weight.name), gradient);
+                    }
+                    Err(EngineError::NoOutput { .. } | EngineError::Frozen { .. }) => {}
+                    Err(error) => return Err(error.into()),
                 }
             }
         }
@@ -193,7 +203,7 @@ fn gradients(
     rng_key: RngKey,
     dy: &Tensor<'_>,
 ) -> Result<Tensors<'static>> {
-    let (output, saved) = layer.forward_train(input, names, rng_key)?;
+    let (output, saved) = layer.forward_train(input.reading(names), rng_key)?;
     let gradients = layer.backward(&saved, dy, false)?;
     let mut results = output.into_tensors();
     results.extend(gradients.into_tensors());

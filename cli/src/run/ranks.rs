@@ -20,8 +20,8 @@ use moesaic::tensor::WeightSource;
 use moesaic::trace::{Recorder, Trace};
 use moesaic::weights::LayerReader;
 use moesaic::{
-    Engine, EngineError, EngineOptions, LayerSpec, Mesh, MeshLayer, Parallel, Strategy, Tensor,
-    Tensors,
+    Engine, EngineError, EngineOptions, Layer, LayerOptions, LayerSpec, Mesh, Parallel, Strategy,
+    Tensor, Tensors,
 };
 use serde_json::Value;
 use std::path::PathBuf;
@@ -339,7 +339,14 @@ impl Shared {
             Ranks::Threads(_) => &own, // they read one file
             Ranks::Processes(_) => &read,
         };
-        let layer = engine.mesh_layer_of_part(&mesh, spec, part, training);
+        let layer = engine.layer_with(
+            spec,
+            part,
+            LayerOptions {
+                part: true,
+                ..LayerOptions::over(&mesh).training(training)
+            },
+        );
         let mut layer = layer.map_err(|error| self.ahead(error, job))?;
         if let Ranks::Processes(_) = self.ranks
             && let Some(failure) = read.differs(world, &layer)?
@@ -365,7 +372,7 @@ impl Shared {
             outputs,
             built,
             ran,
-            limited: layer.replicated().plan().tensor("capacity").is_some(),
+            limited: layer.plan().tensor("capacity").is_some(),
             workspace: layer.workspace_bytes(),
             trace,
         }))
@@ -452,12 +459,8 @@ fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Opt
 
 /// Gathers the results of all ranks on the first rank: results of tokens in rank order, and the
 /// others as one process has them.
-fn gather(
-    layer: &MeshLayer,
-    job: &Job<'_>,
-    own: Tensors<'static>,
-) -> Result<Option<Tensors<'static>>> {
-    let mesh = layer.mesh();
+fn gather(layer: &Layer, job: &Job<'_>, own: Tensors<'static>) -> Result<Option<Tensors<'static>>> {
+    let mesh = layer.mesh().expect("it was made over ranks");
     let mut outputs = Tensors::new();
     for (name, tensor) in own {
         let parts = mesh.collect(&**job.engine.device(), &tensor.data)?;

@@ -35,7 +35,7 @@ pub(crate) fn layer(plan: &LayerPlan, names: &Names, options: &GenerateOptions) 
         #about
         #[allow(dead_code)]
         #visibility struct #layer {
-            layer: #facade::AnyLayer,
+            layer: #facade::Layer,
         }
 
         const _: () = #facade::typed::generated::check_format(4);
@@ -149,7 +149,12 @@ fn construct(names: &Names) -> TokenStream {
             weights: &dyn #facade::WeightSource,
             training: Option<#facade::Training>,
         ) -> ::std::result::Result<Self, #facade::EngineError> {
-            let layer = engine.any_layer(mesh, &Self::spec(), weights, training)?;
+            let options = #facade::LayerOptions {
+                mesh,
+                training,
+                ..#facade::LayerOptions::default()
+            };
+            let layer = engine.layer_with(&Self::spec(), weights, options)?;
             Ok(Self { layer })
         }
     }
@@ -173,7 +178,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
                 #(#params),*
             ) -> ::std::result::Result<#output, #facade::EngineError> {
                 let input = Self::input(#fields).with_capacity_factor(capacity_factor);
-                let output = self.layer.forward_with(&input, #output::NAMES)?;
+                let output = self.layer.forward(input.reading(#output::NAMES))?;
                 #output::read(&output)
             }
         }
@@ -201,7 +206,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         /// # Errors
         /// As `forward`.
         pub fn forward_all(&self, #(#params),*) -> ::std::result::Result<#output, #facade::EngineError> {
-            let output = self.layer.forward_with(&Self::input(#fields), #output::NAMES)?;
+            let output = self.layer.forward(Self::input(#fields).reading(#output::NAMES))?;
             #output::read(&output)
         }
 
@@ -242,7 +247,7 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
         /// As `forward`.
         pub fn route(&self, #(#params),*) -> ::std::result::Result<#routing, #facade::EngineError> {
             let input = Self::routing_input(#fields);
-            #routing::read(&self.layer.route(&input, #routing::NAMES)?)
+            #routing::read(&self.layer.route(input.reading(#routing::NAMES))?)
         }
 
         /// Routes tokens to experts as `forward_train` does with the same RNG key, and computes
@@ -256,7 +261,8 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
             rng_key: #facade::RngKey,
         ) -> ::std::result::Result<#routing, #facade::EngineError> {
             let input = Self::routing_input(#fields);
-            #routing::read(&self.layer.route_train(&input, #routing::NAMES, rng_key)?)
+            let call = input.reading(#routing::NAMES).in_training(rng_key);
+            #routing::read(&self.layer.route(call)?)
         }
 
         #input

@@ -260,7 +260,7 @@ pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
             type RawTraining = #raw_training;
             type RawBackward = #raw_backward;
 
-            fn layer(&self) -> &#facade::AnyLayer {
+            fn layer(&self) -> &#facade::Layer {
                 &self.layer
             }
         }

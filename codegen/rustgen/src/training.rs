@@ -53,7 +53,7 @@ fn trained(plan: &LayerPlan, names: &Names) -> TokenStream {
             pub output: #output,
             #(#fields)*
             /// The state for backward.
-            pub saved: #facade::mesh::AnySaved,
+            pub saved: #facade::Saved,
         }
     }
 }
@@ -235,7 +235,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
             rng_key: #facade::RngKey,
         ) -> ::std::result::Result<#trained, #facade::EngineError> {
             let names = [#output::NAMES, &[#(#loss_names),*]].concat();
-            let (output, saved) = self.layer.forward_train(input, &names, rng_key)?;
+            let (output, saved) = self.layer.forward_train(input.reading(&names), rng_key)?;
             Ok(#trained {
                 output: #output::read(&output)?,
                 #(#loss_reads)*
@@ -251,7 +251,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         /// out, or a launch fails.
         pub fn backward(
             &self,
-            saved: &#facade::mesh::AnySaved,
+            saved: &#facade::Saved,
             dy: &[#dy],
             accumulate: bool,
         ) -> ::std::result::Result<#input_gradients, #facade::EngineError> {

@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let trained = layer.forward_train(&x, rng_key)?;
         let (loss, dy) = squared_error(&trained.output.y, &goal);
         layer.backward(&trained.saved, &dy, false)?;
-        train::update(layer.layer().one("`update`")?, &mut adam, &mut masters)?;
+        train::update(layer.layer(), &mut adam, &mut masters)?;
         losses.push(loss);
     }
     let (x, goal) = batch(STEPS);

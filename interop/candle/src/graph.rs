@@ -3,15 +3,15 @@
 use crate::Inner;
 use crate::host::{lend, storage, tensor};
 use candle_core::{CpuStorage, CustomOp2, Error, Layout, Result, Shape, Tensor};
+use moesaic::Saved;
 use moesaic::Tensor as HostTensor;
-use moesaic::mesh::AnySaved;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// One forward pass, for the backward passes that belong to it.
 pub struct Call {
     pub inner: Arc<Inner>,
-    pub saved: Mutex<AnySaved>,
+    pub saved: Mutex<Saved>,
     /// Names of the tensors tied to the layer: weights, and `topk_weights`.
     pub tied: Vec<String>,
     /// Their gradients, of the backward pass in flight.

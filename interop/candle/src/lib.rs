@@ -59,9 +59,10 @@ pub use ranks::{part, reduce_gradients};
 
 use candle_core::{DType, Device, Error, Result, Tensor};
 use graph::{Call, Tie, Whole, lock};
-use moesaic::mesh::AnySaved;
+use moesaic::Saved;
 use moesaic::{
-    AnyLayer, Engine, EngineError, Input, LayerSpec, Mesh, Output, Tensor as HostTensor, Training,
+    Engine, EngineError, Input, Layer, LayerOptions, LayerSpec, Mesh, Output, Tensor as HostTensor,
+    Training,
 };
 use std::collections::BTreeMap;
 use std::fmt;
@@ -76,7 +77,7 @@ pub struct MoeLayer {
 
 /// The compiled layer with its weights. Gradients lie in it, so one pass uses it at a time.
 struct Inner {
-    layer: AnyLayer,
+    layer: Layer,
     weights: Weights,
     turn: Mutex<()>,
 }
@@ -157,15 +158,13 @@ impl MoeLayer {
     ) -> Result<MoeLayer> {
         let mut held = Weights::find(spec, weights)?;
         let given = held.copied()?;
-        let training = Training::default();
-        let layer = match mesh {
-            None => engine
-                .training_layer(spec, &given, training)
-                .map(AnyLayer::from),
-            Some(mesh) => engine
-                .mesh_layer_of_part(mesh, spec, &given, Some(training))
-                .map(AnyLayer::from),
+        let options = LayerOptions {
+            training: Some(Training::default()),
+            mesh,
+            part: mesh.is_some(),
+            ..LayerOptions::default()
         };
+        let layer = engine.layer_with(spec, &given, options);
         let layer = layer.map_err(Error::wrap)?;
         held.find_in_place(engine, &layer);
         Ok(MoeLayer {
@@ -200,7 +199,7 @@ impl MoeLayer {
     pub fn forward(&self, inputs: &Inputs) -> Result<Evaluated> {
         let layer = &self.inner.layer;
         let names = [&["y"], &ROUTING[..]].concat();
-        let output = self.with_input(inputs, |input| layer.forward_with(input, &names))?;
+        let output = self.with_input(inputs, |input| layer.forward(input.reading(&names)))?;
         let y = output.y();
         Ok(Evaluated {
             y: host::tensor(y, &shape_of(y, inputs)),
@@ -221,7 +220,7 @@ impl MoeLayer {
         let losses: Vec<(&str, String)> = kinds.map(|k| (k, format!("loss.{k}"))).collect();
         let mut names = [&["y"], &ROUTING[..]].concat();
         names.extend(losses.iter().map(|(_, name)| name.as_str()));
-        let run = |input: &Input<'_>| layer.forward_train(input, &names, rng_key);
+        let run = |input: &Input<'_>| layer.forward_train(input.reading(&names), rng_key);
         let (output, saved) = self.with_input(inputs, run)?;
         let values = losses.iter().map(|(kind, name)| {
             let value = output.get(name).expect("it was asked for");
@@ -240,7 +239,7 @@ impl MoeLayer {
     /// As [`MoeLayer::forward`].
     pub fn route(&self, inputs: &Inputs) -> Result<Routing> {
         let layer = &self.inner.layer;
-        let output = self.with_input(inputs, |input| layer.route(input, &ROUTING))?;
+        let output = self.with_input(inputs, |input| layer.route(input.reading(&ROUTING)))?;
         Ok(routing(&output, inputs))
     }
 
@@ -252,7 +251,7 @@ impl MoeLayer {
     /// As [`MoeLayer::forward`].
     pub fn route_train(&self, inputs: &Inputs, rng_key: RngKey) -> Result<Routing> {
         let layer = &self.inner.layer;
-        let route = |input: &Input<'_>| layer.route_train(input, &ROUTING, rng_key);
+        let route = |input: &Input<'_>| layer.route(input.reading(&ROUTING).in_training(rng_key));
         Ok(routing(&self.with_input(inputs, route)?, inputs))
     }
 
@@ -274,15 +273,14 @@ impl MoeLayer {
     }
 
     /// Adds a call to the graph and returns its `y`.
-    fn tie(&self, inputs: &Inputs, y: &HostTensor<'static>, saved: AnySaved) -> Result<Tensor> {
+    fn tie(&self, inputs: &Inputs, y: &HostTensor<'static>, saved: Saved) -> Result<Tensor> {
         let layer = &self.inner.layer;
         let decided = inputs.others.get_key_value("topk_weights");
         let all = self
             .weights()
             .chain(decided.map(|(name, tensor)| (*name, tensor)));
         let learns = |(name, tensor): &(&str, &Tensor)| {
-            let plan = layer.weight_layer(name).plan();
-            tensor.track_op() && plan.tensor(&format!("grad.{name}")).is_some()
+            tensor.track_op() && layer.weight_plan(&format!("grad.{name}")).is_some()
         };
         let tied: Vec<(&str, &Tensor)> = all.filter(learns).collect();
         let call = Arc::new(Call {

@@ -6,7 +6,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Error, Result, Tensor};
 use moesaic::mesh::Ranks;
 use moesaic::train::mesh;
-use moesaic::{AnyLayer, Mesh, Strategy, Tensor as HostTensor, Tensors};
+use moesaic::{Mesh, Strategy, Tensor as HostTensor, Tensors};
 use std::sync::Arc;
 
 /// Returns this rank's part of a weight of the whole layer, by the weight's
@@ -110,9 +110,11 @@ impl MoeLayer {
     /// As [`reduce_gradients`].
     pub fn reduce_gradients(&self, gradients: &mut GradStore) -> Result<()> {
         let _turn = lock(&self.inner.turn);
-        match &self.inner.layer {
-            AnyLayer::One(_) => Ok(()),
-            AnyLayer::Mesh(layer) => reduce_gradients(&layer.ranks(), self.weights(), gradients),
+        let layer = &self.inner.layer;
+        if layer.mesh().is_none() {
+            return Ok(());
         }
+        let ranks = layer.ranks().map_err(Error::wrap)?;
+        reduce_gradients(&ranks, self.weights(), gradients)
     }
 }

@@ -3,7 +3,7 @@
 use crate::host::{candle_type, lend, named};
 use candle_core::{CpuStorage, Error, Result, Storage, Tensor};
 use moesaic::spec::canonical_tensors;
-use moesaic::{AnyLayer, DType, Engine, LayerSpec, Ptr, Tensor as HostTensor, Tensors};
+use moesaic::{DType, Engine, Layer, LayerSpec, Ptr, Tensor as HostTensor, Tensors};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Deref;
@@ -41,7 +41,7 @@ impl Reading<'_> {
     ///
     /// # Errors
     /// None: the list of weights is empty.
-    pub fn end(self, layer: &AnyLayer) -> Result<()> {
+    pub fn end(self, layer: &Layer) -> Result<()> {
         if self.0.is_empty() {
             return Ok(());
         }
@@ -69,9 +69,11 @@ impl Weights {
     }
 
     /// Finds the weights that the kernels of a layer can read in candle's memory.
-    pub fn find_in_place(&mut self, engine: &Engine, layer: &AnyLayer) {
+    pub fn find_in_place(&mut self, engine: &Engine, layer: &Layer) {
         // A layer over ranks keeps parts of weights of its own.
-        let AnyLayer::One(layer) = layer else { return };
+        if layer.mesh().is_some() {
+            return;
+        }
         let reads_host = engine.device().host_ptr(&[]).is_some();
         for weight in &mut self.0 {
             weight.in_place = reads_host
@@ -108,7 +110,7 @@ impl Weights {
     ///
     /// # Errors
     /// A conversion fails.
-    pub fn hand_over(&self, layer: &AnyLayer) -> Result<Reading<'_>> {
+    pub fn hand_over(&self, layer: &Layer) -> Result<Reading<'_>> {
         for weight in self.0.iter().filter(|weight| !weight.in_place) {
             weight.lend(|host| layer.set_weight(&weight.name, &host).map_err(Error::wrap))?;
         }
@@ -119,7 +121,7 @@ impl Weights {
     ///
     /// # Errors
     /// A tensor's elements are misaligned.
-    pub fn read_in_place(&self, layer: &AnyLayer) -> Result<Reading<'_>> {
+    pub fn read_in_place(&self, layer: &Layer) -> Result<Reading<'_>> {
         let here: Vec<&Weight> = self.0.iter().filter(|weight| weight.in_place).collect();
         // Weights may be parts of one tensor. A thread that locks it twice would wait for itself as
         // soon as another thread waits to write in between, so each lock is taken once.
@@ -167,10 +169,10 @@ fn address(storage: &Storage, at: usize) -> Result<Ptr> {
     }))
 }
 
-fn read_at(layer: &AnyLayer, weights: &[(&str, Ptr)]) -> Result<()> {
-    let AnyLayer::One(layer) = layer else {
+fn read_at(layer: &Layer, weights: &[(&str, Ptr)]) -> Result<()> {
+    if layer.mesh().is_some() {
         return Ok(());
-    };
+    }
     // SAFETY: each address is that of a contiguous tensor of the weight's type and shape, which the
     // engine checked when it made the layer of them. Its lock is held until `Reading::end` replaces
     // the addresses, and the layer runs under one lock with no other call in between. A launch on

@@ -167,13 +167,9 @@ mod tests {
             ("y", Ptr(y.as_mut_ptr() as u64)),
         ];
         let call = |tensors: &[(&str, Ptr)]| {
-            let call = RawCall {
-                tokens: 3,
-                tensors,
-                capacity_factor: None,
-            };
             // SAFETY: x, y and weights have the sizes of the spec, and outlive the call.
-            unsafe { layer.forward_raw(&call) }
+            let call = unsafe { RawCall::new(3, tensors) };
+            layer.forward(call)
         };
         let error = call(&tensors).unwrap_err().to_string();
         assert!(error.contains("has no memory"), "{error}");

@@ -47,14 +47,11 @@ impl Layer {
         without_gil(py, || {
             let layer = engines::layer(&self.spec.spec, &self.spec.text)?;
             let checked = check(&layer, tokens, &tensors)?;
-            let call = RawCall {
-                tokens,
-                tensors: &checked.tensors,
-                capacity_factor,
-            };
             // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds
             // their memory until this returns, and a CPU's call is over then.
-            unsafe { layer.forward_raw(&call) }?;
+            let call = unsafe { RawCall::new(tokens, &checked.tensors) }
+                .with_capacity_factor(capacity_factor);
+            layer.forward(call)?;
             Ok(())
         })
     }
@@ -80,13 +77,10 @@ impl Layer {
         let (layer, saved, needed) = without_gil(py, || {
             let layer = engines::layer(&self.spec.spec, &self.spec.text)?;
             let checked = check(&layer, tokens, &tensors)?;
-            let call = RawCall {
-                tokens,
-                tensors: &checked.tensors,
-                capacity_factor,
-            };
             // SAFETY: as in `forward`. Backward gets these addresses again: see `needed`.
-            let saved = unsafe { layer.forward_train_raw(&call, key) }?;
+            let call = unsafe { RawCall::new(tokens, &checked.tensors) }
+                .with_capacity_factor(capacity_factor);
+            let (_, saved) = layer.forward_train(call, key)?;
             let plan = layer.plan();
             let kept = plan.saved().into_iter().map(|id| &plan[id]);
             let needed = kept
@@ -113,12 +107,9 @@ impl Layer {
             if let Some(missing) = needed.find(|name| !checked.has(name)) {
                 return Err(Failure::tensor(missing, "is missing, backward needs it"));
             }
-            let call = RawBackward {
-                tensors: &checked.tensors,
-                accumulate: false,
-            };
             // SAFETY: as in `forward`; every address that forward was given is given again.
-            unsafe { layer.backward_raw(&state.saved, &call) }?;
+            let call = unsafe { RawBackward::new(&checked.tensors) };
+            layer.backward(&state.saved, call, false)?;
             Ok(())
         })
     }

@@ -66,7 +66,7 @@ impl PackedLayer {
                 capacity_factor,
             };
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
-            Ok(self.layer.forward_with(&input, &names)?.into_tensors())
+            Ok(self.layer.forward(input.reading(&names))?.into_tensors())
         })?;
         let arrays = tensors.into_iter().map(|(n, t)| (n, Array::new(t)));
         Ok(arrays.collect())

@@ -1,8 +1,8 @@
 //! Addresses that a caller gives, looked at before a kernel faults on them.
 
 use crate::call::input_error;
+use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
-use crate::layer::Layer;
 use crate::place::TABLE;
 use moesaic_kernel::Target;
 use moesaic_plan::{TensorId, TensorPlan};
@@ -11,7 +11,7 @@ use moesaic_target::Ptr;
 /// The most bytes that a GPU's kernels take at a time.
 const PACK_BYTES: u64 = 16;
 
-impl Layer {
+impl DeviceLayer {
     /// Finds the layer's tensors among those that a caller has for so many tokens, and
     /// puts them into `found` instead of what is there. All of `inputs` must be there, and
     /// kernels must be able to use the addresses.
@@ -69,8 +69,8 @@ impl Layer {
         self.find_given(0, weights, &[], &mut workspaces.weights)
     }
 
-    /// Returns true if kernels read this weight as it is, so that [`Layer::read_weights_at`] can
-    /// have it.
+    /// Returns true if kernels read this weight as it is, so that
+    /// [`DeviceLayer::read_weights_at`] can have it.
     #[doc(hidden)]
     pub fn reads_weight(&self, name: &str) -> bool {
         name != TABLE && self.weight_ptr(name).is_some()

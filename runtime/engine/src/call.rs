@@ -2,9 +2,10 @@
 
 use crate::error::EngineError;
 use moesaic_kernel::DType;
-use moesaic_plan::TensorPlan;
+use moesaic_plan::{LayerPlan, TensorPlan};
 use moesaic_target::Ptr;
 use moesaic_tensor::{Element, Tensor, Tensors};
+use std::borrow::Cow;
 use std::time::Duration;
 
 /// The input of a call, in host memory.
@@ -52,18 +53,29 @@ impl<'a> Input<'a> {
         self
     }
 
+    /// Returns the arguments of a call with this input that reads these outputs back.
+    pub fn reading<'c>(&'c self, outputs: &'c [&'c str]) -> CallInput<'c> {
+        CallInput::from(self).reading(outputs)
+    }
+
     /// Adds or replaces a tensor.
     pub fn insert(&mut self, name: &str, tensor: Tensor<'a>) {
         self.tensors.insert(name.to_string(), tensor);
     }
 }
 
-/// The input of a call that allocates nothing: the rows of `x` alone, for a layer that reads no
-/// other input, or a whole [`Input`].
+/// The arguments of a call: its tensors, in host memory or on the device, and the outputs to read
+/// back.
 ///
-/// `&[f32]`, `&Vec<f32>`, slices of the other [`Element`]s and `&Input` convert into it.
+/// Slices of `x` such as `&[f32]` and `&Vec<f32>`, `&Input` and [`RawCall`] convert into it. A slice
+/// is enough for a layer that reads no other input. Unless you name others by
+/// [`CallInput::reading`], `y` is read back.
 #[derive(Clone, Copy, Debug)]
-pub struct CallInput<'a>(pub(crate) Given<'a>);
+pub struct CallInput<'a> {
+    pub(crate) given: Given<'a>,
+    pub(crate) outputs: &'a [&'a str],
+    pub(crate) rng_key: Option<RngKey>,
+}
 
 /// The forms of a [`CallInput`].
 #[derive(Clone, Copy, Debug)]
@@ -74,11 +86,65 @@ pub(crate) enum Given<'a> {
         bytes: &'a [u8],
     },
     Input(&'a Input<'a>),
+    Raw(RawCall<'a>),
+}
+
+impl<'a> CallInput<'a> {
+    fn new(given: Given<'a>) -> CallInput<'a> {
+        CallInput {
+            given,
+            outputs: &["y"],
+            rng_key: None,
+        }
+    }
+
+    /// This call with these outputs read back, by name. A [`RawCall`] reads nothing back: its
+    /// results go to the addresses that it names.
+    #[must_use]
+    pub fn reading(self, outputs: &'a [&'a str]) -> CallInput<'a> {
+        CallInput { outputs, ..self }
+    }
+
+    /// This call as in training: [`Layer::route`](crate::Layer::route) then routes as
+    /// [`Layer::forward_train`](crate::Layer::forward_train) does with the same key.
+    #[must_use]
+    pub fn in_training(self, rng_key: RngKey) -> CallInput<'a> {
+        CallInput {
+            rng_key: Some(rng_key),
+            ..self
+        }
+    }
+
+    /// Returns the arguments in one of two forms, for a layer of this plan.
+    pub(crate) fn args(self, plan: &LayerPlan) -> Result<CallArgs<'a>, EngineError> {
+        let input = match self.given {
+            Given::Raw(call) => return Ok(CallArgs::Raw(call)),
+            Given::Input(input) => Cow::Borrowed(input),
+            Given::Rows { dtype, bytes } => {
+                let x = plan.tensor("x").expect("every layer has x");
+                let tokens = tokens_of(x, dtype, bytes)?;
+                let mut input = Input {
+                    tokens,
+                    ..Input::default()
+                };
+                // Borrowed, as the caller's slice outlives the call: rows of a prefill are large, and
+                // the upload is their only copy.
+                let tensor = Tensor {
+                    dtype,
+                    shape: shape_for(x, tokens),
+                    data: bytes.into(),
+                };
+                input.insert("x", tensor);
+                Cow::Owned(input)
+            }
+        };
+        Ok(CallArgs::Host(input, self.outputs))
+    }
 }
 
 impl<'a, E: Element> From<&'a [E]> for CallInput<'a> {
     fn from(rows: &'a [E]) -> CallInput<'a> {
-        CallInput(Given::Rows {
+        CallInput::new(Given::Rows {
             dtype: E::DTYPE,
             bytes: bytemuck::cast_slice(rows),
         })
@@ -93,8 +159,63 @@ impl<'a, E: Element> From<&'a Vec<E>> for CallInput<'a> {
 
 impl<'a> From<&'a Input<'_>> for CallInput<'a> {
     fn from(input: &'a Input<'_>) -> CallInput<'a> {
-        CallInput(Given::Input(input))
+        CallInput::new(Given::Input(input))
     }
+}
+
+impl<'a> From<RawCall<'a>> for CallInput<'a> {
+    fn from(call: RawCall<'a>) -> CallInput<'a> {
+        CallInput::new(Given::Raw(call))
+    }
+}
+
+/// The arguments of a forward call, and where its results go.
+pub(crate) enum CallArgs<'c> {
+    /// Inputs in host memory, and the names of the outputs to read back.
+    Host(Cow<'c, Input<'c>>, &'c [&'c str]),
+    /// Device memory, for which the caller answers.
+    Raw(RawCall<'c>),
+}
+
+impl<'c> CallArgs<'c> {
+    /// Returns the input and the names of outputs, for a layer whose calls pass through the host.
+    pub fn in_host_memory(self) -> Result<(Cow<'c, Input<'c>>, &'c [&'c str]), EngineError> {
+        match self {
+            CallArgs::Host(input, names) => Ok((input, names)),
+            CallArgs::Raw(_) => {
+                let problem = "is in device memory, and this layer takes host memory: pass `Input`";
+                Err(input_error("x", problem.to_string()))
+            }
+        }
+    }
+
+    pub fn tokens(&self) -> usize {
+        match self {
+            CallArgs::Host(input, _) => input.tokens,
+            CallArgs::Raw(call) => call.tokens,
+        }
+    }
+
+    pub fn capacity_factor(&self) -> Option<f64> {
+        match self {
+            CallArgs::Host(input, _) => input.capacity_factor,
+            CallArgs::Raw(call) => call.capacity_factor,
+        }
+    }
+}
+
+/// Returns the number of rows of `x` in these bytes.
+pub(crate) fn tokens_of(x: &TensorPlan, dtype: DType, bytes: &[u8]) -> Result<usize, EngineError> {
+    let elements = bytes.len() / dtype.size();
+    let width = x.bytes(1) as usize / x.dtype.size();
+    if dtype == x.dtype && elements.is_multiple_of(width) {
+        return Ok(elements / width);
+    }
+    let problem = format!(
+        "has {elements} elements of {dtype}, expected rows of {width} of {}",
+        x.dtype
+    );
+    Err(input_error("x", problem))
 }
 
 /// The outputs of a call, in host memory.
@@ -120,27 +241,93 @@ impl Output {
     }
 }
 
-/// A call on device memory that someone else owns.
-#[derive(Clone, Debug, Default)]
+/// The arguments of a call on device memory that someone else owns. Kernels read inputs and write
+/// outputs where they are, in stream order and without waiting; over ranks the host waits for
+/// exchanges alone.
+#[derive(Clone, Copy, Debug)]
 pub struct RawCall<'a> {
-    /// Tokens of this call.
-    pub tokens: usize,
-    /// The addresses of input and output tensors by name: `x` and `y` at least. Outputs that you do
-    /// not name stay in the layer's memory. With an external router and `renormalize_after_drop`
-    /// the layer rescales `topk_weights` in place.
-    pub tensors: &'a [(&'a str, Ptr)],
-    /// As [`Input::capacity_factor`].
-    pub capacity_factor: Option<f64>,
+    pub(crate) tokens: usize,
+    pub(crate) tensors: &'a [(&'a str, Ptr)],
+    pub(crate) capacity_factor: Option<f64>,
 }
 
-/// A backward pass on device memory that someone else owns.
-#[derive(Clone, Debug)]
+impl<'a> RawCall<'a> {
+    /// A call for `tokens` tokens. `tensors` are the addresses of inputs and outputs by name: `x`
+    /// and `y` at least. Outputs that you do not name stay in the layer's memory. With an external
+    /// router and `renormalize_after_drop` the layer rescales `topk_weights` in place.
+    ///
+    /// # Safety
+    /// Every address must be valid on the layer's device for the tensor's size at `tokens` tokens
+    /// until the stream has passed the call, also if the call fails. Those of a training call must
+    /// stay valid, and its inputs unchanged, until the stream has passed the last backward of what
+    /// it saved. Ids of experts or tokens in inputs must be in range.
+    pub unsafe fn new(tokens: usize, tensors: &'a [(&'a str, Ptr)]) -> RawCall<'a> {
+        RawCall {
+            tokens,
+            tensors,
+            capacity_factor: None,
+        }
+    }
+
+    /// This call with a capacity factor of its own, as [`Input::capacity_factor`].
+    #[must_use]
+    pub fn with_capacity_factor(self, factor: impl Into<Option<f64>>) -> RawCall<'a> {
+        RawCall {
+            capacity_factor: factor.into(),
+            ..self
+        }
+    }
+
+    /// Returns the tokens of the call.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+}
+
+/// The gradient of `y`: a tensor in host memory, or addresses on the device.
+///
+/// `&Tensor` and [`RawBackward`] convert into it.
+#[derive(Clone, Copy, Debug)]
+pub struct OutputGradient<'a>(pub(crate) BackwardArgs<'a>);
+
+/// The arguments of a backward call.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum BackwardArgs<'c> {
+    /// `dy` in host memory.
+    Host(&'c Tensor<'c>),
+    /// The addresses of `dy` and of results, for which the caller answers.
+    Raw(&'c [(&'c str, Ptr)]),
+}
+
+impl<'a> From<&'a Tensor<'_>> for OutputGradient<'a> {
+    fn from(dy: &'a Tensor<'_>) -> OutputGradient<'a> {
+        OutputGradient(BackwardArgs::Host(dy))
+    }
+}
+
+impl<'a> From<RawBackward<'a>> for OutputGradient<'a> {
+    fn from(call: RawBackward<'a>) -> OutputGradient<'a> {
+        OutputGradient(BackwardArgs::Raw(call.tensors))
+    }
+}
+
+/// The arguments of a backward pass on device memory that someone else owns.
+#[derive(Clone, Copy, Debug)]
 pub struct RawBackward<'a> {
-    /// The addresses of `dy` and of results by name: `dx`, `grad.topk_weights`, `grad.<weight>`.
-    /// Results that you do not name stay in the layer's memory.
-    pub tensors: &'a [(&'a str, Ptr)],
-    /// Whether the pass adds to weight gradients instead of overwriting them.
-    pub accumulate: bool,
+    tensors: &'a [(&'a str, Ptr)],
+}
+
+impl<'a> RawBackward<'a> {
+    /// A backward pass with the addresses of `dy` and of results by name: `dx`,
+    /// `grad.topk_weights`, `grad.<weight>`. Results that you do not name stay in the layer's
+    /// memory; over ranks gradients of weights always do.
+    ///
+    /// # Safety
+    /// Every address must be valid on the layer's device for the tensor's size until the stream has
+    /// passed the call, also if the call fails.
+    pub unsafe fn new(tensors: &'a [(&'a str, Ptr)]) -> RawBackward<'a> {
+        RawBackward { tensors }
+    }
 }
 
 /// The time of one step.

@@ -1,11 +1,10 @@
 //! The engine: a device with a compiler and a store, which makes layers.
 
+use crate::device_layer::{DeviceLayer, check_size, check_spec};
 use crate::error::EngineError;
 use crate::jit::{EngineParts, Jit, Stats};
 use crate::launch::Modules;
-use crate::layer::{Layer, check_size, check_spec};
 use crate::memory::passing_tensors;
-use crate::numbers::Numbers;
 use crate::texts::Texts;
 use crate::tuned::Untuned;
 use moesaic_cache::TunedMachine;
@@ -163,44 +162,30 @@ impl Engine {
         check_size(&tilings, tensors.iter(), &*self.device, 0, tokens)
     }
 
-    /// Makes a layer: plans it, gets its kernels, and copies its weights to the device, so you may
-    /// free them afterwards.
-    ///
-    /// # Errors
-    /// Whatever [`EngineError`] lists, apart from input errors.
-    pub fn layer(
-        &self,
-        spec: &LayerSpec,
-        weights: &dyn WeightSource,
-    ) -> Result<Layer, EngineError> {
-        let weights = Numbers::new(spec, self.target, weights);
-        self.layer_of(&self.texts(spec, None)?, &weights)
-    }
-
     /// Makes the layer of these plans.
-    pub(crate) fn layer_of(
+    pub(crate) fn device_layer(
         &self,
         texts: &Texts,
         weights: &dyn WeightSource,
-    ) -> Result<Layer, EngineError> {
-        self.layer_with(texts, weights, HashMap::new())
+    ) -> Result<DeviceLayer, EngineError> {
+        self.device_layer_sharing(texts, weights, HashMap::new())
     }
 
     /// Makes the layer of these plans; weights in `shared` are used in place.
-    pub(crate) fn layer_with(
+    pub(crate) fn device_layer_sharing(
         &self,
         texts: &Texts,
         weights: &dyn WeightSource,
         shared: HashMap<String, Arc<Buffer>>,
-    ) -> Result<Layer, EngineError> {
+    ) -> Result<DeviceLayer, EngineError> {
         let (tilings, modules) = (texts.tilings.clone(), self.modules(texts)?);
-        Layer::new(tilings, modules, self.device.clone(), weights, shared)
+        DeviceLayer::new(tilings, modules, self.device.clone(), weights, shared)
     }
 
     /// Makes the layer of these plans without weights; each call brings them from a workspace.
-    pub(crate) fn borrowing_layer(&self, texts: &Texts) -> Result<Layer, EngineError> {
+    pub(crate) fn borrowing_layer(&self, texts: &Texts) -> Result<DeviceLayer, EngineError> {
         let (tilings, modules) = (texts.tilings.clone(), self.modules(texts)?);
-        Layer::borrowing(tilings, modules, self.device.clone())
+        DeviceLayer::borrowing(tilings, modules, self.device.clone())
     }
 
     /// Loads the kernels of each plan.
@@ -230,34 +215,6 @@ impl Engine {
                 error.needing(&format!(" --l1 {l1}KiB --l2 {l2}KiB"))
             }
         })
-    }
-
-    /// Makes a layer that can run backward; see [`Layer::forward_train`].
-    ///
-    /// # Errors
-    /// As [`Engine::layer`].
-    pub fn training_layer(
-        &self,
-        spec: &LayerSpec,
-        weights: &dyn WeightSource,
-        training: Training,
-    ) -> Result<Layer, EngineError> {
-        let weights = Numbers::new(spec, self.target, weights);
-        self.layer_of(&self.texts(spec, Some(training))?, &weights)
-    }
-
-    /// Makes a training layer without weights. Each raw call names the address of every weight, and
-    /// each [`Layer::backward_raw`] also that of every gradient, `grad.<weight>`, so the layer
-    /// copies neither. Layers of other weights can share it.
-    ///
-    /// # Errors
-    /// As [`Engine::layer`], without those of weights.
-    pub fn layer_without_weights(
-        &self,
-        spec: &LayerSpec,
-        training: Training,
-    ) -> Result<Layer, EngineError> {
-        self.borrowing_layer(&self.texts(spec, Some(training))?)
     }
 
     /// Compiles or finds every kernel of a layer and loads it, without weights.

@@ -1,42 +1,30 @@
 //! Passes that keep nothing: check the input, launch, read back.
 
-use crate::call::{Input, Output, RawCall, RngKey, StepTime};
+use crate::call::{CallArgs, Input, Output, RawCall, RngKey, StepTime};
+use crate::device_layer::{DeviceLayer, untimed};
 use crate::error::EngineError;
-use crate::layer::{Layer, untimed};
 use crate::memory::Workspaces;
 use crate::pass::Pass;
 
-impl Layer {
-    /// Evaluates the layer and reads back `y`.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_with`].
-    pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
-        self.forward_with(input, &["y"])
-    }
-
-    /// Evaluates the layer and reads back the named outputs. Nothing is drawn
-    /// and nothing kept, also where the layer trains: it then gives what a layer
-    /// for inference gives, to the bit. See [`Layer::forward_train`] for the
-    /// other call.
-    ///
-    /// # Errors
-    /// [`EngineError::Input`] when a tensor is missing or has the wrong shape
-    /// or dtype; [`EngineError::Capacity`]; [`EngineError::NoOutput`] for an
-    /// unknown name, [`EngineError::TrainingOutput`] for one that only training
-    /// has, such as a loss; [`EngineError::Device`] when memory runs out or a
-    /// launch fails.
-    pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        self.pass(Pass::Evaluate, input, names, RngKey::default())
-    }
-
-    /// Routes tokens as [`Layer::forward_with`] does, and stops there: `topk_ids`, `topk_weights`,
-    /// `counts`, `locations`, `offsets`, and with a capacity `capacity` and `overflow`.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_with`].
-    pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        self.pass(Pass::Route, input, names, RngKey::default())
+impl DeviceLayer {
+    /// Runs a pass that keeps nothing. Only training passes draw; an evaluation gives what a layer
+    /// for inference gives, to the bit.
+    pub(crate) fn call(
+        &self,
+        pass: Pass,
+        args: &CallArgs<'_>,
+        rng_key: RngKey,
+    ) -> Result<Output, EngineError> {
+        if pass.trains() {
+            self.check_training()?;
+        }
+        match args {
+            CallArgs::Host(input, names) => self.pass(pass, input, names, rng_key),
+            CallArgs::Raw(call) => {
+                self.pass_raw(pass, call, rng_key)?;
+                Ok(Output::default())
+            }
+        }
     }
 
     /// A pass that keeps nothing.
@@ -62,46 +50,8 @@ impl Layer {
         self.read(names, input.tokens, |tensor| workspaces.get(tensor))
     }
 
-    /// As [`Layer::forward_with`], on device memory that the caller owns, in
-    /// stream order and without waiting.
-    ///
-    /// # Safety
-    /// Every address must be valid on the layer's device for the tensor's
-    /// size at `call.tokens` tokens until the stream has passed the call, and
-    /// ids of experts or tokens in inputs must be in range.
-    ///
-    /// # Errors
-    /// [`EngineError::Input`] when an input has no address,
-    /// [`EngineError::Misaligned`] when kernels cannot use one; otherwise as
-    /// [`Layer::forward`].
-    pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller makes the same guarantees.
-        unsafe { self.pass_raw(Pass::Evaluate, call, RngKey::default()) }
-    }
-
-    /// As [`Layer::route`], on device memory that the caller owns, in stream
-    /// order and without waiting. Results go where `call` says.
-    ///
-    /// # Safety
-    /// As [`Layer::forward_raw`].
-    ///
-    /// # Errors
-    /// As [`Layer::forward_raw`].
-    pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        // SAFETY: the caller makes the same guarantees.
-        unsafe { self.pass_raw(Pass::Route, call, RngKey::default()) }
-    }
-
-    /// A pass that keeps nothing, on the caller's memory.
-    ///
-    /// # Safety
-    /// As [`Layer::forward_raw`].
-    pub(crate) unsafe fn pass_raw(
-        &self,
-        pass: Pass,
-        call: &RawCall<'_>,
-        rng_key: RngKey,
-    ) -> Result<(), EngineError> {
+    /// A pass that keeps nothing, on the caller's memory, in stream order and without waiting.
+    fn pass_raw(&self, pass: Pass, call: &RawCall<'_>, rng_key: RngKey) -> Result<(), EngineError> {
         let mut workspaces = self.lock_workspaces();
         let scalars = self.scalars(pass, rng_key, call.tokens, call.capacity_factor)?;
         let given = &mut workspaces.given;

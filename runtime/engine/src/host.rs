@@ -1,9 +1,9 @@
 //! The host side of a call: inputs are checked and copied from, and outputs to, host memory.
 
 use crate::call::{Input, Output, RngKey, input_error, shape_for};
+use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::launch::Scalars;
-use crate::layer::Layer;
 use crate::pass::Pass;
 use crate::router::Place;
 use moesaic_plan::{Role, TensorId, TensorPlan, row_limit};
@@ -17,7 +17,7 @@ pub(crate) struct TokenCount {
     pub most: usize,
 }
 
-impl Layer {
+impl DeviceLayer {
     /// Returns the inputs of a pass.
     pub(crate) fn inputs(&self, pass: Pass) -> &[TensorId] {
         &self.ports[pass as usize].inputs

@@ -1,8 +1,8 @@
 //! Evaluation between slices of the caller, without an allocation.
 
-use crate::call::{CallInput, Given, RngKey, input_error, output_error};
+use crate::call::{Given, RngKey, input_error, output_error, tokens_of};
+use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
-use crate::layer::Layer;
 use crate::memory::Workspaces;
 use crate::pass::Pass;
 use moesaic_kernel::DType;
@@ -10,28 +10,21 @@ use moesaic_plan::{TensorId, TensorPlan};
 use moesaic_target::Ptr;
 use moesaic_tensor::Element;
 
-impl Layer {
-    /// Evaluates the layer and writes `y [T, output_dim]` into a slice of yours. `input` is `x
-    /// [T, model_dim]` as a slice, or an [`Input`] where the layer reads more than `x`.
-    ///
-    /// On a CPU kernels read `x` and write `y` where they are. Once a call was as large, a call
-    /// with a slice allocates nothing, so it is the call for decoding.
-    ///
-    /// # Errors
-    /// [`EngineError::Output`] when `y` has another length or type; otherwise as
-    /// [`Layer::forward`].
-    pub fn forward_into<'i, E: Element>(
+impl DeviceLayer {
+    /// Evaluates the layer and writes `y` into a slice of the caller. On a CPU kernels read `x` and
+    /// write `y` where they are. Once a call was as large, a call with rows allocates nothing.
+    pub(crate) fn forward_into<E: Element>(
         &self,
-        input: impl Into<CallInput<'i>>,
+        given: Given<'_>,
         y: &mut [E],
     ) -> Result<(), EngineError> {
-        let CallInput(given) = input.into();
         let output = self.id("y").expect("every layer has y");
         let [x_plan, y_plan] = [self.plan().tensor("x"), Some(&self.plan()[output])]
             .map(|tensor| tensor.expect("every layer has x and y"));
         let (tokens, factor) = match given {
             Given::Rows { dtype, bytes } => (tokens_of(x_plan, dtype, bytes)?, None),
             Given::Input(input) => (input.tokens, input.capacity_factor),
+            Given::Raw(_) => return Err(raw_into()),
         };
         // Before the lock, and before memory grows: a refused call leaves the layer as it was and
         // waits for nobody.
@@ -82,6 +75,7 @@ impl Layer {
                     let problem = "is missing: the layer reads it beside `x`, so pass an `Input`";
                     return Err(input_error(&tensor.name, problem.to_string()));
                 }
+                Given::Raw(_) => return Err(raw_into()),
                 Given::Input(input) => {
                     let host = self.checked_input(input, tensor)?;
                     // Kernels rescale an external router's weights where they lie, and these are
@@ -116,22 +110,14 @@ impl Layer {
     }
 }
 
-/// Returns the number of rows of `x` in these bytes.
-fn tokens_of(x: &TensorPlan, dtype: DType, bytes: &[u8]) -> Result<usize, EngineError> {
-    let elements = bytes.len() / dtype.size();
-    let width = x.bytes(1) as usize / x.dtype.size();
-    if dtype == x.dtype && elements.is_multiple_of(width) {
-        return Ok(elements / width);
-    }
-    let problem = format!(
-        "has {elements} elements of {dtype}, expected rows of {width} of {}",
-        x.dtype
-    );
-    Err(input_error("x", problem))
+/// Returns the error of a raw call whose `y` shall go to a slice.
+pub(crate) fn raw_into() -> EngineError {
+    let problem = "is a slice, and the call names addresses; name that of `y` and call `forward`";
+    output_error("y", problem.to_string())
 }
 
 /// Checks the slice that a call writes.
-fn check_output(
+pub(crate) fn check_output(
     y: &TensorPlan,
     dtype: DType,
     elements: usize,

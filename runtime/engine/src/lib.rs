@@ -20,6 +20,7 @@
 
 mod addresses;
 mod call;
+mod device_layer;
 mod engine;
 mod error;
 mod forward;
@@ -48,21 +49,20 @@ mod turns;
 mod user;
 mod variants;
 
-pub use call::{CallInput, Input, Output, RawBackward, RawCall, RngKey, StepTime};
+pub use call::{CallInput, Input, Output, OutputGradient, RawBackward, RawCall, RngKey, StepTime};
 pub use engine::{Engine, LoadedKernel};
 pub use error::EngineError;
 pub use jit::{EngineParts, Stats};
-pub use layer::Layer;
+pub use layer::{Layer, LayerOptions, PassTime, Saved, StrategyTuner, TunedCall};
 pub use mesh::{
-    AnyLayer, AnySaved, Mesh, MeshLayer, MeshSaved, ProcessGroup, Ranks, Shard, Timestamp, joined,
-    joined_placed, part_of, part_of_placed, part_shape, part_shape_placed,
+    Mesh, ProcessGroup, Ranks, Shard, Timestamp, joined, joined_placed, part_of, part_of_placed,
+    part_shape, part_shape_placed,
 };
 pub use multi_gate::{MultiGate, MultiSaved};
 pub use precompile::{Event, Job, MeshJob, Outcome, Row};
 pub use precompile::{compile_all, precompile, precompile_on};
 pub use statistics::{Record, Statistics};
 pub use trace::{Activity, Lane, Recorded, Recorder, Trace, chrome_trace};
-pub use training::Saved;
 pub use tuned::{Measured, TunedPlans, Untuned};
 pub use user::{ExpertBackward, UserExpert, UserLayer, UserSaved};
 pub use variants::Variants;

@@ -1,14 +1,14 @@
 //! One set of experts behind several routers, as in MMoE (Ma et al. 2018).
 
-use crate::call::{Input, Output, RngKey};
+use crate::call::{CallInput, Output, RngKey};
+use crate::device_layer::DeviceLayer;
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::layer::Layer;
+use crate::layer::{Layer, Saved};
 use crate::numbers::Numbers;
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
 use crate::texts::Texts;
-use crate::training::Saved;
 use moesaic_plan::{Training, stacked};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
@@ -66,7 +66,7 @@ impl Engine {
         let modules = &self.modules(&texts)?[0];
         let shared = Shared::new(plan, modules, device, weights, |name| !is_own(name))?;
         let layer = |texts: &Texts, router: &Tensors<'_>| {
-            let layer = self.layer_with(texts, router, shared.weights())?;
+            let layer = self.device_layer_sharing(texts, router, shared.weights())?;
             if training.is_some() {
                 layer.share_gradients(shared.gradients())?;
             }
@@ -74,7 +74,7 @@ impl Engine {
         };
         // All routers have one plan, so one set of texts and of loaded kernels serves them.
         let layers = routers.iter().map(|router| layer(&texts, router));
-        let layers = layers.collect::<Result<Vec<Layer>, EngineError>>()?;
+        let layers = layers.collect::<Result<Vec<DeviceLayer>, EngineError>>()?;
         let stack = match (stacked(spec), &*layers) {
             (Some(experts), [first, _, ..]) => {
                 let texts = self.texts(&experts, training)?;
@@ -89,7 +89,7 @@ impl Engine {
             _ => None,
         };
         Ok(MultiGate {
-            layers,
+            layers: layers.into_iter().map(Layer::of_one).collect(),
             stack,
             backward: Mutex::default(),
         })
@@ -112,13 +112,16 @@ impl MultiGate {
     /// gives by itself.
     ///
     /// # Errors
-    /// As [`Layer::forward_with`].
-    pub fn forward(&self, input: &Input<'_>, names: &[&str]) -> Result<Vec<Output>, EngineError> {
+    /// As [`Layer::forward`].
+    pub fn forward<'i>(&self, input: impl Into<CallInput<'i>>) -> Result<Vec<Output>, EngineError> {
+        let input = input.into();
         if let Some(stack) = &self.stack {
-            return stack.forward(&self.layers, input, names);
+            let routers = self.routers()?;
+            let (input, names) = input.args(routers[0].plan())?.in_host_memory()?;
+            return stack.forward(&routers, &input, names);
         }
         let each = self.layers.iter();
-        each.map(|layer| layer.forward_with(input, names)).collect()
+        each.map(|layer| layer.forward(input)).collect()
     }
 
     /// Runs every layer as in training on the same tokens, keeping what backward
@@ -126,19 +129,21 @@ impl MultiGate {
     ///
     /// # Errors
     /// As [`Layer::forward_train`].
-    pub fn forward_train(
+    pub fn forward_train<'i>(
         &self,
-        input: &Input<'_>,
-        names: &[&str],
+        input: impl Into<CallInput<'i>>,
         rng_key: RngKey,
     ) -> Result<(Vec<Output>, MultiSaved), EngineError> {
+        let input = input.into();
         if let Some(stack) = &self.stack {
-            self.layers[0].check_training()?;
-            let (outputs, saved) = stack.forward_train(&self.layers, input, names, rng_key)?;
+            let routers = self.routers()?;
+            routers[0].check_training()?;
+            let (input, names) = input.args(routers[0].plan())?.in_host_memory()?;
+            let (outputs, saved) = stack.forward_train(&routers, &input, names, rng_key)?;
             return Ok((outputs, MultiSaved(Kept::Together(saved))));
         }
         let each = self.layers.iter();
-        let calls = each.map(|layer| layer.forward_train(input, names, rng_key));
+        let calls = each.map(|layer| layer.forward_train(input, rng_key));
         let calls = calls.collect::<Result<Vec<_>, _>>()?;
         let (outputs, saved): (Vec<Output>, Vec<Saved>) = calls.into_iter().unzip();
         Ok((outputs, saved.into()))
@@ -166,10 +171,15 @@ impl MultiGate {
         match (&saved.0, &self.stack) {
             (Kept::Each(saved), _) => self.backward_each(saved, dy, accumulate),
             (Kept::Together(saved), Some(stack)) => {
-                stack.backward(&self.layers, saved, dy, accumulate)
+                stack.backward(&self.routers()?, saved, dy, accumulate)
             }
             (Kept::Together(_), None) => Err(EngineError::ForeignSaved),
         }
+    }
+
+    /// Returns the layers as the stack takes them.
+    fn routers(&self) -> Result<Vec<&DeviceLayer>, EngineError> {
+        self.layers.iter().map(|layer| layer.one(ROUTER)).collect()
     }
 
     fn backward_each(
@@ -185,13 +195,16 @@ impl MultiGate {
                 // All layers share the gradients of experts: the first pass overwrites them, the
                 // others add.
                 if index > 0 && !accumulate {
-                    layer.zero_gradients_of(is_own)?;
+                    layer.one(ROUTER)?.zero_gradients_of(is_own)?;
                 }
                 layer.backward(saved, dy, accumulate || index > 0)
             })
             .collect()
     }
 }
+
+/// The purpose of a layer here, for errors.
+const ROUTER: &str = "a router over experts of others";
 
 /// Warns that calls run layer by layer, and why.
 fn one_by_one(layer: &str) {

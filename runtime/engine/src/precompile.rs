@@ -1,9 +1,9 @@
 //! Precompilation: filling a store for targets that need not be present, as on a cluster's login
 //! node.
 
+use crate::device_layer::check_spec;
 use crate::error::EngineError;
 use crate::jit::{Builder, Built};
-use crate::layer::check_spec;
 use crate::parallel::{cores, parallel_on};
 use moesaic_cache::{KernelKey, Store};
 use moesaic_collectives::nccl::Kernels;

@@ -1,9 +1,9 @@
 //! The launches of one router of a stack of experts.
 
 use crate::call::{Input, Output, RngKey};
+use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
-use crate::layer::Layer;
 use crate::memory::{Addresses, Workspace, outlives_calls};
 use crate::pass::{Pass, tensors};
 use moesaic_plan::{Step, TensorId};
@@ -30,7 +30,7 @@ impl RouterSteps {
     /// Binds `steps`. They need memory for the tensors that they and `others` name, unless the
     /// stack has it, as `there` returns.
     pub fn new(
-        [router, experts]: [&Layer; 2],
+        [router, experts]: [&DeviceLayer; 2],
         steps: &[Step],
         others: &[Step],
         there: impl Fn(&str) -> bool,
@@ -63,7 +63,7 @@ impl RouterSteps {
     pub fn reserve(
         &self,
         own: &mut Workspace,
-        router: &Layer,
+        router: &DeviceLayer,
         tokens: usize,
     ) -> Result<(), EngineError> {
         let tensors = self.own.iter().copied();
@@ -73,7 +73,7 @@ impl RouterSteps {
 
 /// Runs one router's launches and reads back their results.
 pub(crate) fn decide<'b>(
-    router: &Layer,
+    router: &DeviceLayer,
     steps: &RouterSteps,
     pass: Pass,
     rng_key: RngKey,
@@ -105,7 +105,7 @@ pub(crate) fn decide<'b>(
 
 /// Returns the addresses of a router's tensors in a call.
 pub(crate) fn addresses<'b>(
-    router: &Layer,
+    router: &DeviceLayer,
     place: impl Fn(TensorId) -> Option<Place<'b>>,
 ) -> Addresses {
     let mut addresses = Addresses::default();

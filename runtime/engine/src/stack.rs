@@ -10,13 +10,13 @@
 //! outputs.
 
 use crate::call::{Input, Output, RngKey};
+use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
-use crate::layer::Layer;
 use crate::memory::Workspace;
 use crate::pass::Pass;
 use crate::router::{Place, RouterSteps, addresses, decide};
-use crate::training::Saved;
+use crate::training::DeviceSaved;
 use moesaic_kernel::Size;
 use moesaic_plan::TensorId;
 use moesaic_spec::{LayerSpec, Select, WeightSite};
@@ -42,7 +42,7 @@ const ALIGN: usize = 8;
 
 /// The experts, and the launches that are not a whole layer's.
 pub(crate) struct Stack {
-    experts: Layer,
+    experts: DeviceLayer,
     once: bool,
     /// An evaluation without the last launches, and these, which are a router's.
     up_to_out: Bound,
@@ -59,7 +59,7 @@ pub(crate) struct Stack {
 /// The state that one forward pass keeps for backward.
 pub(crate) struct StackSaved {
     tokens: usize,
-    experts: Saved,
+    experts: DeviceSaved,
     routers: Vec<(Workspace, Scalars)>,
 }
 
@@ -69,7 +69,7 @@ impl Stack {
     ///
     /// # Errors
     /// When their steps cannot be bound.
-    pub fn new(router: &Layer, experts: Layer) -> Result<Stack, EngineError> {
+    pub fn new(router: &DeviceLayer, experts: DeviceLayer) -> Result<Stack, EngineError> {
         let (plan, experts_plan) = (router.plan(), experts.plan());
         let once = sees_all(&plan.spec);
         let (evaluation, both) = (plan.evaluation_steps(), [router, &experts]);
@@ -104,7 +104,7 @@ impl Stack {
     /// Evaluates the layer of every router.
     pub fn forward(
         &self,
-        routers: &[Layer],
+        routers: &[&DeviceLayer],
         input: &Input<'_>,
         names: &[&str],
     ) -> Result<Vec<Output>, EngineError> {
@@ -118,7 +118,7 @@ impl Stack {
 
     fn forward_stacked(
         &self,
-        routers: &[Layer],
+        routers: &[&DeviceLayer],
         input: &Input<'_>,
         names: &[&str],
     ) -> Result<Vec<Output>, EngineError> {
@@ -128,10 +128,10 @@ impl Stack {
         self.experts.reserve(&mut workspaces, total)?;
         self.experts.lay_passing(&mut workspaces);
         let find = |tensor| workspaces.get(tensor);
-        self.stage(&routers[0], input, [stride, routers.len()], find)?;
+        self.stage(routers[0], input, [stride, routers.len()], find)?;
         let mut own = lock(&self.deciding);
         let steps = &self.evaluate;
-        steps.reserve(&mut own, &routers[0], input.tokens)?;
+        steps.reserve(&mut own, routers[0], input.tokens)?;
         let mut outputs = Vec::new();
         for (index, router) in routers.iter().enumerate() {
             let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
@@ -148,7 +148,7 @@ impl Stack {
     /// As [`Stack::forward_stacked`], where every token visits every expert.
     fn forward_once(
         &self,
-        routers: &[Layer],
+        routers: &[&DeviceLayer],
         input: &Input<'_>,
         names: &[&str],
     ) -> Result<Vec<Output>, EngineError> {
@@ -158,7 +158,7 @@ impl Stack {
         experts.reserve(&mut workspaces, tokens)?;
         experts.lay_passing(&mut workspaces);
         let find = |tensor| workspaces.get(tensor);
-        self.stage(&routers[0], input, [tokens, 1], find)?;
+        self.stage(routers[0], input, [tokens, 1], find)?;
         let count = experts.spec().shape.experts;
         // Slot `e` of every token names expert `e`, so the rows of a token can be found by expert
         // below.
@@ -175,7 +175,7 @@ impl Stack {
 
         let steps = &self.evaluate;
         let mut own = lock(&self.deciding);
-        steps.reserve(&mut own, &routers[0], tokens)?;
+        steps.reserve(&mut own, routers[0], tokens)?;
         let place = |tensor| self.place(steps, tensor, 0, find, &[&own]);
         let mut outputs = Vec::new();
         for router in routers {
@@ -204,10 +204,10 @@ impl Stack {
         Ok(outputs)
     }
 
-    /// As [`Layer::forward_train`], of every router's layer.
+    /// As [`DeviceLayer::forward_train`], of every router's layer.
     pub fn forward_train(
         &self,
-        routers: &[Layer],
+        routers: &[&DeviceLayer],
         input: &Input<'_>,
         names: &[&str],
         rng_key: RngKey,
@@ -221,7 +221,7 @@ impl Stack {
         let experts = layer.saved(total, scalars)?;
         layer.lay_saved(workspaces, &experts);
         let find = |tensor| experts.get(tensor).or_else(|| workspaces.every.get(tensor));
-        self.stage(&routers[0], input, [stride, routers.len()], find)?;
+        self.stage(routers[0], input, [stride, routers.len()], find)?;
         let steps = &self.train;
         let (mut outputs, mut kept) = (Vec::new(), Vec::new());
         for (index, router) in routers.iter().enumerate() {
@@ -245,11 +245,11 @@ impl Stack {
         Ok((outputs, saved))
     }
 
-    /// As [`Layer::backward`], of every router's layer. Gradients of experts
+    /// As [`DeviceLayer::backward`], of every router's layer. Gradients of experts
     /// are the sum over the routers.
     pub fn backward(
         &self,
-        routers: &[Layer],
+        routers: &[&DeviceLayer],
         saved: &StackSaved,
         dy: &[Tensor<'_>],
         accumulate: bool,
@@ -307,7 +307,7 @@ impl Stack {
     /// and with nothing between them: zeros that go to no expert.
     fn stage<'b>(
         &self,
-        router: &Layer,
+        router: &DeviceLayer,
         input: &Input<'_>,
         [stride, routers]: [usize; 2],
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
@@ -413,7 +413,7 @@ fn of_experts(name: &str) -> bool {
 }
 
 /// Tokens from one router to the next, and of all.
-fn sizes(routers: &[Layer], tokens: usize) -> (usize, usize) {
+fn sizes(routers: &[&DeviceLayer], tokens: usize) -> (usize, usize) {
     let stride = tokens.next_multiple_of(ALIGN);
     (stride, stride * routers.len())
 }

@@ -1,9 +1,11 @@
 //! Forward with what backward needs kept, and backward.
 
-use crate::call::{Input, Output, RawBackward, RawCall, RngKey, StepTime, input_error, shape_for};
+use crate::call::{
+    BackwardArgs, CallArgs, Input, Output, RawCall, RngKey, StepTime, input_error, shape_for,
+};
+use crate::device_layer::{DeviceLayer, untimed};
 use crate::error::EngineError;
 use crate::launch::Scalars;
-use crate::layer::{Layer, untimed};
 use crate::memory::{Buffers, Kept, Workspaces};
 use crate::pass::Pass;
 use crate::place::zeroed;
@@ -15,9 +17,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The state that one forward pass keeps for backward: inputs, the routing record and, as the plan
-/// says, the pre-activations. Any number may be alive at a time. Dropping one gives its memory to
-/// the next call, or, if a graph captured the call, to that graph alone.
-pub struct Saved {
+/// says, the pre-activations. Dropping one gives its memory to the next call, or, if a graph
+/// captured the call, to that graph alone.
+pub(crate) struct DeviceSaved {
     tokens: usize,
     /// The scalars of the call, because backward may route again.
     scalars: Scalars,
@@ -27,7 +29,7 @@ pub struct Saved {
     idle: Arc<Mutex<Vec<Kept>>>,
 }
 
-impl Saved {
+impl DeviceSaved {
     /// Tokens of the call.
     pub fn tokens(&self) -> usize {
         self.tokens
@@ -48,7 +50,7 @@ impl Saved {
     }
 }
 
-impl Drop for Saved {
+impl Drop for DeviceSaved {
     fn drop(&mut self) {
         if *self.captured.get_mut() {
             return;
@@ -60,19 +62,25 @@ impl Drop for Saved {
     }
 }
 
-impl Layer {
-    /// Runs the layer forward as in training, reads back the named outputs,
-    /// and keeps what backward needs. See [`Layer::forward_with`] for the call
-    /// that draws and keeps nothing.
-    ///
-    /// # Errors
-    /// [`EngineError::NotTraining`]; otherwise as [`Layer::forward_with`].
-    pub fn forward_train(
+impl DeviceLayer {
+    /// Runs the layer forward as in training and keeps what backward needs.
+    pub(crate) fn train(
+        &self,
+        args: &CallArgs<'_>,
+        rng_key: RngKey,
+    ) -> Result<(Output, DeviceSaved), EngineError> {
+        match args {
+            CallArgs::Host(input, names) => self.train_host(input, names, rng_key),
+            CallArgs::Raw(call) => Ok((Output::default(), self.train_raw(call, rng_key)?)),
+        }
+    }
+
+    fn train_host(
         &self,
         input: &Input<'_>,
         names: &[&str],
         rng_key: RngKey,
-    ) -> Result<(Output, Saved), EngineError> {
+    ) -> Result<(Output, DeviceSaved), EngineError> {
         let mut workspaces = self.lock_workspaces();
         self.check_training()?;
         let factor = input.capacity_factor;
@@ -94,51 +102,43 @@ impl Layer {
         Ok((output, saved))
     }
 
-    /// Routes tokens as [`Layer::forward_train`] does with the same rng_key, and stops there: see
-    /// [`Layer::route`]. Use it for the counts that a loss of kind `global` takes over ranks and
-    /// micro-batches.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_train`].
-    pub fn route_train(
+    fn train_raw(&self, call: &RawCall<'_>, rng_key: RngKey) -> Result<DeviceSaved, EngineError> {
+        let workspaces = &mut *self.lock_workspaces();
+        self.check_training()?;
+        let scalars = self.scalars(Pass::Train, rng_key, call.tokens, call.capacity_factor)?;
+        let inputs = self.inputs(Pass::Train);
+        self.find_given(call.tokens, call.tensors, inputs, &mut workspaces.given)?;
+        self.reserve_training(&mut workspaces.every, call.tokens)?;
+        let mut saved = self.saved(call.tokens, scalars)?;
+        // The workspace's list is overwritten by the next raw call, and backward needs the
+        // addresses of this one.
+        saved.kept.given.extend_from_slice(&workspaces.given);
+        self.lay_saved(workspaces, &saved);
+        let bound = self.bound(Pass::Train);
+        self.run(bound, &scalars, &workspaces.addresses, None)?;
+        Ok(saved)
+    }
+
+    /// Runs the layer backward. Gradients of weights stay in the layer's memory; they are
+    /// overwritten, or with `accumulate` added to.
+    pub(crate) fn back(
         &self,
-        input: &Input<'_>,
-        names: &[&str],
-        rng_key: RngKey,
+        saved: &DeviceSaved,
+        args: &BackwardArgs<'_>,
+        accumulate: bool,
     ) -> Result<Output, EngineError> {
-        self.check_training()?;
-        self.pass(Pass::RouteTrain, input, names, rng_key)
+        match args {
+            BackwardArgs::Host(dy) => self.back_host(saved, dy, accumulate),
+            BackwardArgs::Raw(tensors) => {
+                self.back_raw(saved, tensors, accumulate)?;
+                Ok(Output::default())
+            }
+        }
     }
 
-    /// As [`Layer::route_train`], on memory that the caller owns, in stream
-    /// order and without waiting.
-    ///
-    /// # Safety
-    /// As [`Layer::forward_raw`].
-    ///
-    /// # Errors
-    /// As [`Layer::forward_raw`] and [`Layer::forward_train`].
-    pub unsafe fn route_train_raw(
+    fn back_host(
         &self,
-        call: &RawCall<'_>,
-        rng_key: RngKey,
-    ) -> Result<(), EngineError> {
-        self.check_training()?;
-        // SAFETY: what the caller vouches for is the same.
-        unsafe { self.pass_raw(Pass::RouteTrain, call, rng_key) }
-    }
-
-    /// Runs the layer backward: from `dy [T, output_dim]`, in the layer's
-    /// activation dtype, to `dx [T, model_dim]` and `grad.topk_weights [T, K]`,
-    /// which are returned, and to the gradients of weights, f32, which the
-    /// layer keeps. They are overwritten, or with `accumulate` added to.
-    ///
-    /// # Errors
-    /// [`EngineError::Input`] when `dy` has another shape or dtype;
-    /// [`EngineError::ForeignSaved`]; [`EngineError::Device`].
-    pub fn backward(
-        &self,
-        saved: &Saved,
+        saved: &DeviceSaved,
         dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
@@ -158,59 +158,20 @@ impl Layer {
         self.read(&names, saved.tokens, |tensor| every.get(tensor))
     }
 
-    /// As [`Layer::forward_train`], on memory that the caller owns, in stream
-    /// order and without waiting. Inputs stay where they are.
-    ///
-    /// # Safety
-    /// As [`Layer::forward_raw`]; inputs must stay valid and unchanged until
-    /// the stream has passed the last backward of the result.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_raw`] and [`Layer::forward_train`].
-    pub unsafe fn forward_train_raw(
+    fn back_raw(
         &self,
-        call: &RawCall<'_>,
-        rng_key: RngKey,
-    ) -> Result<Saved, EngineError> {
-        let workspaces = &mut *self.lock_workspaces();
-        self.check_training()?;
-        let scalars = self.scalars(Pass::Train, rng_key, call.tokens, call.capacity_factor)?;
-        let inputs = self.inputs(Pass::Train);
-        self.find_given(call.tokens, call.tensors, inputs, &mut workspaces.given)?;
-        self.reserve_training(&mut workspaces.every, call.tokens)?;
-        let mut saved = self.saved(call.tokens, scalars)?;
-        // The workspace's list is overwritten by the next raw call, and backward needs the
-        // addresses of this one.
-        saved.kept.given.extend_from_slice(&workspaces.given);
-        self.lay_saved(workspaces, &saved);
-        let bound = self.bound(Pass::Train);
-        self.run(bound, &scalars, &workspaces.addresses, None)?;
-        Ok(saved)
-    }
-
-    /// As [`Layer::backward`], on memory that the caller owns, in stream order
-    /// and without waiting.
-    ///
-    /// # Safety
-    /// Every address must be valid on the layer's device for the tensor's size
-    /// until the stream has passed the call.
-    ///
-    /// # Errors
-    /// [`EngineError::Input`] when `dy` has no address,
-    /// [`EngineError::Misaligned`]; otherwise as [`Layer::backward`].
-    pub unsafe fn backward_raw(
-        &self,
-        saved: &Saved,
-        call: &RawBackward<'_>,
+        saved: &DeviceSaved,
+        tensors: &[(&str, Ptr)],
+        accumulate: bool,
     ) -> Result<(), EngineError> {
         let workspaces = &mut *self.lock_workspaces();
         self.check_saved(saved)?;
         let dy = self.dy();
         let given = &mut workspaces.given;
-        self.find_given(saved.tokens, call.tensors, dy.as_slice(), given)?;
+        self.find_given(saved.tokens, tensors, dy.as_slice(), given)?;
         self.reserve_every(&mut workspaces.every, saved.tokens)?;
         self.gradient_buffers()?;
-        let scalars = saved.scalars.accumulating(call.accumulate);
+        let scalars = saved.scalars.accumulating(accumulate);
         self.lay_saved(workspaces, saved);
         let Workspaces {
             addresses, given, ..
@@ -220,7 +181,7 @@ impl Layer {
     }
 
     /// Sets the addresses of a training call, forward and backward.
-    pub(crate) fn lay_saved(&self, workspaces: &mut Workspaces, saved: &Saved) {
+    pub(crate) fn lay_saved(&self, workspaces: &mut Workspaces, saved: &DeviceSaved) {
         let Workspaces {
             every,
             addresses,
@@ -281,7 +242,7 @@ impl Layer {
     /// The gradients of all weights, by the weights' names.
     ///
     /// # Errors
-    /// As [`Layer::gradient`].
+    /// As [`DeviceLayer::gradient`].
     pub fn gradients(&self) -> Result<Tensors<'static>, EngineError> {
         self.check_training()?;
         let names = self.tensors(Role::WeightGradient);
@@ -295,7 +256,7 @@ impl Layer {
     /// there. `None` for a name without gradient.
     ///
     /// # Errors
-    /// As [`Layer::gradient`].
+    /// As [`DeviceLayer::gradient`].
     pub fn gradient_ptr(&self, name: &str) -> Result<Option<Ptr>, EngineError> {
         self.check_training()?;
         let buffers = self.gradient_buffers()?;
@@ -306,13 +267,13 @@ impl Layer {
     /// Sets the gradients of all weights to zero.
     ///
     /// # Errors
-    /// As [`Layer::gradient`].
+    /// As [`DeviceLayer::gradient`].
     pub fn zero_gradients(&self) -> Result<(), EngineError> {
         self.check_training()?;
         self.zero_gradients_of(|_| true)
     }
 
-    /// As [`Layer::zero_gradients`], for those whose name, with `grad.` before it,
+    /// As [`DeviceLayer::zero_gradients`], for those whose name, with `grad.` before it,
     /// is wanted.
     pub(crate) fn zero_gradients_of(&self, wanted: fn(&str) -> bool) -> Result<(), EngineError> {
         let buffers = self.gradient_buffers()?.iter();
@@ -363,7 +324,11 @@ impl Layer {
     }
 
     /// Returns memory for the tensors that a call keeps: that of a finished call, or new.
-    pub(crate) fn saved(&self, tokens: usize, scalars: Scalars) -> Result<Saved, EngineError> {
+    pub(crate) fn saved(
+        &self,
+        tokens: usize,
+        scalars: Scalars,
+    ) -> Result<DeviceSaved, EngineError> {
         let mut idle = self.idle.lock().unwrap_or_else(|p| p.into_inner());
         let holds = |kept: &Kept| kept.workspace.holds(tokens as u64);
         let fits = idle.iter().position(holds);
@@ -380,9 +345,9 @@ impl Layer {
         Ok(self.saved_in(kept, tokens, scalars))
     }
 
-    fn saved_in(&self, mut kept: Kept, tokens: usize, scalars: Scalars) -> Saved {
+    fn saved_in(&self, mut kept: Kept, tokens: usize, scalars: Scalars) -> DeviceSaved {
         kept.given.clear();
-        Saved {
+        DeviceSaved {
             tokens,
             scalars,
             kept,
@@ -425,7 +390,7 @@ impl Layer {
         }
     }
 
-    pub(crate) fn check_saved(&self, saved: &Saved) -> Result<(), EngineError> {
+    pub(crate) fn check_saved(&self, saved: &DeviceSaved) -> Result<(), EngineError> {
         self.check_training()?;
         // Every layer has its own idle list, so it identifies the layer that made the state, and
         // its memory cannot end in the list of another.

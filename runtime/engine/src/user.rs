@@ -1,14 +1,15 @@
 //! User experts: code of the caller between moesaic's routing and combine.
 
-use crate::call::{Input, Output, RngKey, shape_for};
+use crate::call::{CallInput, Output, RngKey, shape_for};
+use crate::device_layer::{DeviceLayer, check_spec};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
-use crate::layer::{Layer, check_spec};
+use crate::layer::Layer;
 use crate::memory::Addresses;
 use crate::pass::Pass;
 use crate::texts::Texts;
-use crate::training::Saved;
+use crate::training::DeviceSaved;
 use moesaic_plan::{Step, TensorId, Training};
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
@@ -68,7 +69,7 @@ struct Around {
 }
 
 impl Around {
-    fn new(layer: &Layer, steps: &[Step], at: usize) -> Result<Around, EngineError> {
+    fn new(layer: &DeviceLayer, steps: &[Step], at: usize) -> Result<Around, EngineError> {
         let (before, after) = steps.split_at(at);
         Ok(Around {
             before: layer.bind(before)?,
@@ -79,7 +80,7 @@ impl Around {
 
 /// The state that a forward pass of a [`UserLayer`] keeps for backward.
 pub struct UserSaved {
-    saved: Saved,
+    saved: DeviceSaved,
     routed: Routed,
     /// The saved values of the experts, by id.
     own: Vec<Vec<f32>>,
@@ -117,14 +118,14 @@ impl Engine {
         check_experts(spec, experts.len())?;
         let options = self.plan_options(training.then(Training::default));
         let plan = moesaic_plan::plan_user_experts(spec, self.target(), &options)?;
-        let layer = self.layer_of(&Texts::of(plan.layer.into())?, weights)?;
+        let layer = self.device_layer(&Texts::of(plan.layer.into())?, weights)?;
         let around = |steps, at| Around::new(&layer, steps, at);
         let steps = layer.plan();
         Ok(UserLayer {
             forward: around(&steps.steps, plan.forward_at)?,
             evaluation: around(steps.evaluation_steps(), plan.evaluation_at)?,
             backward: around(&steps.backward, plan.backward_at)?,
-            layer,
+            layer: Layer::of_one(layer),
             experts,
         })
     }
@@ -147,6 +148,12 @@ impl<E: UserExpert> UserLayer<E> {
         &self.layer
     }
 
+    /// Returns the layer with its launches.
+    fn device(&self) -> &DeviceLayer {
+        let layer = self.layer.one("experts of yours");
+        layer.expect("it is made of one process")
+    }
+
     /// The experts, by id.
     pub fn experts(&self) -> &[E] {
         &self.experts
@@ -157,12 +164,13 @@ impl<E: UserExpert> UserLayer<E> {
         &mut self.experts
     }
 
-    /// Evaluates the layer and reads back the named outputs.
+    /// Evaluates the layer and returns the outputs that the call reads back.
     ///
     /// # Errors
-    /// As [`Layer::forward_with`].
-    pub fn forward(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        let (layer, pass) = (&self.layer, Pass::Evaluate);
+    /// As [`Layer::forward`].
+    pub fn forward<'i>(&self, input: impl Into<CallInput<'i>>) -> Result<Output, EngineError> {
+        let (layer, pass) = (self.device(), Pass::Evaluate);
+        let (input, names) = input.into().args(layer.plan())?.in_host_memory()?;
         let mut workspaces = layer.lock_workspaces();
         let factor = input.capacity_factor;
         let scalars = layer.scalars(pass, RngKey::default(), input.tokens, factor)?;
@@ -170,7 +178,7 @@ impl<E: UserExpert> UserLayer<E> {
         layer.reserve(&mut workspaces, input.tokens)?;
         layer.lay_passing(&mut workspaces);
         let find = |tensor| workspaces.get(tensor);
-        layer.stage(pass, input, names, find)?;
+        layer.stage(pass, &input, names, find)?;
         let steps = &self.evaluation;
         self.run(steps, false, &scalars, &workspaces.addresses, find)?;
         layer.read(names, input.tokens, find)
@@ -181,13 +189,13 @@ impl<E: UserExpert> UserLayer<E> {
     ///
     /// # Errors
     /// As [`Layer::forward_train`].
-    pub fn forward_train(
+    pub fn forward_train<'i>(
         &self,
-        input: &Input<'_>,
-        names: &[&str],
+        input: impl Into<CallInput<'i>>,
         rng_key: RngKey,
     ) -> Result<(Output, UserSaved), EngineError> {
-        let (layer, pass) = (&self.layer, Pass::Train);
+        let (layer, pass) = (self.device(), Pass::Train);
+        let (input, names) = input.into().args(layer.plan())?.in_host_memory()?;
         layer.check_training()?;
         let workspaces = &mut *layer.lock_workspaces();
         let factor = input.capacity_factor;
@@ -197,7 +205,7 @@ impl<E: UserExpert> UserLayer<E> {
         let saved = layer.saved(input.tokens, scalars)?;
         layer.lay_saved(workspaces, &saved);
         let find = |tensor| saved.get(tensor).or_else(|| workspaces.every.get(tensor));
-        layer.stage(pass, input, names, find)?;
+        layer.stage(pass, &input, names, find)?;
         let addresses = &workspaces.addresses;
         let (routed, own) = self.run(&self.forward, true, &scalars, addresses, find)?;
         let output = layer.read(names, input.tokens, find)?;
@@ -214,7 +222,7 @@ impl<E: UserExpert> UserLayer<E> {
         addresses: &Addresses,
         find: impl Fn(TensorId) -> Option<&'b Buffer> + Copy,
     ) -> Result<(Routed, Vec<Vec<f32>>), EngineError> {
-        let layer = &self.layer;
+        let layer = self.device();
         layer.run(&steps.before, scalars, addresses, None)?;
         let mut routed = self.routed(scalars.tokens(), find)?;
         let own = self.run_experts(&mut routed, trains);
@@ -233,7 +241,7 @@ impl<E: UserExpert> UserLayer<E> {
         dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
-        let (layer, tokens) = (&self.layer, saved.saved.tokens());
+        let (layer, tokens) = (self.layer.one("experts of yours")?, saved.saved.tokens());
         let workspaces = &mut *layer.lock_workspaces();
         layer.check_saved(&saved.saved)?;
         layer.check_dy(tokens, dy)?;
@@ -262,7 +270,7 @@ impl<E: UserExpert> UserLayer<E> {
         tokens: usize,
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<Routed, EngineError> {
-        let spec = self.layer.spec();
+        let spec = self.device().spec();
         let offsets: Vec<i64> = self.read_raw("offsets", spec.shape.experts + 1, &find)?;
         let offsets: Vec<usize> = offsets.into_iter().map(|offset| offset as usize).collect();
         let rows = offsets.last().copied().unwrap_or(0);
@@ -285,7 +293,7 @@ impl<E: UserExpert> UserLayer<E> {
 
     /// Runs each expert on its rows, in the order of ids.
     fn run_experts(&self, routed: &mut Routed, keep: bool) -> Vec<Vec<f32>> {
-        let spec = self.layer.spec();
+        let spec = self.device().spec();
         let (model, output) = (spec.expert_input_dim(), spec.expert_output_dim());
         let mut own = Vec::with_capacity(self.experts.len());
         for (expert, edges) in self.experts.iter().zip(routed.offsets.windows(2)) {
@@ -307,11 +315,11 @@ impl<E: UserExpert> UserLayer<E> {
         dout: &[f32],
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
-        let Some(plan) = self.layer.plan().tensor("dweight_parts") else {
+        let Some(plan) = self.device().plan().tensor("dweight_parts") else {
             return Ok(());
         };
         let parts = shape_for(plan, 0)[1];
-        let width = self.layer.spec().expert_output_dim();
+        let width = self.device().spec().expert_output_dim();
         let mut values = vec![0.0; routed.weights.len() * parts];
         for (row, part) in values.chunks_exact_mut(parts.max(1)).enumerate() {
             let range = row * width..(row + 1) * width;
@@ -330,12 +338,14 @@ impl<E: UserExpert> UserLayer<E> {
         rows: usize,
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<Vec<f32>, EngineError> {
-        let id = self.layer.id(name).expect("planned");
-        let plan = &self.layer.plan()[id];
+        let id = self.device().id(name).expect("planned");
+        let plan = &self.device().plan()[id];
         let width = shape_for(plan, 0)[1];
         let mut host = Tensor::zeros(plan.dtype, &[rows, width]);
         let buffer = find(id).expect("planned tensors have memory");
-        self.layer.device.download(buffer, 0, host.data.to_mut())?;
+        self.device()
+            .device
+            .download(buffer, 0, host.data.to_mut())?;
         Ok(host.to_f32())
     }
 
@@ -347,10 +357,10 @@ impl<E: UserExpert> UserLayer<E> {
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<Vec<T>, EngineError> {
         let mut values = vec![T::zeroed(); count];
-        let id = self.layer.id(name);
+        let id = self.device().id(name);
         let buffer = id.and_then(find).expect("planned tensors have memory");
         let bytes = bytemuck::cast_slice_mut(&mut values);
-        self.layer.device.download(buffer, 0, bytes)?;
+        self.device().device.download(buffer, 0, bytes)?;
         Ok(values)
     }
 
@@ -361,13 +371,13 @@ impl<E: UserExpert> UserLayer<E> {
         values: &[f32],
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
-        let id = self.layer.id(name);
+        let id = self.device().id(name);
         let Some((tensor, buffer)) = id.and_then(|id| Some((id, find(id)?))) else {
             return Ok(());
         };
-        let dtype = self.layer.plan()[tensor].dtype;
+        let dtype = self.device().plan()[tensor].dtype;
         let host = Tensor::rounded(dtype, &[values.len()], values);
-        self.layer.device.upload(&host.data, buffer, 0)?;
+        self.device().device.upload(&host.data, buffer, 0)?;
         Ok(())
     }
 }

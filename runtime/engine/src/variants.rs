@@ -1,9 +1,10 @@
 //! Variants of a layer: the same layer in several tilings over the same memory, for a tuner to
 //! compare.
 
+use crate::device_layer::check_spec;
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::layer::{Layer, check_spec};
+use crate::layer::Layer;
 use crate::shared::Shared;
 use crate::texts::Texts;
 use crate::tuned::Untuned;
@@ -64,12 +65,14 @@ impl Variants<'_> {
         debug_assert!(same_memory(&plan, &self.untuned.plan), "{tuning:?}");
         let shared = self.shared.weights();
         let texts = Texts::of(plan.into())?;
-        let layer = self.engine.layer_with(&texts, self.weights, shared)?;
+        let layer = self
+            .engine
+            .device_layer_sharing(&texts, self.weights, shared)?;
         if self.training {
             layer.share_gradients(self.shared.gradients())?;
         }
         // The tilings write the same gradients, so two of them must not run at the same time.
-        Ok(layer.taking_turns(&self.shared.turn))
+        Ok(Layer::of_one(layer.taking_turns(&self.shared.turn)))
     }
 }
 

@@ -110,23 +110,23 @@ pub fn best(logits: &[f32], experts: usize, top_k: usize) -> Result<Chosen, Trai
 ///
 /// ```
 /// # mod moesaic {
-/// #     pub use moesaic_engine::{RngKey, Input, MeshLayer};
+/// #     pub use moesaic_engine::{RngKey, Input, Layer};
 /// #     pub use {moesaic_tensor::Tensor, moesaic_train as train};
 /// # }
 /// use moesaic::train::{TrainError, gates::swipe};
-/// use moesaic::{Input, MeshLayer, RngKey, Tensor};
+/// use moesaic::{Input, Layer, RngKey, Tensor};
 ///
 /// /// `y`, and the gradient of the logits `[T, E]`, of a layer with an external router.
 /// fn step(
-///     layer: &MeshLayer,
+///     layer: &Layer,
 ///     (x, logits): (&[f32], &[f32]),
 ///     dy: &Tensor,
 /// ) -> Result<Vec<f32>, TrainError> {
-///     let shape = &layer.replicated().spec().shape;
-///     let chosen = swipe(&layer.ranks(), logits, shape.experts, shape.top_k)?;
+///     let shape = &layer.spec().shape;
+///     let chosen = swipe(&layer.ranks()?, logits, shape.experts, shape.top_k)?;
 ///     let mut input = Input::new(x.len() / shape.model_dim, x);
 ///     chosen.give(&mut input);
-///     let (_, saved) = layer.forward_train(&input, &["y"], RngKey::default())?;
+///     let (_, saved) = layer.forward_train(input.reading(&["y"]), RngKey::default())?;
 ///     let back = layer.backward(&saved, dy, false)?;
 ///     let weights = back.get("grad.topk_weights").map(Tensor::to_f32);
 ///     chosen.gradient(&weights.unwrap_or_default())

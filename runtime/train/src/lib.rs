@@ -20,6 +20,7 @@ mod adam;
 pub mod balance;
 pub mod elastic;
 mod error;
+mod gated;
 pub mod gates;
 pub mod mesh;
 pub mod migrate;
@@ -28,5 +29,6 @@ mod sgd;
 
 pub use adam::AdamW;
 pub use error::TrainError;
+pub use gated::{Gate, GateBackward, GatedLayer, GatedSaved};
 pub use optimizer::{Optimizer, STATE_PREFIX, clip_norm, masters, update};
 pub use sgd::Sgd;

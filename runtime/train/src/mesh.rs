@@ -19,7 +19,7 @@
 use crate::elastic::weight_of;
 use crate::optimizer::{check, floats, floats_mut};
 use crate::{Optimizer, STATE_PREFIX, TrainError};
-use moesaic_engine::{Mesh, MeshLayer, ProcessGroup, Ranks};
+use moesaic_engine::{Layer, Mesh, ProcessGroup, Ranks};
 use moesaic_kernel::DType;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
@@ -264,7 +264,7 @@ impl<O: Optimizer> MeshOptimizer<O> {
 }
 
 /// Sums gradients in host memory over the ranks that hold the same parameters, with one exchange
-/// per process group. [`MeshLayer::reduce_gradients`] does this for gradients on a layer's device.
+/// per process group. [`Layer::reduce_gradients`] does this for gradients on a layer's device.
 ///
 /// # Errors
 /// [`TrainError::Tensor`] for a gradient that is not f32, or the errors of the exchange.
@@ -378,13 +378,13 @@ pub fn parts<'n>(
 
 /// Takes an optimizer's step with the gradients that the last backward passes of all ranks left in
 /// a layer, and gives the layer the new weights, rounded to its types. `parameters` are f32 masters
-/// of this rank's part, as [`crate::masters`] makes them from [`MeshLayer::weights_of`]. Returns
+/// of this rank's part, as [`crate::masters`] makes them from [`Layer::weights_of`]. Returns
 /// the norm of all gradients.
 ///
 /// # Errors
 /// The errors of [`MeshOptimizer::step`] and of the layer.
 pub fn update_mesh<O: Optimizer>(
-    layer: &MeshLayer,
+    layer: &Layer,
     optimizer: &mut MeshOptimizer<O>,
     parameters: &mut Tensors<'_>,
     scaling: Scaling,
@@ -394,7 +394,7 @@ pub fn update_mesh<O: Optimizer>(
     let names: Vec<String> = gradients.keys().cloned().collect();
     let norm = optimizer.step(parameters, gradients, scaling)?;
     for name in names {
-        let weight = layer.weight_layer(&name).plan().tensor(&name);
+        let weight = layer.weight_plan(&name);
         let dtype = weight.map_or(DType::F32, |tensor| tensor.dtype);
         let values = floats(&name, &parameters[&name])?;
         let rounded = Tensor::rounded(dtype, &parameters[&name].shape, &values);

@@ -1,7 +1,7 @@
 //! The common part of optimizers.
 
 use crate::TrainError;
-use moesaic_engine::Layer;
+use moesaic_engine::{EngineError, Layer};
 use moesaic_kernel::DType;
 use moesaic_tensor::{Tensor, Tensors};
 use std::borrow::Cow;
@@ -60,12 +60,17 @@ fn is_of_codes(name: &str, weights: &Tensors<'_>) -> bool {
 /// master copies of the layer's weights, by the layer's names.
 ///
 /// # Errors
-/// The errors of [`Optimizer::step`] and of the layer.
+/// The errors of [`Optimizer::step`] and of the layer; [`EngineError::OverRanks`] for a layer over
+/// ranks, which [`update_mesh`](crate::update_mesh) steps.
 pub fn update(
     layer: &Layer,
     optimizer: &mut impl Optimizer,
     parameters: &mut Tensors<'_>,
 ) -> Result<(), TrainError> {
+    if layer.mesh().is_some() {
+        let asked = "`update`";
+        return Err(EngineError::OverRanks { asked }.into());
+    }
     let gradients = layer.gradients()?;
     optimizer.step(parameters, &gradients)?;
     for name in gradients.keys() {

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub struct Key {
     /// The devices and libraries: a choice on one machine does not apply to another.
     pub machine: String,
-    /// The layer, mesh, placement of experts and nodes: `MeshLayer::identity`.
+    /// The layer, mesh, placement of experts and nodes: `Layer::identity`.
     pub layer: String,
     /// The kind of calls: training or evaluation.
     #[serde(default, skip_serializing_if = "Calls::train")]

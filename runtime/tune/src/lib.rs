@@ -12,7 +12,7 @@
 //! ```
 //!
 //! [`Tuner`] decides. It takes and returns plain data, without clock or ranks, so ranks that pass
-//! the same numbers decide alike. [`AdaptiveLayer`] measures, and gives every rank the largest
+//! the same numbers decide alike. [`LayerTuner`] measures, and gives every rank the largest
 //! time of all ranks. [`Planned`] predicts with the planner.
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without notice.
@@ -21,13 +21,12 @@ mod key;
 mod layer;
 mod measured;
 mod planned;
-mod raw;
 mod search;
 mod stored;
 mod tuner;
 
 pub use key::{Calls, Key, Rows};
-pub use layer::{AdaptiveLayer, AdaptiveSaved, Loads, Predict};
+pub use layer::{LayerTuner, Loads, Predict};
 pub use measured::Times;
 pub use planned::Planned;
 pub use search::{Prediction, Space, shortlist};

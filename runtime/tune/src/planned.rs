@@ -1,7 +1,7 @@
 //! Predictions by the planner.
 
 use crate::{Calls, Key, Loads, Predict, Prediction, Rows};
-use moesaic_engine::MeshLayer;
+use moesaic_engine::{Layer, Mesh};
 use moesaic_plan::{CommDtype, Parallel, Strategy, most_rows};
 use moesaic_planner::{Machine, PlannerError, Routing, Scenario, Simulator, Space};
 use moesaic_spec::{CapacityMode, LayerSpec};
@@ -27,19 +27,19 @@ impl Planned {
     }
 
     /// Returns a predictor for a layer. It covers every strategy that the ranks can run
-    /// ([`MeshLayer::check_strategy`]) and that fits in memory, with the rows of the step that is
+    /// ([`Layer::check_strategy`]) and that fits in memory, with the rows of the step that is
     /// about to begin; of more than 64 ranks, each is assumed to have the mean. Experts are where
     /// the layer's placement has them, and may have shadows where some have more rows than
     /// others. Forward and backward are simulated separately, and the combination of the best of
     /// each is one more candidate; an evaluation has the forward pass alone. Sums of gradients
-    /// over ranks are excluded, because no step of an [`AdaptiveLayer`](crate::AdaptiveLayer) has
+    /// over ranks are excluded, because no step of an [`LayerTuner`](crate::LayerTuner) has
     /// any.
     ///
     /// # Errors
     /// [`PlannerError`] where not even the default strategy can be simulated.
-    pub fn predict(self, layer: &MeshLayer) -> Result<Predict, PlannerError> {
+    pub fn predict(self, layer: &Layer) -> Result<Predict, PlannerError> {
         let forecast = Forecast::new(self, layer);
-        let calls = match layer.plan().tokens.training {
+        let calls = match layer.plan().training {
             Some(_) => Calls::Training,
             None => Calls::Evaluation,
         };
@@ -61,10 +61,11 @@ struct Forecast {
 }
 
 impl Forecast {
-    fn new(planned: Planned, layer: &MeshLayer) -> Forecast {
-        let plan = layer.plan();
-        let (mesh, own) = (layer.mesh().parallel(), &plan.tokens);
-        let each = per_node(layer.mesh().hosts());
+    fn new(planned: Planned, layer: &Layer) -> Forecast {
+        let own = layer.plan();
+        let of_mesh = layer.mesh();
+        let mesh = of_mesh.map(Mesh::parallel).unwrap_or_default();
+        let each = of_mesh.and_then(|mesh| per_node(mesh.hosts()));
         let mut machine = planned.machine;
         machine.target = own.target;
         if let Some(each) = each {
@@ -85,8 +86,8 @@ impl Forecast {
                 world: mesh.ranks(),
                 training: own.training,
                 routing: Routing::even(0, own.spec.shape.experts, own.spec.shape.top_k),
-                placement: layer.mesh().placement().cloned(),
-                shadow_model: *layer.shadow_model(),
+                placement: of_mesh.and_then(Mesh::placement).cloned(),
+                shadow_model: layer.shadow_model(),
             },
         }
     }

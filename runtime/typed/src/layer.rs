@@ -2,8 +2,7 @@
 //! instead of types.
 
 use crate::Array;
-use moesaic_engine::{AnyLayer, AnySaved, EngineError, RngKey};
-use moesaic_engine::{Input, Output, RawBackward, RawCall};
+use moesaic_engine::{EngineError, Input, Layer, Output, RawBackward, RawCall, RngKey, Saved};
 use moesaic_spec::LayerSpec;
 use moesaic_target::Ptr;
 use moesaic_tensor::{Tensor, Tensors};
@@ -20,9 +19,8 @@ pub trait TypedLayer {
     /// The addresses of `dy` and `dx`, and optionally of other input gradients.
     type RawBackward: RawGradients;
 
-    /// Returns the untyped layer. [`AnyLayer::one`] is that of one process, with its memory and
-    /// step times; [`AnyLayer::over_ranks`] is a rank's part of a layer made with a mesh.
-    fn layer(&self) -> &AnyLayer;
+    /// Returns the untyped layer, with all of its calls.
+    fn layer(&self) -> &Layer;
 
     /// Evaluates the layer on device memory that you own, in stream order and without waiting. On a
     /// mesh all ranks call it, each for its own tokens, and wait only for their exchanges.
@@ -39,7 +37,9 @@ pub trait TypedLayer {
         let tensors = args.tensors();
         // SAFETY: the tensors are named after the same plan; the caller vouches for the memory
         // behind them.
-        unsafe { self.layer().forward_raw(&call(args, tensors.as_ref())) }
+        let call = unsafe { RawCall::new(args.tokens(), tensors.as_ref()) };
+        self.layer().forward(call)?;
+        Ok(())
     }
 
     /// Runs the layer forward in training, as [`TypedLayer::forward_raw`] does, and keeps the state
@@ -55,11 +55,12 @@ pub trait TypedLayer {
         &self,
         args: &Self::RawTraining,
         rng_key: RngKey,
-    ) -> Result<AnySaved, EngineError> {
+    ) -> Result<Saved, EngineError> {
         let tensors = args.tensors();
-        let call = call(args, tensors.as_ref());
         // SAFETY: as above.
-        unsafe { self.layer().forward_train_raw(&call, rng_key) }
+        let call = unsafe { RawCall::new(args.tokens(), tensors.as_ref()) };
+        let (_, saved) = self.layer().forward_train(call, rng_key)?;
+        Ok(saved)
     }
 
     /// Runs the layer backward on device memory that you own, with one row per token of the forward
@@ -73,25 +74,15 @@ pub trait TypedLayer {
     /// As [`TypedLayer::forward_raw`], or if `saved` belongs to another layer.
     unsafe fn backward_raw(
         &self,
-        saved: &AnySaved,
+        saved: &Saved,
         args: &Self::RawBackward,
         accumulate: bool,
     ) -> Result<(), EngineError> {
         let tensors = args.tensors();
-        let call = RawBackward {
-            tensors: &tensors,
-            accumulate,
-        };
         // SAFETY: as above.
-        unsafe { self.layer().backward_raw(saved, &call) }
-    }
-}
-
-fn call<'a>(args: &impl RawArgs, tensors: &'a [(&'static str, Ptr)]) -> RawCall<'a> {
-    RawCall {
-        tokens: args.tokens(),
-        tensors,
-        ..RawCall::default()
+        let dy = unsafe { RawBackward::new(&tensors) };
+        self.layer().backward(saved, dy, accumulate)?;
+        Ok(())
     }
 }
 

@@ -95,15 +95,11 @@ impl Placed<'_> {
     /// When the layer fails.
     pub fn once(&self) -> Result {
         let tensors = [("x", self.x.ptr()), ("y", self.y.ptr())];
-        let call = RawCall {
-            tokens: self.tokens,
-            tensors: &tensors,
-            ..RawCall::default()
-        };
+        // SAFETY: x and y hold T x d elements, and live until the device was waited for.
+        let call = unsafe { RawCall::new(self.tokens, &tensors) };
         match self.made.pass {
-            // SAFETY: x and y hold T x d elements, and live until the device was waited for.
-            Pass::Forward => unsafe { self.made.layer.forward_raw(&call)? },
-            Pass::Both => self.both(&call)?,
+            Pass::Forward => drop(self.made.layer.forward(call)?),
+            Pass::Both => self.both(call)?,
         }
         Ok(())
     }
@@ -111,14 +107,11 @@ impl Placed<'_> {
     fn both(&self, call: &RawCall<'_>) -> Result {
         let layer = &self.made.layer;
         // SAFETY: as in `once`; x stays as it is.
-        let saved = unsafe { layer.forward_train_raw(call, RngKey::default())? };
+        let (_, saved) = layer.forward_train(call, RngKey::default())?;
         let tensors: [(&str, Ptr); 2] = [("dy", self.dy.ptr()), ("dx", self.dx.ptr())];
-        let call = RawBackward {
-            tensors: &tensors,
-            accumulate: false,
-        };
         // SAFETY: dy and dx hold T x d elements.
-        unsafe { layer.backward_raw(&saved, &call)? };
+        let call = unsafe { RawBackward::new(&tensors) };
+        layer.backward(&saved, call, false)?;
         Ok(())
     }
 

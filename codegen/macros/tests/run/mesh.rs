@@ -248,7 +248,7 @@ fn ranks_choose_how_they_carry_out_calls() {
         let mesh = Mesh::new(&mut world, MESH)?;
         let mut layer = made(Some(&mesh), &stored)?;
         layer.set_strategy(strategy)?;
-        assert_eq!(layer.layer().over_ranks("a strategy")?.strategy(), strategy);
+        assert_eq!(layer.layer().strategy(), strategy);
         let y = layer.forward([&x[..9], &x[9..]][mesh.rank()])?;
         let refused = layer.set_strategy("r=2".parse()?).unwrap_err();
         assert!(matches!(refused, EngineError::Plan(_)), "{refused}");
@@ -270,7 +270,7 @@ fn what_needs_one_process_says_so() {
     let ranks = threads::run(2, device, |mut world| {
         let mesh = Mesh::new(&mut world, MESH)?;
         let layer = made(Some(&mesh), &stored)?;
-        let refused = layer.layer().one("`time_steps`").map(drop);
+        let refused = layer.layer().time_steps(1).map(drop);
         world.finish(&Call::new("end"))?;
         Result::Ok(refused)
     });
@@ -282,7 +282,7 @@ fn what_needs_one_process_says_so() {
         );
     }
     let one = made(None, &stored).unwrap();
-    let refused = one.layer().over_ranks("`update_mesh`").err();
+    let refused = one.layer().ranks().err();
     assert!(
         matches!(refused, Some(EngineError::NotOverRanks { .. })),
         "{refused:?}"

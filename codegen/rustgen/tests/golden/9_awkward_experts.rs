@@ -6,7 +6,7 @@
 /// activations f16.
 #[allow(dead_code)]
 pub struct Layer9AwkwardExperts {
-    layer: ::moesaic::AnyLayer,
+    layer: ::moesaic::Layer,
 }
 
 const _: () = ::moesaic::typed::generated::check_format(4);
@@ -98,7 +98,12 @@ impl Layer9AwkwardExperts {
         weights: &dyn ::moesaic::WeightSource,
         training: Option<::moesaic::Training>,
     ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
-        let layer = engine.any_layer(mesh, &Self::spec(), weights, training)?;
+        let options = ::moesaic::LayerOptions {
+            mesh,
+            training,
+            ..::moesaic::LayerOptions::default()
+        };
+        let layer = engine.layer_with(&Self::spec(), weights, options)?;
         Ok(Self { layer })
     }
 
@@ -130,9 +135,8 @@ impl Layer9AwkwardExperts {
     ) -> ::std::result::Result<Layer9AwkwardExpertsOutput, ::moesaic::EngineError> {
         let output = self
             .layer
-            .forward_with(
-                &Self::input(x, token_ids),
-                Layer9AwkwardExpertsOutput::NAMES,
+            .forward(
+                Self::input(x, token_ids).reading(Layer9AwkwardExpertsOutput::NAMES),
             )?;
         Layer9AwkwardExpertsOutput::read(&output)
     }
@@ -162,7 +166,9 @@ impl Layer9AwkwardExperts {
         token_ids: &[i32],
     ) -> ::std::result::Result<Layer9AwkwardExpertsOutput, ::moesaic::EngineError> {
         let input = Self::input(x, token_ids).with_capacity_factor(capacity_factor);
-        let output = self.layer.forward_with(&input, Layer9AwkwardExpertsOutput::NAMES)?;
+        let output = self
+            .layer
+            .forward(input.reading(Layer9AwkwardExpertsOutput::NAMES))?;
         Layer9AwkwardExpertsOutput::read(&output)
     }
 
@@ -180,7 +186,7 @@ impl Layer9AwkwardExperts {
     ) -> ::std::result::Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x, token_ids);
         Layer9AwkwardExpertsRouting::read(
-            &self.layer.route(&input, Layer9AwkwardExpertsRouting::NAMES)?,
+            &self.layer.route(input.reading(Layer9AwkwardExpertsRouting::NAMES))?,
         )
     }
 
@@ -196,9 +202,10 @@ impl Layer9AwkwardExperts {
         rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Layer9AwkwardExpertsRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x, token_ids);
-        Layer9AwkwardExpertsRouting::read(
-            &self.layer.route_train(&input, Layer9AwkwardExpertsRouting::NAMES, rng_key)?,
-        )
+        let call = input
+            .reading(Layer9AwkwardExpertsRouting::NAMES)
+            .in_training(rng_key);
+        Layer9AwkwardExpertsRouting::read(&self.layer.route(call)?)
     }
 
     fn routing_input<'a>(
@@ -599,7 +606,7 @@ impl ::moesaic::typed::TypedLayer for Layer9AwkwardExperts {
     type Raw = Layer9AwkwardExpertsRaw;
     type RawTraining = Layer9AwkwardExpertsRawTraining;
     type RawBackward = Layer9AwkwardExpertsRawBackward;
-    fn layer(&self) -> &::moesaic::AnyLayer {
+    fn layer(&self) -> &::moesaic::Layer {
         &self.layer
     }
 }
@@ -610,7 +617,7 @@ pub struct Layer9AwkwardExpertsTrained {
     /// The results of the call, as in evaluation.
     pub output: Layer9AwkwardExpertsOutput,
     /// The state for backward.
-    pub saved: ::moesaic::mesh::AnySaved,
+    pub saved: ::moesaic::Saved,
 }
 
 /// The results of a backward pass of [`Layer9AwkwardExperts`]; gradients of weights stay
@@ -774,7 +781,7 @@ impl Layer9AwkwardExperts {
         rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Layer9AwkwardExpertsTrained, ::moesaic::EngineError> {
         let names = [Layer9AwkwardExpertsOutput::NAMES, &[]].concat();
-        let (output, saved) = self.layer.forward_train(input, &names, rng_key)?;
+        let (output, saved) = self.layer.forward_train(input.reading(&names), rng_key)?;
         Ok(Layer9AwkwardExpertsTrained {
             output: Layer9AwkwardExpertsOutput::read(&output)?,
             saved,
@@ -789,7 +796,7 @@ impl Layer9AwkwardExperts {
     /// out, or a launch fails.
     pub fn backward(
         &self,
-        saved: &::moesaic::mesh::AnySaved,
+        saved: &::moesaic::Saved,
         dy: &[[::moesaic::half::f16; 7]],
         accumulate: bool,
     ) -> ::std::result::Result<

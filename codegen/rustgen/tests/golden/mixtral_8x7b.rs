@@ -5,7 +5,7 @@
 /// 8 experts, 2 per token; width 4096 → 14336 → 4096; weights bf16, activations bf16.
 #[allow(dead_code)]
 pub struct Mixtral8x7b {
-    layer: ::moesaic::AnyLayer,
+    layer: ::moesaic::Layer,
 }
 
 const _: () = ::moesaic::typed::generated::check_format(4);
@@ -97,7 +97,12 @@ impl Mixtral8x7b {
         weights: &dyn ::moesaic::WeightSource,
         training: Option<::moesaic::Training>,
     ) -> ::std::result::Result<Self, ::moesaic::EngineError> {
-        let layer = engine.any_layer(mesh, &Self::spec(), weights, training)?;
+        let options = ::moesaic::LayerOptions {
+            mesh,
+            training,
+            ..::moesaic::LayerOptions::default()
+        };
+        let layer = engine.layer_with(&Self::spec(), weights, options)?;
         Ok(Self { layer })
     }
 
@@ -127,7 +132,9 @@ impl Mixtral8x7b {
         &self,
         x: &[[::moesaic::half::bf16; 4096]],
     ) -> ::std::result::Result<Mixtral8x7bOutput, ::moesaic::EngineError> {
-        let output = self.layer.forward_with(&Self::input(x), Mixtral8x7bOutput::NAMES)?;
+        let output = self
+            .layer
+            .forward(Self::input(x).reading(Mixtral8x7bOutput::NAMES))?;
         Mixtral8x7bOutput::read(&output)
     }
 
@@ -155,7 +162,9 @@ impl Mixtral8x7b {
         x: &[[::moesaic::half::bf16; 4096]],
     ) -> ::std::result::Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x);
-        Mixtral8x7bRouting::read(&self.layer.route(&input, Mixtral8x7bRouting::NAMES)?)
+        Mixtral8x7bRouting::read(
+            &self.layer.route(input.reading(Mixtral8x7bRouting::NAMES))?,
+        )
     }
 
     /// Routes tokens to experts as `forward_train` does with the same RNG key, and computes
@@ -169,9 +178,8 @@ impl Mixtral8x7b {
         rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Mixtral8x7bRouting, ::moesaic::EngineError> {
         let input = Self::routing_input(x);
-        Mixtral8x7bRouting::read(
-            &self.layer.route_train(&input, Mixtral8x7bRouting::NAMES, rng_key)?,
-        )
+        let call = input.reading(Mixtral8x7bRouting::NAMES).in_training(rng_key);
+        Mixtral8x7bRouting::read(&self.layer.route(call)?)
     }
 
     fn routing_input<'a>(
@@ -430,7 +438,7 @@ impl ::moesaic::typed::TypedLayer for Mixtral8x7b {
     type Raw = Mixtral8x7bRaw;
     type RawTraining = Mixtral8x7bRawTraining;
     type RawBackward = Mixtral8x7bRawBackward;
-    fn layer(&self) -> &::moesaic::AnyLayer {
+    fn layer(&self) -> &::moesaic::Layer {
         &self.layer
     }
 }
@@ -441,7 +449,7 @@ pub struct Mixtral8x7bTrained {
     /// The results of the call, as in evaluation.
     pub output: Mixtral8x7bOutput,
     /// The state for backward.
-    pub saved: ::moesaic::mesh::AnySaved,
+    pub saved: ::moesaic::Saved,
 }
 
 /// The results of a backward pass of [`Mixtral8x7b`]; gradients of weights stay in the
@@ -552,7 +560,7 @@ impl Mixtral8x7b {
         rng_key: ::moesaic::RngKey,
     ) -> ::std::result::Result<Mixtral8x7bTrained, ::moesaic::EngineError> {
         let names = [Mixtral8x7bOutput::NAMES, &[]].concat();
-        let (output, saved) = self.layer.forward_train(input, &names, rng_key)?;
+        let (output, saved) = self.layer.forward_train(input.reading(&names), rng_key)?;
         Ok(Mixtral8x7bTrained {
             output: Mixtral8x7bOutput::read(&output)?,
             saved,
@@ -567,7 +575,7 @@ impl Mixtral8x7b {
     /// out, or a launch fails.
     pub fn backward(
         &self,
-        saved: &::moesaic::mesh::AnySaved,
+        saved: &::moesaic::Saved,
         dy: &[[::moesaic::half::bf16; 4096]],
         accumulate: bool,
     ) -> ::std::result::Result<Mixtral8x7bInputGradients, ::moesaic::EngineError> {

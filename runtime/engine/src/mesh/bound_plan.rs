@@ -4,9 +4,9 @@
 use super::passes::{Launched, Passes, SHADOWED, SHARDED, Segment, segments};
 use super::raw::exchanged;
 use super::shadows::IdleWeights;
+use crate::device_layer::DeviceLayer;
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::layer::Layer;
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_plan::TensorId;
@@ -23,17 +23,19 @@ pub(super) struct BoundPlan {
     pub plan: RankPlan,
     /// The dispatch part, where gradients of row weights have another size than in the held layer.
     /// Weights and gradients are the same memory.
-    pub tokens: Option<Layer>,
+    pub tokens: Option<DeviceLayer>,
     /// The expert part, where weights are gathered.
-    pub experts: Option<Layer>,
+    pub experts: Option<DeviceLayer>,
     /// The shadow part, where experts may have shadows.
-    pub shadows: Option<Layer>,
+    pub shadows: Option<DeviceLayer>,
     /// Memory for weights of shadows that no call uses now.
     pub idle_weights: Arc<IdleWeights>,
     /// The passes for the overlap that was chosen last.
     pub passes: Arc<Passes>,
+    /// The passes without chunks, with which a handle begins.
+    unchunked: Arc<Passes>,
     /// The routing steps of an evaluation and of a training pass.
-    pub routing: [Vec<Segment>; 2],
+    pub routing: Arc<[Vec<Segment>; 2]>,
     /// The tensors of the dispatch part that exchanges move.
     pub exchanged: BTreeSet<TensorId>,
 }
@@ -50,12 +52,12 @@ pub(super) struct PlanKey {
 /// The layers of a rank's parts.
 #[derive(Clone, Copy)]
 pub(super) struct PartLayers<'l> {
-    pub tokens: &'l Layer,
-    pub experts: &'l Layer,
+    pub tokens: &'l DeviceLayer,
+    pub experts: &'l DeviceLayer,
     /// The shadow part, where experts may have shadows.
-    pub shadows: Option<&'l Layer>,
+    pub shadows: Option<&'l DeviceLayer>,
     /// The shared-expert part, where shared experts are sharded.
-    pub shared: Option<&'l Layer>,
+    pub shared: Option<&'l DeviceLayer>,
 }
 
 impl BoundPlan {
@@ -69,13 +71,16 @@ impl BoundPlan {
             parts.bind(&plan.routing_of(steps, of(&plan.tokens)), of)
         };
         let evaluation = plan.evaluation_steps();
+        let routing = [
+            routing(evaluation, LayerPlan::evaluation_steps)?,
+            routing(&plan.steps, |plan| &plan.steps)?,
+        ];
+        let unchunked = Arc::new(parts.passes(&plan, Strategy::default().chunks())?);
         Ok(BoundPlan {
             form,
-            routing: [
-                routing(evaluation, LayerPlan::evaluation_steps)?,
-                routing(&plan.steps, |plan| &plan.steps)?,
-            ],
-            passes: parts.passes(&plan, Strategy::default().chunks())?.into(),
+            routing: routing.into(),
+            passes: Arc::clone(&unchunked),
+            unchunked,
             tokens: None,
             experts: None,
             shadows: None,
@@ -136,6 +141,25 @@ impl BoundPlan {
         })
     }
 
+    /// Returns the same plan for a handle of the layer, without chunks. It has to be one without
+    /// layers of its own.
+    pub fn handle(&self) -> BoundPlan {
+        BoundPlan {
+            form: self.form,
+            plan: self.plan.clone(),
+            tokens: None,
+            experts: None,
+            shadows: None,
+            // Memory of shadows belongs to the calls of one handle. Bound steps name tensors by
+            // number and no address, so handles have them in common.
+            idle_weights: Arc::default(),
+            passes: Arc::clone(&self.unchunked),
+            unchunked: Arc::clone(&self.unchunked),
+            routing: Arc::clone(&self.routing),
+            exchanged: self.exchanged.clone(),
+        }
+    }
+
     /// Binds the passes for an overlap.
     pub fn bind_chunks(
         &mut self,
@@ -157,12 +181,12 @@ impl BoundPlan {
     }
 
     /// Returns the layers that belong to this plan alone.
-    pub fn own_layers(&self) -> impl Iterator<Item = &Layer> {
+    pub fn own_layers(&self) -> impl Iterator<Item = &DeviceLayer> {
         let own = [&self.tokens, &self.experts, &self.shadows];
         own.into_iter().flatten()
     }
 
-    fn own_layers_mut(&mut self) -> impl Iterator<Item = &mut Layer> {
+    fn own_layers_mut(&mut self) -> impl Iterator<Item = &mut DeviceLayer> {
         let own = [&mut self.tokens, &mut self.experts, &mut self.shadows];
         own.into_iter().flatten()
     }
@@ -179,7 +203,7 @@ impl BoundPlan {
 }
 
 impl PartLayers<'_> {
-    fn get(&self, part: plan::PlanPart) -> &Layer {
+    fn get(&self, part: plan::PlanPart) -> &DeviceLayer {
         match part {
             plan::PlanPart::Dispatch => self.tokens,
             plan::PlanPart::Experts => self.experts,
@@ -211,7 +235,7 @@ impl PartLayers<'_> {
 }
 
 /// Makes a layer over the weights and gradients of another.
-fn sharing(engine: &Engine, texts: &Texts, of: &Layer) -> Result<Layer, EngineError> {
+fn sharing(engine: &Engine, texts: &Texts, of: &DeviceLayer) -> Result<DeviceLayer, EngineError> {
     let named = |buffers: &crate::memory::Buffers, role: fn(Role) -> bool| {
         let tensors = of.plan().tensors.iter().filter(|tensor| role(tensor.role));
         let buffer = |name: &String| {
@@ -229,7 +253,7 @@ fn sharing(engine: &Engine, texts: &Texts, of: &Layer) -> Result<Layer, EngineEr
     });
     // An empty source: every weight is among the shared buffers, and a missing one is an error here
     // instead of a second copy.
-    let layer = engine.layer_with(texts, &Tensors::new(), weights)?;
+    let layer = engine.device_layer_sharing(texts, &Tensors::new(), weights)?;
     if of.plan().training.is_some() {
         let gradients = named(of.gradient_buffers()?, |role| role == Role::WeightGradient);
         layer.share_gradients(gradients)?;

@@ -2,7 +2,7 @@
 
 use super::bound_plan::{BoundPlan, PlanKey};
 use super::comm_cast::{CastCall, Packing, counted};
-use super::layer::MeshLayer;
+use super::layer::{Choice, RankLayer};
 use super::mesh_call::MeshCall;
 use super::passes::{Passes, Segment};
 use super::plan_part::PartCall;
@@ -12,38 +12,44 @@ use super::rows::Rows;
 use super::settings::Settings;
 use super::shadows::ShadowWeights;
 use super::tp_peers::TpPeers;
-use crate::call::{Input, Output, RawCall, RngKey};
+use crate::call::{BackwardArgs, CallArgs, Output, RawCall, RngKey};
 use crate::error::EngineError;
 use crate::host::TokenCount;
+use crate::into::{check_output, raw_into};
 use crate::pass::Pass;
-use crate::training::Saved;
+use crate::training::DeviceSaved;
 use moesaic_collectives::Call;
-use moesaic_plan::{Both, CommDtype, Role, SATURATED};
+use moesaic_plan::{Both, CommDtype, LayerPlan, Role, SATURATED, Strategy};
 use moesaic_target::Ptr;
-use moesaic_tensor::Tensor;
+use moesaic_tensor::{Element, Tensor};
+use std::borrow::Cow;
 use std::sync::Arc;
 
-/// The state that a forward pass of a [`MeshLayer`] keeps for backward on one rank.
-pub struct MeshSaved {
-    /// The dtype of rows between nodes.
-    comm_dtype: Both<CommDtype>,
+/// The state that a forward pass of a [`RankLayer`] keeps for backward on one rank.
+pub(crate) struct RankSaved {
+    strategy: Strategy,
     /// Backward uses forward's plan and passes, whatever strategy is set by then.
     form: PlanKey,
     passes: Arc<Passes>,
-    tokens: Saved,
-    experts: Saved,
+    tokens: DeviceSaved,
+    experts: DeviceSaved,
     rows: Rows,
     /// The decision of routing the tokens of all ranks together.
     routing: Option<Arc<Routing>>,
     /// The shadow part, where experts may have shadows.
-    shadows: Option<Saved>,
+    shadows: Option<DeviceSaved>,
     /// Weights of shadows, where they stay for backward.
     shadow_weights: Option<ShadowWeights>,
     /// The shared-expert part, where shared experts are sharded.
-    shared: Option<(Saved, TpPeers)>,
+    shared: Option<(DeviceSaved, TpPeers)>,
 }
 
-impl MeshSaved {
+impl RankSaved {
+    /// Returns the strategy of the call.
+    pub fn strategy(&self) -> Strategy {
+        self.strategy
+    }
+
     /// Returns the tokens of this rank in the call.
     pub fn tokens(&self) -> usize {
         self.tokens.tokens()
@@ -60,52 +66,51 @@ impl MeshSaved {
     }
 }
 
-/// The arguments of a forward call and where its results go.
-pub(super) enum CallArgs<'c> {
-    /// Inputs in host memory, and the names of the outputs to read back.
-    Host(&'c Input<'c>, &'c [&'c str]),
-    /// Device memory that the caller guarantees.
-    Raw(&'c RawCall<'c>),
-}
+impl RankLayer {
+    /// Runs a pass that keeps nothing, for this rank's tokens.
+    pub(crate) fn call(
+        &self,
+        pass: Pass,
+        args: &CallArgs<'_>,
+        rng_key: RngKey,
+    ) -> Result<Output, EngineError> {
+        let choice = self.choice();
+        let run = match pass {
+            Pass::Evaluate => self.evaluate(&choice, args)?,
+            _ => self.decide(&choice, pass, args, rng_key)?,
+        };
+        run.results(args)
+    }
 
-impl CallArgs<'_> {
-    fn tokens(&self) -> usize {
-        match self {
-            CallArgs::Host(input, _) => input.tokens,
-            CallArgs::Raw(call) => call.tokens,
+    /// Evaluates the layer for this rank's tokens and writes `y` into a slice of the caller.
+    pub(crate) fn forward_into<E: Element>(
+        &self,
+        args: &CallArgs<'_>,
+        y: &mut [E],
+    ) -> Result<(), EngineError> {
+        let layer = &self.tokens;
+        let id = layer.id("y").expect("every layer has y");
+        if matches!(args, CallArgs::Raw(_)) {
+            return Err(raw_into());
         }
+        // Before the first exchange: a rank that fails alone must not leave the others in it.
+        check_output(&layer.plan()[id], E::DTYPE, y.len(), args.tokens())?;
+        let choice = self.choice();
+        let run = self.evaluate(&choice, args)?;
+        let bytes = bytemuck::cast_slice_mut(y);
+        Ok(layer.device.download(run.tokens.buffer(id), 0, bytes)?)
     }
 
-    fn capacity_factor(&self) -> Option<f64> {
-        match self {
-            CallArgs::Host(input, _) => input.capacity_factor,
-            CallArgs::Raw(call) => call.capacity_factor,
-        }
-    }
-}
-
-/// The arguments of a backward call.
-pub(super) enum BackwardArgs<'c> {
-    Host(&'c Tensor<'c>),
-    /// The addresses of `dy` and of results, which the caller guarantees.
-    Raw(&'c [(&'c str, Ptr)]),
-}
-
-impl MeshLayer {
-    /// Evaluates the layer for this rank's tokens and reads back the named outputs.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_with`](crate::Layer::forward_with); [`EngineError::Collective`].
-    pub fn forward_with(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        self.evaluate(&CallArgs::Host(input, names))?.read(names)
-    }
-
-    pub(super) fn evaluate(&self, given: &CallArgs<'_>) -> Result<MeshCall<'_>, EngineError> {
-        let bound = self.bound();
+    fn evaluate<'l>(
+        &'l self,
+        choice: &'l Choice,
+        given: &CallArgs<'_>,
+    ) -> Result<MeshCall<'l>, EngineError> {
+        let bound = self.bound(choice);
         // Before the call takes the groups: global routing exchanges the router's inputs by itself
         // and would wait for its own lock.
         let routing = self.global_routing(Pass::Evaluate, given, RngKey::default())?;
-        let mut run = self.call(bound, self.strategy.comm_dtype)?;
+        let mut run = self.begin(choice, bound, choice.strategy.comm_dtype)?;
         run.routing = routing;
         let evaluation = &bound.passes.evaluation;
         run.begin(Pass::Evaluate, evaluation, given, RngKey::default())?;
@@ -117,68 +122,38 @@ impl MeshLayer {
         Ok(run)
     }
 
-    /// Evaluates the layer for this rank's tokens and reads back `y`.
-    ///
-    /// # Errors
-    /// As [`MeshLayer::forward_with`].
-    pub fn forward(&self, input: &Input<'_>) -> Result<Output, EngineError> {
-        self.forward_with(input, &["y"])
-    }
-
-    /// Routes this rank's tokens as [`MeshLayer::forward_with`] does, and stops there.
-    ///
-    /// # Errors
-    /// As [`Layer::route`](crate::Layer::route); [`EngineError::Collective`].
-    pub fn route(&self, input: &Input<'_>, names: &[&str]) -> Result<Output, EngineError> {
-        let given = CallArgs::Host(input, names);
-        self.decide(Pass::Route, &given, RngKey::default())?
-            .read(names)
-    }
-
-    /// Routes this rank's tokens as [`MeshLayer::forward_train`] does with the same rng_key, and
-    /// stops there.
-    ///
-    /// # Errors
-    /// As [`Layer::route_train`](crate::Layer::route_train); [`EngineError::Collective`].
-    pub fn route_train(
-        &self,
-        input: &Input<'_>,
-        names: &[&str],
-        rng_key: RngKey,
-    ) -> Result<Output, EngineError> {
-        self.tokens.check_training()?;
-        let given = CallArgs::Host(input, names);
-        self.decide(Pass::RouteTrain, &given, rng_key)?.read(names)
-    }
-
     /// Returns the rows that each rank's tokens have for each expert with weights, the same on all
-    /// ranks, as [`MeshLayer::forward_train`] would route them and before a capacity drops any.
-    /// Experts without weights are left out, because their rows stay where they are.
-    ///
-    /// # Errors
-    /// As [`MeshLayer::route_train`].
-    pub fn tokens_per_expert(
+    /// ranks, before a capacity drops any: as a training pass with this key would route them, or
+    /// without one an evaluation. Writes nothing to the caller's memory. Experts without weights
+    /// are left out, because their rows stay where they are.
+    pub(crate) fn tokens_per_expert(
         &self,
-        input: &Input<'_>,
-        rng_key: RngKey,
+        args: &CallArgs<'_>,
+        rng_key: Option<RngKey>,
     ) -> Result<Vec<Vec<u64>>, EngineError> {
-        self.gather_counts(&self.route_train(input, &["counts"], rng_key)?)
-    }
-
-    /// Returns the same as [`MeshLayer::tokens_per_expert`], as [`MeshLayer::forward`] would route
-    /// the tokens.
-    ///
-    /// # Errors
-    /// As [`MeshLayer::route`].
-    pub fn evaluation_tokens_per_expert(
-        &self,
-        input: &Input<'_>,
-    ) -> Result<Vec<Vec<u64>>, EngineError> {
-        self.gather_counts(&self.route(input, &["counts"])?)
+        let pass = match rng_key {
+            Some(_) => Pass::RouteTrain,
+            None => Pass::Route,
+        };
+        let tensors = inputs_of(self.tokens.plan(), args);
+        let args = match args {
+            CallArgs::Host(input, _) => CallArgs::Host(Cow::Borrowed(input), &["counts"]),
+            CallArgs::Raw(call) => CallArgs::Raw(RawCall {
+                tensors: &tensors,
+                ..*call
+            }),
+        };
+        // The choice is held for this routing alone: the tuner that asked for the counts sets a
+        // strategy next, and would wait for its own lock.
+        let choice = self.choice();
+        let run = self.decide(&choice, pass, &args, rng_key.unwrap_or_default())?;
+        let output = run.read(&["counts"])?;
+        drop(run); // its groups are needed
+        self.gather_counts(&output)
     }
 
     /// Gathers every rank's `counts`; `output` has this rank's.
-    pub(super) fn gather_counts(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
+    fn gather_counts(&self, output: &Output) -> Result<Vec<Vec<u64>>, EngineError> {
         let counts = output.get("counts").and_then(Tensor::to_vec::<i64>);
         let own = counts.unwrap_or_default().into_iter();
         // Identity and zero experts come last in `counts`. They have no weights, so their rows
@@ -189,49 +164,50 @@ impl MeshLayer {
         Ok(self.mesh.groups().world.gather_numbers(&rows, &call)?)
     }
 
-    pub(super) fn decide(
-        &self,
+    fn decide<'l>(
+        &'l self,
+        choice: &'l Choice,
         pass: Pass,
         given: &CallArgs<'_>,
         rng_key: RngKey,
-    ) -> Result<MeshCall<'_>, EngineError> {
-        let bound = self.bound();
+    ) -> Result<MeshCall<'l>, EngineError> {
+        if pass.trains() {
+            self.tokens.check_training()?;
+        }
+        let bound = self.bound(choice);
         let segments = &bound.routing[usize::from(pass.trains())];
         let routing = self.global_routing(pass, given, rng_key)?;
         // Routing moves no rows, so it needs no cast kernels.
-        let mut run = self.call(bound, Both::same(CommDtype::Unchanged))?;
+        let mut run = self.begin(choice, bound, Both::same(CommDtype::Unchanged))?;
         run.routing = routing;
         run.begin(pass, segments, given, rng_key)?;
         run.run(segments, |_, _| Ok(()))?;
         Ok(run)
     }
 
-    /// Runs the layer forward as in training, reads back the named outputs, and keeps what
-    /// backward needs. `rng_key.first_token` is the number of the first token of the
-    /// whole mesh; that of this rank follows from it.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_train`](crate::Layer::forward_train); [`EngineError::Collective`].
-    pub fn forward_train(
+    /// Runs the layer forward as in training and keeps what backward needs. `rng_key.first_token`
+    /// is the number of the first token of the whole mesh; that of this rank follows from it.
+    pub(crate) fn train(
         &self,
-        input: &Input<'_>,
-        names: &[&str],
+        args: &CallArgs<'_>,
         rng_key: RngKey,
-    ) -> Result<(Output, MeshSaved), EngineError> {
-        let run = self.train(&CallArgs::Host(input, names), rng_key)?;
-        let output = run.read(names)?;
-        Ok((output, self.saved(run)))
+    ) -> Result<(Output, RankSaved), EngineError> {
+        let choice = self.choice();
+        let run = self.train_call(&choice, args, rng_key)?;
+        let output = run.results(args)?;
+        Ok((output, self.saved(&choice, run)))
     }
 
-    pub(super) fn train(
-        &self,
+    fn train_call<'l>(
+        &'l self,
+        choice: &'l Choice,
         given: &CallArgs<'_>,
         rng_key: RngKey,
-    ) -> Result<MeshCall<'_>, EngineError> {
+    ) -> Result<MeshCall<'l>, EngineError> {
         self.tokens.check_training()?;
-        let bound = self.bound();
+        let bound = self.bound(choice);
         let routing = self.global_routing(Pass::Train, given, rng_key)?;
-        let mut run = self.call(bound, self.strategy.comm_dtype)?;
+        let mut run = self.begin(choice, bound, choice.strategy.comm_dtype)?;
         run.routing = routing;
         run.idle_weights = Some(&bound.idle_weights);
         let forward = &bound.passes.forward;
@@ -245,7 +221,7 @@ impl MeshLayer {
     }
 
     /// Returns the state that a training pass keeps.
-    pub(super) fn saved(&self, run: MeshCall<'_>) -> MeshSaved {
+    fn saved(&self, choice: &Choice, run: MeshCall<'_>) -> RankSaved {
         let MeshCall {
             tokens,
             experts,
@@ -260,9 +236,9 @@ impl MeshLayer {
         let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
         let kept = tokens.zip(experts).zip(rows);
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
-        let bound = self.bound();
-        MeshSaved {
-            comm_dtype: self.strategy.comm_dtype,
+        let bound = self.bound(choice);
+        RankSaved {
+            strategy: choice.strategy,
             form: bound.form,
             passes: Arc::clone(&bound.passes),
             tokens,
@@ -277,19 +253,21 @@ impl MeshLayer {
 
     /// Runs the layer backward from this rank's `dy`. Returns `dx` and `grad.topk_weights` of its
     /// tokens and leaves gradients of weights in the parts. Gradients of experts are complete up to
-    /// other `dp` groups; those of [`MeshLayer::shared`] cover the tokens of its TP peers; those of
-    /// [`MeshLayer::replicated`] cover this rank's tokens alone. [`MeshLayer::reduce_gradients`]
+    /// other `dp` groups; those of [`RankLayer::shared`] cover the tokens of its TP peers; those of
+    /// [`RankLayer::replicated`] cover this rank's tokens alone. [`RankLayer::reduce_gradients`]
     /// sums all of them.
-    ///
-    /// # Errors
-    /// As [`Layer::backward`](crate::Layer::backward); [`EngineError::Collective`].
-    pub fn backward(
+    pub(crate) fn back(
         &self,
-        saved: &MeshSaved,
-        dy: &Tensor<'_>,
+        saved: &RankSaved,
+        args: &BackwardArgs<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
-        let run = self.back(saved, &BackwardArgs::Host(dy), accumulate)?;
+        let choice = self.choice();
+        let run = self.back_call(&choice, saved, args, accumulate)?;
+        if matches!(args, BackwardArgs::Raw(_)) {
+            run.copy_results()?;
+            return Ok(Output::default());
+        }
         let mut names = self.tokens.input_gradients();
         if run.cast.as_ref().is_some_and(CastCall::counts_backward) {
             // Only a cast to f16 can saturate: bf16 has the range of f32, and rows of fp8 have
@@ -299,21 +277,23 @@ impl MeshLayer {
         run.read(&names)
     }
 
-    pub(super) fn back<'l>(
+    fn back_call<'l>(
         &'l self,
-        saved: &'l MeshSaved,
+        choice: &'l Choice,
+        saved: &'l RankSaved,
         dy: &BackwardArgs<'_>,
         accumulate: bool,
     ) -> Result<MeshCall<'l>, EngineError> {
-        let bound = self
+        let bound = choice
             .bound_plans
             .get(&saved.form)
             .ok_or(EngineError::ForeignSaved)?;
-        let packing = self.packing(bound, saved.comm_dtype);
-        if packing.is_none() && saved.comm_dtype != Both::same(CommDtype::Unchanged) {
+        let comm_dtype = saved.strategy.comm_dtype;
+        let packing = choice.packing(bound, comm_dtype);
+        if packing.is_none() && comm_dtype != Both::same(CommDtype::Unchanged) {
             return Err(EngineError::ForeignSaved);
         }
-        let mut run = self.call(bound, saved.comm_dtype)?;
+        let mut run = self.begin(choice, bound, comm_dtype)?;
         run.own = Arc::clone(&saved.rows.own);
         run.routing = saved.routing.clone();
         run.begin_back(saved, dy, accumulate)?;
@@ -324,26 +304,27 @@ impl MeshLayer {
     }
 
     /// Begins a call with a dtype of rows between nodes.
-    fn call<'l>(
+    fn begin<'l>(
         &'l self,
+        choice: &'l Choice,
         bound: &'l BoundPlan,
         comm_dtype: Both<CommDtype>,
     ) -> Result<MeshCall<'l>, EngineError> {
         let parts = bound.parts(self.held());
         let groups = self.mesh.groups();
-        let cast = self.packing(bound, comm_dtype).map(Packing::begin);
+        let cast = choice.packing(bound, comm_dtype).map(Packing::begin);
         Ok(MeshCall {
             cast: cast.transpose()?,
             mesh: &self.mesh,
             plan: &bound.plan,
             label: &bound.plan.tokens.spec.name,
-            row_schedule: self.row_schedule,
+            row_schedule: choice.row_schedule,
             groups,
             tokens: PartCall::new(parts.tokens),
             experts: PartCall::new(parts.experts),
             owned: &self.experts,
             shadows: parts.shadows.map(PartCall::new),
-            model: &self.shadow_model,
+            model: &choice.shadow_model,
             idle_weights: None,
             shadow_weights: None,
             shared: parts.shared.map(PartCall::new),
@@ -411,7 +392,7 @@ impl<'l> MeshCall<'l> {
     /// Reserves memory on all parts for a backward pass and uploads `dy`.
     fn begin_back(
         &mut self,
-        saved: &'l MeshSaved,
+        saved: &'l RankSaved,
         dy: &BackwardArgs<'_>,
         accumulate: bool,
     ) -> Result<(), EngineError> {
@@ -445,7 +426,19 @@ impl<'l> MeshCall<'l> {
         }
     }
 
-    pub(super) fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
+    /// Returns what the caller asked for: tensors in host memory, or none where they are in the
+    /// caller's.
+    fn results(&self, args: &CallArgs<'_>) -> Result<Output, EngineError> {
+        match args {
+            CallArgs::Host(_, names) => self.read(names),
+            CallArgs::Raw(_) => {
+                self.copy_results()?;
+                Ok(Output::default())
+            }
+        }
+    }
+
+    fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
         let tokens = self.tokens.scalars().tokens();
         let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
         let own = of_layer(names);
@@ -466,4 +459,17 @@ impl<'l> MeshCall<'l> {
 fn of_layer<'n>(names: &[&'n str]) -> Vec<&'n str> {
     let names = names.iter().copied();
     names.filter(|name| *name != SATURATED).collect()
+}
+
+/// Returns the addresses of inputs alone, if the arguments are addresses. The caller's own call
+/// with the same tensors follows and has to find its memory untouched.
+fn inputs_of<'c>(plan: &LayerPlan, args: &CallArgs<'c>) -> Vec<(&'c str, Ptr)> {
+    let CallArgs::Raw(call) = args else {
+        return Vec::new();
+    };
+    let is_input = |(name, _): &&(&str, Ptr)| {
+        let tensor = plan.tensor(name);
+        tensor.is_some_and(|tensor| tensor.role == Role::Input)
+    };
+    call.tensors.iter().filter(is_input).copied().collect()
 }

@@ -6,51 +6,55 @@ use super::comm_cast::Packing;
 use super::groups::Mesh;
 use super::part::ReplicatedWeights;
 use super::shard::Shard;
+use crate::device_layer::{DeviceLayer, check_spec};
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::layer::{Layer, check_spec};
 use crate::numbers::Numbers;
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_cache::hash_source;
 use moesaic_collectives::{Call, agree};
 use moesaic_plan::{
-    AdaptiveMesh, Both, CommDtype, Overlap, Role, ShadowModel, SharedExperts, Sharing,
-    StrategyError,
+    AdaptiveMesh, Both, CommDtype, Role, ShadowModel, SharedExperts, Sharing, StrategyError,
 };
 use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training, plan_rank};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::btree_map::Entry;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// One rank's part of a layer: its own tokens, its own experts, and its shards of shared experts
 /// where these are sharded.
 ///
-/// All ranks of the mesh make every call, in the same order, also those that have no tokens. Across
-/// all ranks, results equal those of one process that is given every rank's tokens in rank order;
-/// dropless and with whole experts (`expert_tp = 1`) they are the same bytes. The mesh decides
-/// whether losses, capacities and selections over tokens look at a rank's own tokens or at those of
-/// all ranks ([`Mesh::over`]). With a rank's own tokens the capacity is common to all ranks: that
-/// of the rank with the most tokens.
-pub struct MeshLayer {
+/// All ranks of the mesh make every call, in the same order, also those that have no tokens. The
+/// mesh decides whether losses, capacities and selections over tokens look at a rank's own tokens
+/// or at those of all ranks ([`Mesh::over`]). With a rank's own tokens the capacity is common to
+/// all ranks: that of the rank with the most tokens.
+pub(crate) struct RankLayer {
     engine: Engine,
     pub(super) mesh: Mesh,
-    pub(super) tokens: Layer,
-    pub(super) experts: Layer,
+    pub(super) tokens: DeviceLayer,
+    pub(super) experts: DeviceLayer,
     /// The shared-expert part, where shared experts are sharded.
-    shared: Option<Layer>,
-    /// The bound plan of every form that was chosen so far.
-    pub(super) bound_plans: BTreeMap<PlanKey, BoundPlan>,
-    pub(super) strategy: Strategy,
-    /// The all-to-all schedule of the strategy on these nodes.
-    pub(super) row_schedule: RowSchedule,
-    /// The model that chooses shadows.
-    pub(super) shadow_model: ShadowModel,
-    /// The casts of every form and every communication dtype that was chosen so far.
-    packings: BTreeMap<(PlanKey, Both<CommDtype>), Packing>,
+    shared: Option<DeviceLayer>,
+    /// Read by calls, written while the strategy changes.
+    choice: RwLock<Choice>,
     /// The recorder of exchanges.
     pub(super) recorder: Option<Arc<dyn Recorder>>,
+}
+
+/// The way that ranks carry out calls from now on, with what that needs.
+pub(super) struct Choice {
+    pub strategy: Strategy,
+    /// The all-to-all schedule of the strategy on these nodes.
+    pub row_schedule: RowSchedule,
+    /// The model that chooses shadows.
+    pub shadow_model: ShadowModel,
+    /// The bound plan of every form that was chosen so far.
+    pub bound_plans: BTreeMap<PlanKey, BoundPlan>,
+    /// The casts of every form and every communication dtype that was chosen so far.
+    packings: BTreeMap<(PlanKey, Both<CommDtype>), Arc<Packing>>,
 }
 
 /// The sources of a rank's weights.
@@ -63,21 +67,15 @@ struct RankWeights<'w> {
 }
 
 impl Engine {
-    /// Makes this rank's part of a layer. All ranks of the mesh call it. `weights` are those of the
-    /// whole layer; the rank reads its own experts and what every rank holds: router, projections,
-    /// and shared experts or its shards of them.
-    ///
-    /// # Errors
-    /// [`EngineError::Plan`] for a mesh that the layer cannot have;
-    /// [`EngineError::Collective`] when ranks ask for different layers, naming what
-    /// differs; otherwise as [`Engine::layer`].
-    pub fn mesh_layer(
+    /// Makes this rank's part of a layer from the weights of the whole layer, of which the rank
+    /// reads its own. All ranks of the mesh call it.
+    pub(crate) fn rank_layer(
         &self,
         mesh: &Mesh,
         spec: &LayerSpec,
         weights: &dyn WeightSource,
         training: Option<Training>,
-    ) -> Result<MeshLayer, EngineError> {
+    ) -> Result<RankLayer, EngineError> {
         let weights = Numbers::new(spec, self.target(), weights);
         let own = Shard::new(spec, mesh.parallel(), mesh.place(), &weights);
         let own = own.placed(mesh.placement());
@@ -85,21 +83,18 @@ impl Engine {
             tokens: &weights,
             experts: &own,
         };
-        self.mesh_layer_with(mesh, spec, weights, training)
+        self.rank_layer_with(mesh, spec, weights, training)
     }
 
-    /// As [`Engine::mesh_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
-    /// it: its own experts alone, by the same names.
-    ///
-    /// # Errors
-    /// As [`Engine::mesh_layer`].
-    pub fn mesh_layer_of_part(
+    /// As [`Engine::rank_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
+    /// it.
+    pub(crate) fn rank_layer_of_part(
         &self,
         mesh: &Mesh,
         spec: &LayerSpec,
         part: &dyn WeightSource,
         training: Option<Training>,
-    ) -> Result<MeshLayer, EngineError> {
+    ) -> Result<RankLayer, EngineError> {
         let part = &Numbers::new(spec, self.target(), part);
         let around = ReplicatedWeights {
             part,
@@ -110,17 +105,17 @@ impl Engine {
             tokens: &around,
             experts: part,
         };
-        self.mesh_layer_with(mesh, spec, weights, training)
+        self.rank_layer_with(mesh, spec, weights, training)
     }
 
     /// Makes the layer from the weights of its parts.
-    fn mesh_layer_with(
+    fn rank_layer_with(
         &self,
         mesh: &Mesh,
         spec: &LayerSpec,
         weights: RankWeights<'_>,
         training: Option<Training>,
-    ) -> Result<MeshLayer, EngineError> {
+    ) -> Result<RankLayer, EngineError> {
         check_spec(spec)?;
         let form = PlanKey {
             adaptive_r: mesh.parallel().expert_tp,
@@ -130,7 +125,7 @@ impl Engine {
         check_same(mesh, &plan, training)?;
         let options = options(mesh);
         let part = |plan: &LayerPlan, weights: &dyn WeightSource| {
-            let layer = self.layer_of(&Texts::of(plan.clone().into())?, weights);
+            let layer = self.device_layer(&Texts::of(plan.clone().into())?, weights);
             layer.map_err(|error| error.needing(&options))
         };
         let call = Call::new("kernels and weights of a layer");
@@ -147,17 +142,19 @@ impl Engine {
             shared: shared.as_ref(),
         };
         let bound = BoundPlan::over(form, plan, parts)?;
-        Ok(MeshLayer {
+        Ok(RankLayer {
             engine: self.clone(),
-            packings: BTreeMap::new(),
             mesh: mesh.clone(),
             tokens,
             experts,
             shared,
-            bound_plans: BTreeMap::from([(form, bound)]),
-            shadow_model: ShadowModel::of(spec),
-            strategy: Strategy::default(),
-            row_schedule: RowSchedule::Direct,
+            choice: RwLock::new(Choice {
+                strategy: Strategy::default(),
+                row_schedule: RowSchedule::Direct,
+                shadow_model: ShadowModel::of(spec),
+                bound_plans: BTreeMap::from([(form, bound)]),
+                packings: BTreeMap::new(),
+            }),
             recorder: None,
         })
     }
@@ -236,17 +233,25 @@ fn options(mesh: &Mesh) -> String {
     format!(" --mesh {}{placement}{adaptive_r}", parts.join(","))
 }
 
-impl MeshLayer {
-    /// Returns the plan of this rank under the present strategy, without chunks. Apply
-    /// [`RankPlan::in_chunks`] with [`Strategy::chunks`] to get its exact steps.
-    pub fn plan(&self) -> &RankPlan {
-        let bound = self.bound();
-        let packing = self.packing(bound, self.strategy.comm_dtype);
-        packing.map_or(&bound.plan, |packing| &packing.plan)
+impl RankLayer {
+    /// Returns the choice for a call, which waits while the strategy changes.
+    pub(super) fn choice(&self) -> RwLockReadGuard<'_, Choice> {
+        self.choice.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns a text that identifies layers whose steps may take different times: name, number of
-    /// ranks, and a hash of spec, training, mesh, placement and ranks on each node. It is the same
+    fn choice_mut(&self) -> RwLockWriteGuard<'_, Choice> {
+        self.choice.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the plan of this rank under the present strategy, without chunks.
+    pub fn plan(&self) -> RankPlan {
+        let choice = self.choice();
+        let bound = self.bound(&choice);
+        let packing = choice.packing(bound, choice.strategy.comm_dtype);
+        packing.map_or(&bound.plan, |packing| &packing.plan).clone()
+    }
+
+    /// Returns a text that identifies layers whose steps may take different times; it is the same
     /// on all ranks, even if their targets differ.
     pub fn identity(&self) -> String {
         let (own, mesh) = (self.tokens.plan(), &self.mesh);
@@ -260,25 +265,41 @@ impl MeshLayer {
         format!("{}, {} ranks, {hash}", own.spec.name, parallel.ranks())
     }
 
-    /// Returns the mesh.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
     }
 
-    /// Returns the strategy of calls from now on.
-    pub fn strategy(&self) -> Strategy {
-        self.strategy
+    /// Returns another handle to the layer: the same weights and kernels, and memory of its own.
+    /// It begins with the default strategy, because the kernels of others are made by all ranks
+    /// together.
+    pub fn handle(&self) -> RankLayer {
+        let choice = self.choice();
+        let form = self.form(Strategy::default());
+        RankLayer {
+            engine: self.engine.clone(),
+            mesh: self.mesh.clone(),
+            tokens: self.tokens.handle(),
+            experts: self.experts.handle(),
+            shared: self.shared.as_ref().map(DeviceLayer::handle),
+            choice: RwLock::new(Choice {
+                strategy: Strategy::default(),
+                row_schedule: RowSchedule::Direct,
+                shadow_model: choice.shadow_model,
+                bound_plans: BTreeMap::from([(form, choice.bound_plans[&form].handle())]),
+                packings: BTreeMap::new(),
+            }),
+            recorder: self.recorder.clone(),
+        }
     }
 
-    /// Sets the strategy of calls from now on; a backward pass uses its forward pass's. All ranks
-    /// call it with the same strategy. The first use of an adaptive parallelism degree makes its
-    /// kernels and its process groups, which all layers of the mesh share; both are kept.
-    ///
-    /// # Errors
-    /// [`EngineError::Plan`] for a strategy that the mesh, its nodes or the layer's packed weights
-    /// do not allow (see [`Mesh::for_any_r`]); [`EngineError::Collective`], also when ranks choose
-    /// differently; otherwise as [`Engine::layer`], also for the cast kernels.
-    pub fn set_strategy(&mut self, strategy: Strategy) -> Result<(), EngineError> {
+    /// Returns the strategy of calls from now on.
+    pub fn strategy(&self) -> Strategy {
+        self.choice().strategy
+    }
+
+    /// Sets the strategy of calls from now on. The first use of an adaptive parallelism degree
+    /// makes its kernels and its process groups, which all layers of the mesh share; both are kept.
+    pub fn set_strategy(&self, strategy: Strategy) -> Result<(), EngineError> {
         let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
         let values = [("strategy", &*strategy.to_string())];
         // Ranks compare their choices before any of them changes: a mismatch must leave all layers
@@ -288,21 +309,23 @@ impl MeshLayer {
         let form = self.form(strategy);
         let options = format!("{} --strategy {strategy}", options(&self.mesh));
         let needing = |error: EngineError| error.needing(&options);
-        if !self.bound_plans.contains_key(&form) {
-            self.add(by, strategy).map_err(needing)?;
+        // From here on calls of other threads wait: they would find a strategy without its casts.
+        let choice = &mut *self.choice_mut();
+        if let Entry::Vacant(place) = choice.bound_plans.entry(form) {
+            place.insert(self.bind(by, strategy).map_err(needing)?);
         }
-        self.pack(form, strategy.comm_dtype).map_err(needing)?;
-        self.bind_chunks(form, strategy.chunks())?;
-        self.row_schedule = row_schedule;
-        self.strategy = strategy;
+        self.pack(choice, form, strategy.comm_dtype)
+            .map_err(needing)?;
+        if let Some(bound) = choice.bound_plans.get_mut(&form) {
+            bound.bind_chunks(self.held(), strategy.chunks())?;
+        }
+        choice.row_schedule = row_schedule;
+        choice.strategy = strategy;
         Ok(())
     }
 
     /// Checks a strategy against mesh, nodes and placement. The check exchanges nothing and makes
     /// nothing, so it does not notice packed weights.
-    ///
-    /// # Errors
-    /// [`EngineError::Plan`], as [`MeshLayer::set_strategy`].
     pub fn check_strategy(&self, strategy: Strategy) -> Result<(), EngineError> {
         self.checked(strategy).map(drop)
     }
@@ -322,64 +345,42 @@ impl MeshLayer {
         }
     }
 
-    /// Sets the model that chooses shadows from the next call on ([`Strategy::shadows`]); the
-    /// default is [`ShadowModel::of`] the layer. All ranks call it with the same model.
-    ///
-    /// # Errors
-    /// [`EngineError::Collective`], also when models differ.
-    pub fn set_shadow_model(&mut self, model: ShadowModel) -> Result<(), EngineError> {
+    /// Sets the model that chooses shadows from the next call on.
+    pub fn set_shadow_model(&self, model: ShadowModel) -> Result<(), EngineError> {
         let call = Call::new(&format!("model of shadows of {}", self.tokens.spec().name));
         let values = [("model", &*format!("{model:?}"))];
         agree(&mut *self.mesh.groups().world, &values, &call)?;
-        self.shadow_model = model;
+        self.choice_mut().shadow_model = model;
         Ok(())
     }
 
     /// Returns the model that chooses shadows.
-    pub fn shadow_model(&self) -> &ShadowModel {
-        &self.shadow_model
+    pub fn shadow_model(&self) -> ShadowModel {
+        self.choice().shadow_model
     }
 
     /// Makes the casts of a form, for one communication dtype.
-    fn pack(&mut self, form: PlanKey, comm_dtype: Both<CommDtype>) -> Result<(), EngineError> {
+    fn pack(
+        &self,
+        choice: &mut Choice,
+        form: PlanKey,
+        comm_dtype: Both<CommDtype>,
+    ) -> Result<(), EngineError> {
         let key = (form, comm_dtype);
-        if comm_dtype != Both::same(CommDtype::Unchanged) && !self.packings.contains_key(&key) {
+        if comm_dtype != Both::same(CommDtype::Unchanged) && !choice.packings.contains_key(&key) {
             let call = Call::new("kernels of packed rows");
             // Compiling may take longer than the deadline of an exchange; the heartbeat keeps ranks
             // that are done from giving up on this one.
             let packing = self.mesh.with_heartbeat(&call, || {
-                Packing::new(&self.engine, &self.bound_plans[&form].plan, comm_dtype)
+                Packing::new(&self.engine, &choice.bound_plans[&form].plan, comm_dtype)
             })?;
-            self.packings.insert(key, packing);
-        }
-        Ok(())
-    }
-
-    /// Returns the casts of a bound plan; `None` where rows travel as they are.
-    pub(super) fn packing(
-        &self,
-        bound: &BoundPlan,
-        comm_dtype: Both<CommDtype>,
-    ) -> Option<&Packing> {
-        self.packings.get(&(bound.form, comm_dtype))
-    }
-
-    /// Binds the passes of a form for an overlap.
-    fn bind_chunks(&mut self, form: PlanKey, chunks: Overlap) -> Result<(), EngineError> {
-        let held = PartLayers {
-            tokens: &self.tokens,
-            experts: &self.experts,
-            shadows: None,
-            shared: self.shared.as_ref(),
-        };
-        if let Some(bound) = self.bound_plans.get_mut(&form) {
-            bound.bind_chunks(held, chunks)?;
+            choice.packings.insert(key, packing.into());
         }
         Ok(())
     }
 
     /// Makes the bound plan of a strategy. All ranks call it.
-    fn add(&mut self, by: AdaptiveMesh, strategy: Strategy) -> Result<(), EngineError> {
+    fn bind(&self, by: AdaptiveMesh, strategy: Strategy) -> Result<BoundPlan, EngineError> {
         let held = self.experts.plan();
         let mut weights = held
             .tensors
@@ -408,24 +409,26 @@ impl MeshLayer {
         bound.record(self.recorder.as_ref());
         // A collective call, so it comes after everything that can fail on one rank alone.
         self.mesh.groups().add(by)?;
-        self.bound_plans.insert(form, bound);
-        Ok(())
+        Ok(bound)
     }
 
-    /// Sets the recorder of every launch and exchange; `None` removes it. See [`Layer::record`].
+    /// Sets the recorder of every launch and exchange; `None` removes it.
     pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
         let held = [&mut self.tokens, &mut self.experts];
         for part in held.into_iter().chain(&mut self.shared) {
             part.record(recorder.clone());
         }
-        for bound in self.bound_plans.values_mut() {
+        let choice = self.choice.get_mut();
+        let choice = choice.unwrap_or_else(PoisonError::into_inner);
+        for bound in choice.bound_plans.values_mut() {
             bound.record(recorder.as_ref());
         }
         self.recorder = recorder;
     }
 
-    pub(super) fn bound(&self) -> &BoundPlan {
-        &self.bound_plans[&self.form(self.strategy)]
+    /// Returns the bound plan of a choice.
+    pub(super) fn bound<'c>(&self, choice: &'c Choice) -> &'c BoundPlan {
+        &choice.bound_plans[&self.form(choice.strategy)]
     }
 
     /// Returns the layers that hold weights.
@@ -440,24 +443,24 @@ impl MeshLayer {
 
     /// Returns the part that every rank holds: weights and gradients of router, projections and
     /// whole shared experts.
-    pub fn replicated(&self) -> &Layer {
+    pub fn replicated(&self) -> &DeviceLayer {
         &self.tokens
     }
 
     /// Returns the part that only this rank holds: weights and gradients of its experts, named
     /// `experts.` and the rest, in the order of [`RankPlan::own_experts`].
-    pub fn own(&self) -> &Layer {
+    pub fn own(&self) -> &DeviceLayer {
         &self.experts
     }
 
     /// Returns this rank's shards of shared experts, by their names in the layer; `None` where
-    /// [`MeshLayer::replicated`] holds them whole.
-    pub fn shared(&self) -> Option<&Layer> {
+    /// [`RankLayer::replicated`] holds them whole.
+    pub fn shared(&self) -> Option<&DeviceLayer> {
         self.shared.as_ref()
     }
 
     /// Returns all of these parts.
-    pub fn parts(&self) -> impl Iterator<Item = &Layer> {
+    pub fn parts(&self) -> impl Iterator<Item = &DeviceLayer> {
         [&self.tokens, &self.experts]
             .into_iter()
             .chain(&self.shared)
@@ -466,9 +469,20 @@ impl MeshLayer {
     /// Returns the bytes of device memory of the layer's intermediates, in all its bound plans, and
     /// of the workspace pool, which all layers of the mesh share.
     pub fn workspace_bytes(&self) -> u64 {
-        let bound_plans = self.bound_plans.values();
+        let choice = self.choice();
+        let bound_plans = choice.bound_plans.values();
         let others = bound_plans.flat_map(BoundPlan::own_layers);
-        let held: u64 = self.parts().chain(others).map(Layer::workspace_bytes).sum();
+        let parts = self.parts().chain(others);
+        let held: u64 = parts.map(DeviceLayer::workspace_bytes).sum();
         held + self.mesh.groups().workspaces.bytes() as u64
+    }
+}
+
+impl Choice {
+    /// Returns the casts of a bound plan; `None` where rows travel as they are.
+    pub fn packing(&self, bound: &BoundPlan, comm_dtype: Both<CommDtype>) -> Option<&Packing> {
+        self.packings
+            .get(&(bound.form, comm_dtype))
+            .map(|packing| &**packing)
     }
 }

@@ -12,9 +12,9 @@ use super::rows::{OwnRows, RowMesh, RowRange, Rows};
 use super::shadows::{IdleWeights, ShadowWeights};
 use super::tp_peers::TpPeers;
 use super::transfers::{RowTransfer, TensorRows, element, transfers};
+use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::launch::Bound;
-use crate::layer::Layer;
 use crate::trace::Recorder;
 use bytemuck::cast_slice;
 use moesaic_collectives::plan::{RowBytes, Schedule};
@@ -39,7 +39,7 @@ pub(super) struct MeshCall<'l> {
     pub experts: PartCall<'l>,
     /// The layer with the weights that this rank owns; another one than the expert part's where
     /// weights are gathered.
-    pub owned: &'l Layer,
+    pub owned: &'l DeviceLayer,
     /// The shadow part, where experts may have shadows.
     pub shadows: Option<PartCall<'l>>,
     /// The model that chooses shadows.

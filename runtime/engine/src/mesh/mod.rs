@@ -1,11 +1,10 @@
 //! Layers whose experts live on many ranks.
 //!
-//! [`Mesh`] holds a rank's coordinates and its process groups. [`MeshLayer`] is one rank's part of
+//! [`Mesh`] holds a rank's coordinates and its process groups. [`RankLayer`] is one rank's part of
 //! a layer: it runs the steps of a [`RankPlan`](moesaic_plan::RankPlan), launches and exchanges in
 //! one list.
 
 mod all_to_all;
-mod any;
 mod bound_plan;
 mod calls;
 mod collect;
@@ -37,10 +36,9 @@ mod transfers;
 mod weights;
 mod workspace_pool;
 
-pub use any::{AnyLayer, AnySaved};
-pub use calls::MeshSaved;
+pub(crate) use calls::RankSaved;
 pub use groups::Mesh;
-pub use layer::MeshLayer;
+pub(crate) use layer::RankLayer;
 pub use part::{part_of, part_of_placed, part_shape, part_shape_placed};
 pub use ranks::{ProcessGroup, Ranks};
 pub use shard::{Shard, joined, joined_placed};

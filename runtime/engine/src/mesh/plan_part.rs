@@ -1,10 +1,10 @@
 //! One part of a plan in a call: a layer, its memory and its scalars.
 
+use crate::device_layer::{DeviceLayer, Turn};
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
-use crate::layer::{Layer, Turn};
 use crate::memory::{Addresses, Buffers};
-use crate::training::Saved;
+use crate::training::DeviceSaved;
 use moesaic_plan::{Chunk, TensorId};
 use moesaic_target::{Buffer, Ptr};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 /// A part of a plan in one call. It holds the layer's lock, so no other call of the layer runs
 /// meanwhile.
 pub(super) struct PartCall<'l> {
-    pub layer: &'l Layer,
+    pub layer: &'l DeviceLayer,
     workspaces: Turn<'l>,
     kept: Kept<'l>,
     scalars: Option<Scalars>,
@@ -41,12 +41,12 @@ pub(super) struct Part {
 /// The tensors that a call keeps for backward, or has from forward.
 enum Kept<'l> {
     Nothing,
-    Now(Saved),
-    Before(&'l Saved),
+    Now(DeviceSaved),
+    Before(&'l DeviceSaved),
 }
 
 impl<'l> PartCall<'l> {
-    pub fn new(layer: &'l Layer) -> PartCall<'l> {
+    pub fn new(layer: &'l DeviceLayer) -> PartCall<'l> {
         PartCall {
             layer,
             workspaces: layer.lock_workspaces(),
@@ -85,7 +85,7 @@ impl<'l> PartCall<'l> {
     }
 
     /// Reserves memory for a backward pass from the state that forward kept.
-    pub fn back(&mut self, saved: &'l Saved, accumulate: bool) -> Result<(), EngineError> {
+    pub fn back(&mut self, saved: &'l DeviceSaved, accumulate: bool) -> Result<(), EngineError> {
         let layer = self.layer;
         layer.check_saved(saved)?;
         layer.reserve_every(&mut self.workspaces.every, saved.tokens())?;
@@ -100,7 +100,7 @@ impl<'l> PartCall<'l> {
     }
 
     /// Returns the state that the call kept.
-    pub fn into_saved(self) -> Option<Saved> {
+    pub fn into_saved(self) -> Option<DeviceSaved> {
         match self.kept {
             Kept::Now(saved) => Some(saved),
             _ => None,

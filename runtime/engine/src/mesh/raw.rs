@@ -5,140 +5,14 @@
 //! few tensors that exchanges move are copied on the device, in stream order: `x` and `dy` where
 //! shared experts are sharded, and numbers such as `counts`.
 
-use super::calls::{BackwardArgs, CallArgs, MeshSaved};
-use super::layer::MeshLayer;
 use super::mesh_call::MeshCall;
 use super::shadows::Bytes;
-use crate::call::{RawBackward, RawCall, RngKey, input_error};
+use crate::call::input_error;
 use crate::error::EngineError;
-use crate::pass::Pass;
 use moesaic_plan::{PlanPart, RankPlan, RankStep, Role, SATURATED, TensorId};
 use moesaic_target::{Buffer, Ptr};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-
-impl MeshLayer {
-    /// As [`MeshLayer::forward_with`], on device memory that the caller owns: kernels read this
-    /// rank's tokens and write its results there, in stream order. The host waits for count
-    /// exchanges and row exchanges, and does not wait for the launches after them.
-    ///
-    /// # Safety
-    /// As [`Layer::forward_raw`](crate::Layer::forward_raw), also when the call fails.
-    ///
-    /// # Errors
-    /// As [`Layer::forward_raw`](crate::Layer::forward_raw); [`EngineError::Input`] for a
-    /// weight, which lies with its rank; [`EngineError::Collective`].
-    pub unsafe fn forward_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        self.evaluate(&CallArgs::Raw(call))?.copy_results()
-    }
-
-    /// As [`MeshLayer::route`], on device memory that the caller owns.
-    ///
-    /// # Safety
-    /// As [`MeshLayer::forward_raw`].
-    ///
-    /// # Errors
-    /// As [`MeshLayer::forward_raw`].
-    pub unsafe fn route_raw(&self, call: &RawCall<'_>) -> Result<(), EngineError> {
-        let run = self.decide(Pass::Route, &CallArgs::Raw(call), RngKey::default())?;
-        run.copy_results()
-    }
-
-    /// As [`MeshLayer::route_train`], on device memory that the caller owns.
-    ///
-    /// # Safety
-    /// As [`MeshLayer::forward_raw`].
-    ///
-    /// # Errors
-    /// As [`MeshLayer::forward_raw`] and [`MeshLayer::route_train`].
-    pub unsafe fn route_train_raw(
-        &self,
-        call: &RawCall<'_>,
-        rng_key: RngKey,
-    ) -> Result<(), EngineError> {
-        self.tokens.check_training()?;
-        let run = self.decide(Pass::RouteTrain, &CallArgs::Raw(call), rng_key)?;
-        run.copy_results()
-    }
-
-    /// As [`MeshLayer::tokens_per_expert`] with the tokens of a call on device memory; without
-    /// rng_key as [`MeshLayer::evaluation_tokens_per_expert`]. Writes nothing to the caller's
-    /// memory.
-    ///
-    /// # Safety
-    /// As [`MeshLayer::forward_raw`].
-    ///
-    /// # Errors
-    /// As [`MeshLayer::route_raw`] and [`MeshLayer::route_train_raw`].
-    pub unsafe fn tokens_per_expert_raw(
-        &self,
-        call: &RawCall<'_>,
-        rng_key: Option<RngKey>,
-    ) -> Result<Vec<Vec<u64>>, EngineError> {
-        let pass = match rng_key {
-            Some(_) => Pass::RouteTrain,
-            None => Pass::Route,
-        };
-        if pass.trains() {
-            self.tokens.check_training()?;
-        }
-        let is_input = |(name, _): &&(&str, Ptr)| {
-            let tensor = self.tokens.plan().tensor(name);
-            tensor.is_some_and(|tensor| tensor.role == Role::Input)
-        };
-        // Outputs are left out, because the caller's call with the same tensors follows and has to
-        // find its memory untouched.
-        let tensors: Vec<(&str, Ptr)> = call.tensors.iter().filter(is_input).copied().collect();
-        let call = RawCall {
-            tensors: &tensors,
-            ..*call
-        };
-        let run = self.decide(pass, &CallArgs::Raw(&call), rng_key.unwrap_or_default())?;
-        let output = run.read(&["counts"])?;
-        drop(run); // its groups are needed
-        self.gather_counts(&output)
-    }
-
-    /// As [`MeshLayer::forward_train`], on device memory that the caller owns. Inputs stay where
-    /// they are.
-    ///
-    /// # Safety
-    /// As [`MeshLayer::forward_raw`]; what the call names must stay valid and unchanged until the
-    /// stream has passed the last backward of the result.
-    ///
-    /// # Errors
-    /// As [`MeshLayer::forward_raw`] and [`MeshLayer::forward_train`].
-    pub unsafe fn forward_train_raw(
-        &self,
-        call: &RawCall<'_>,
-        rng_key: RngKey,
-    ) -> Result<MeshSaved, EngineError> {
-        let run = self.train(&CallArgs::Raw(call), rng_key)?;
-        run.copy_results()?;
-        Ok(self.saved(run))
-    }
-
-    /// As [`MeshLayer::backward`], on device memory that the caller owns: `dy`, `dx` and
-    /// `grad.topk_weights` of this rank's tokens. Gradients of weights stay in the layer's memory,
-    /// where [`MeshLayer::reduce_gradients`] sums them;
-    /// [`Layer::gradient_ptr`](crate::Layer::gradient_ptr) of [`MeshLayer::weight_layer`] returns
-    /// the address.
-    ///
-    /// # Safety
-    /// As [`Layer::backward_raw`](crate::Layer::backward_raw), also when the call fails.
-    ///
-    /// # Errors
-    /// As [`Layer::backward_raw`](crate::Layer::backward_raw); [`EngineError::Input`] for the
-    /// gradient of a weight; [`EngineError::Collective`].
-    pub unsafe fn backward_raw(
-        &self,
-        saved: &MeshSaved,
-        call: &RawBackward<'_>,
-    ) -> Result<(), EngineError> {
-        let run = self.back(saved, &BackwardArgs::Raw(call.tensors), call.accumulate)?;
-        run.copy_results()
-    }
-}
 
 /// The caller's memory for tensors of the dispatch part that kernels use in the layer's memory.
 #[derive(Default)]
@@ -197,7 +71,7 @@ impl MeshCall<'_> {
             let problem = match name.strip_prefix("grad.") {
                 Some(weight) if is_weight(weight) => {
                     "stays in the layer's memory on a mesh, where ranks add it up; leave it out, \
-                     and ask `gradient_ptr` of `weight_layer` where it lies"
+                     and ask `gradient_ptr` where it lies"
                 }
                 None if is_weight(name) => {
                     "stays in the layer's memory on a mesh; leave it out, and replace it by \

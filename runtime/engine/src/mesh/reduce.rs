@@ -1,15 +1,15 @@
 //! Reduction of weight gradients over the ranks that hold the same weights.
 
-use super::layer::MeshLayer;
+use super::layer::RankLayer;
 use super::ranks::ProcessGroup;
 use super::replicas::OnDevice;
+use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
-use crate::layer::Layer;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
 use moesaic_plan::TensorId;
 
-impl MeshLayer {
+impl RankLayer {
     /// Sums gradients over the ranks that hold the same weights. Gradients of experts are summed
     /// over `dp` groups and over groups with replicas of an expert
     /// ([`Placement`](moesaic_plan::Placement)), those of sharded shared experts over the shards of
@@ -19,7 +19,7 @@ impl MeshLayer {
     ///
     /// Use it where the loss is a sum over tokens, as with `dy` of a mean over all ranks' tokens,
     /// and auxiliary losses have [`TokenScope::World`](moesaic_plan::TokenScope). If the loss is a
-    /// mean over each rank's own tokens, use [`MeshLayer::average_gradients`].
+    /// mean over each rank's own tokens, use [`RankLayer::average_gradients`].
     ///
     /// # Errors
     /// [`EngineError::NotTraining`], [`EngineError::Collective`].
@@ -37,7 +37,7 @@ impl MeshLayer {
         self.sum_replicas()
     }
 
-    /// As [`MeshLayer::reduce_gradients`], then divides all sums by the number of ranks, those of
+    /// As [`RankLayer::reduce_gradients`], then divides all sums by the number of ranks, those of
     /// experts too: the gradients of the mean of all ranks' losses, as in data-parallel training.
     /// Use it where losses are means over a rank's own tokens, auxiliary ones of
     /// [`TokenScope::Rank`](moesaic_plan::TokenScope) included. Losses of
@@ -45,7 +45,7 @@ impl MeshLayer {
     /// number of ranks, too. The division runs on the host.
     ///
     /// # Errors
-    /// As [`MeshLayer::reduce_gradients`].
+    /// As [`RankLayer::reduce_gradients`].
     pub fn average_gradients(&self) -> Result<(), EngineError> {
         self.reduce_gradients()?;
         let ranks = self.mesh().parallel().ranks() as f32;
@@ -54,10 +54,10 @@ impl MeshLayer {
 
     /// Sums gradients of experts that several groups hold, through host memory.
     fn sum_replicas(&self) -> Result<(), EngineError> {
-        let (own, experts) = (
-            self.own(),
-            self.plan().placement().count(self.mesh().place().ep),
-        );
+        let own = self.own();
+        let choice = self.choice();
+        let placement = self.bound(&choice).plan.placement();
+        let experts = placement.count(self.mesh().place().ep);
         let buffers = own.gradient_buffers()?;
         let _turn = own.lock_workspaces();
         let bytes = |tensor: TensorId| 4 * own.plan()[tensor].elements(0) as usize / experts;
@@ -73,7 +73,7 @@ impl MeshLayer {
     }
 }
 
-fn sum(layer: &Layer, group: &mut dyn Collectives) -> Result<(), EngineError> {
+fn sum(layer: &DeviceLayer, group: &mut dyn Collectives) -> Result<(), EngineError> {
     if group.size() == 1 {
         return Ok(());
     }
@@ -94,7 +94,7 @@ fn sum(layer: &Layer, group: &mut dyn Collectives) -> Result<(), EngineError> {
     Ok(())
 }
 
-fn divide(layer: &Layer, by: f32) -> Result<(), EngineError> {
+fn divide(layer: &DeviceLayer, by: f32) -> Result<(), EngineError> {
     let buffers = layer.gradient_buffers()?;
     let _turn = layer.lock_workspaces();
     for (tensor, buffer) in buffers.iter() {

@@ -5,10 +5,9 @@
 //! dispatch part, and takes the rows of its own tokens from the result. Every order of placement
 //! and every selection over tokens therefore equals that of one process, to the bit.
 
-use super::calls::CallArgs;
-use super::layer::MeshLayer;
+use super::layer::RankLayer;
 use super::mesh_call::MeshCall;
-use crate::call::{Input, Output, RngKey};
+use crate::call::{CallArgs, Input, Output, RngKey};
 use crate::error::EngineError;
 use crate::pass::Pass;
 use bytemuck::cast_slice;
@@ -47,7 +46,7 @@ fn looks_at_all(spec: &LayerSpec, trains: bool) -> bool {
     selects || spec.capacity.mode != CapacityMode::Dropless
 }
 
-impl MeshLayer {
+impl RankLayer {
     /// Routes the tokens of all ranks, if the scope asks for it and the call needs it. A call that
     /// asks for `locations` needs it, too, because these count the rows of other ranks.
     pub(super) fn global_routing(

@@ -1,8 +1,7 @@
 //! Points in time of a rank's device.
 
-use super::layer::MeshLayer;
 use crate::error::EngineError;
-use moesaic_target::Event;
+use moesaic_target::{Device, Event};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,14 +16,10 @@ enum When {
     Host(Instant),
 }
 
-impl MeshLayer {
+impl Timestamp {
     /// Records the point at which the device has finished the launches so far. A device without
     /// streams is waited for.
-    ///
-    /// # Errors
-    /// [`EngineError::Device`].
-    pub fn timestamp(&self) -> Result<Timestamp, EngineError> {
-        let device = &*self.tokens.device;
+    pub(crate) fn now(device: &dyn Device) -> Result<Timestamp, EngineError> {
         Ok(Timestamp(match device.streams() {
             Ok(streams) => When::Device(streams.record()?),
             Err(_) => {
@@ -33,9 +28,7 @@ impl MeshLayer {
             }
         }))
     }
-}
 
-impl Timestamp {
     /// Returns the seconds from an earlier timestamp of the same layer to this one; waits for both.
     ///
     /// # Errors

@@ -1,13 +1,13 @@
 //! Weights and gradients of one rank's part of a layer, all parts under one set of names.
 
-use super::layer::MeshLayer;
+use super::layer::RankLayer;
 use super::ranks::{ProcessGroup, Ranks};
+use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
-use crate::layer::Layer;
 use moesaic_spec::canonical_tensors;
-use moesaic_tensor::{Tensor, Tensors, WeightSource};
+use moesaic_tensor::{Tensors, WeightSource};
 
-impl MeshLayer {
+impl RankLayer {
     /// Returns a handle to exchange host memory between the ranks of this layer.
     pub fn ranks(&self) -> Ranks {
         Ranks::new(self.mesh(), &self.replicated().device)
@@ -29,7 +29,7 @@ impl MeshLayer {
     }
 
     /// Returns the gradients of the weights that this rank updates, by the weights' names, as the
-    /// last backward passes or [`MeshLayer::reduce_gradients`] left them.
+    /// last backward passes or [`RankLayer::reduce_gradients`] left them.
     ///
     /// # Errors
     /// [`EngineError::NotTraining`].
@@ -44,16 +44,8 @@ impl MeshLayer {
         Ok(all)
     }
 
-    /// Replaces this rank's part of a weight, when no call is in flight.
-    ///
-    /// # Errors
-    /// As [`Layer::set_weight`].
-    pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
-        self.weight_layer(name).set_weight(name, tensor)
-    }
-
     /// Returns the part that holds a weight.
-    pub fn weight_layer(&self, name: &str) -> &Layer {
+    pub fn weight_layer(&self, name: &str) -> &DeviceLayer {
         match self.mesh().process_group(name) {
             ProcessGroup::ExpertDp => self.own(),
             ProcessGroup::EpDp => self.shared().unwrap_or(self.replicated()),

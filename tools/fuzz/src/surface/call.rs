@@ -111,7 +111,7 @@ impl Surface for Call {
         let layers = self.layers.as_ref().ok_or("there are no layers")?;
         let mut accepted = false;
         for layer in layers {
-            match layer.forward_with(&call, &["y", "topk_ids", "counts"]) {
+            match layer.forward(call.reading(&["y", "topk_ids", "counts"])) {
                 Ok(output) => {
                     accepted = true;
                     let shape = &output.y().shape;

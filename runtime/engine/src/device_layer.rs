@@ -19,9 +19,9 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-/// A layer that can run. Calls from several threads take turns; threads whose calls should run at
-/// the same time use a [`Layer::handle`] each.
-pub struct Layer {
+/// A layer on one device: that of a process, or a part of a rank's. Calls from several threads take
+/// turns; threads whose calls should run at the same time use a [`DeviceLayer::handle`] each.
+pub(crate) struct DeviceLayer {
     // Handles share these.
     pub(crate) tilings: Arc<Tilings>,
     /// The loaded kernels of each plan.
@@ -54,14 +54,14 @@ pub struct Layer {
     recorder: Option<Arc<dyn Recorder>>,
 }
 
-impl Layer {
+impl DeviceLayer {
     pub(crate) fn new(
         tilings: Tilings,
         modules: Vec<Modules>,
         device: Arc<dyn Device>,
         weights: &dyn WeightSource,
         shared: HashMap<String, Arc<Buffer>>,
-    ) -> Result<Layer, EngineError> {
+    ) -> Result<DeviceLayer, EngineError> {
         let plan = tilings.first();
         let own = |name: &str| !shared.contains_key(name);
         let mut held = placed(plan, &modules[0], &*device, weights, own)?;
@@ -71,7 +71,7 @@ impl Layer {
             }
         }
         check_held(plan, &held)?;
-        Layer::holding(tilings, modules, device, held)
+        DeviceLayer::holding(tilings, modules, device, held)
     }
 
     /// Makes a layer whose calls bring weights from a workspace, and memory for their gradients.
@@ -79,12 +79,12 @@ impl Layer {
         tilings: Tilings,
         modules: Vec<Modules>,
         device: Arc<dyn Device>,
-    ) -> Result<Layer, EngineError> {
-        let layer = Layer::holding(tilings, modules, device, Buffers::default())?;
+    ) -> Result<DeviceLayer, EngineError> {
+        let layer = DeviceLayer::holding(tilings, modules, device, Buffers::default())?;
         // An empty set counts as made. The first backward pass would otherwise allocate gradients
         // that the workspace of each call holds.
         let gradients = OnceLock::from(Buffers::default());
-        Ok(Layer { gradients, ..layer })
+        Ok(DeviceLayer { gradients, ..layer })
     }
 
     /// Makes a layer over weights that exist already.
@@ -93,7 +93,7 @@ impl Layer {
         modules: Vec<Modules>,
         device: Arc<dyn Device>,
         held: Buffers,
-    ) -> Result<Layer, EngineError> {
+    ) -> Result<DeviceLayer, EngineError> {
         let (tilings, modules) = (Arc::new(tilings), Arc::from(modules));
         let plan = tilings.first();
         let bind = |steps| Bound::new(&tilings, &modules, steps);
@@ -101,7 +101,7 @@ impl Layer {
         let mut by_name: Vec<TensorId> = (0..plan.tensors.len()).map(TensorId).collect();
         // Raw calls look up every tensor by name, so a search must not walk the whole plan.
         by_name.sort_by_key(|&id| &*plan[id].name);
-        Ok(Layer {
+        Ok(DeviceLayer {
             ports: Pass::ALL.map(|pass| pass.ports(plan)).into(),
             passes: passes.collect::<Result<_, _>>()?,
             backward: bind(&plan.backward)?.into(),
@@ -123,12 +123,12 @@ impl Layer {
 
     /// Returns another handle to the layer: its weights and kernels are the same memory, its
     /// workspace is its own. Calls of two handles run at the same time, on a GPU in the order of the
-    /// stream; calls of one take turns. [`Layer::set_weight`] changes a weight for all handles.
+    /// stream; calls of one take turns. [`DeviceLayer::set_weight`] changes a weight for all handles.
     ///
     /// A handle to a training layer has gradients of its own, and its backward takes what its own
     /// `forward_train` saved.
-    pub fn handle(&self) -> Layer {
-        Layer {
+    pub fn handle(&self) -> DeviceLayer {
+        DeviceLayer {
             tilings: Arc::clone(&self.tilings),
             modules: Arc::clone(&self.modules),
             weights: self.weights.clone(),
@@ -154,9 +154,9 @@ impl Layer {
     }
 
     /// Returns the layer with the locks of another: calls of the two never run at the same time.
-    pub(crate) fn taking_turns(self, turns: &Arc<Turns>) -> Layer {
+    pub(crate) fn taking_turns(self, turns: &Arc<Turns>) -> DeviceLayer {
         let turns = Arc::clone(turns);
-        Layer { turns, ..self }
+        DeviceLayer { turns, ..self }
     }
 
     /// Returns the id of the tensor of this name.
@@ -236,8 +236,8 @@ impl Layer {
         self.recorder = recorder;
     }
 
-    /// Replaces a weight, when no call of any [`Layer::handle`] is in flight. Earlier launches see
-    /// the old values.
+    /// Replaces a weight, when no call of any [`DeviceLayer::handle`] is in flight. Earlier launches
+    /// see the old values.
     ///
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
@@ -297,7 +297,7 @@ impl Layer {
 
     /// Its kernels, tensors and steps. What `moesaic tune` found changes tiles for
     /// some numbers of tokens, and with them sizes of scratch: see
-    /// [`Layer::tilings`].
+    /// [`DeviceLayer::tilings`].
     pub fn plan(&self) -> &LayerPlan {
         self.tilings.first()
     }
@@ -374,10 +374,10 @@ impl Layer {
     }
 }
 
-impl fmt::Debug for Layer {
+impl fmt::Debug for DeviceLayer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let plan = self.plan();
-        f.debug_struct("Layer")
+        f.debug_struct("DeviceLayer")
             .field("shape", &plan.spec.shape)
             .field("target", &plan.target.to_string())
             .field("trains", &plan.training.is_some())
