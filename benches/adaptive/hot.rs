@@ -53,7 +53,7 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
     ];
     let mut layers = Vec::new();
     for (_, placement, strategy) in &placements {
-        let mut layer = rank.layer(&mesh.placed(placement)?, &drawn)?;
+        let layer = rank.layer(&mesh.placed(placement)?, &drawn)?;
         layer.set_shadow_model(links(layer.spec()))?;
         layer.set_strategy(strategy.parse()?)?;
         layers.push(layer);
@@ -73,7 +73,7 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
             // Replicas are made equal here, so it is theirs to pay.
             layer.reduce_gradients()?;
             let sums = start.elapsed().as_secs_f64() - passes;
-            rows[kind] = saved.rows();
+            rows[kind] = saved.rows().unwrap_or(0);
             shadowed[kind] = saved.shadowed().to_vec();
             if round > 0 {
                 times[kind].push([passes, sums]);

@@ -5,7 +5,6 @@ use crate::layer::Layer;
 use crate::pointers::{Out, borrow, free, slice};
 use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor};
-use moesaic::mesh::AnySaved;
 use moesaic::target::Ptr;
 use moesaic::{Buffer, RawBackward, RawCall, RngKey as Key};
 use std::ffi::c_int;
@@ -42,7 +41,7 @@ pub struct RngKey {
 
 /// The state that a training call keeps for backward.
 pub struct Saved {
-    saved: AnySaved,
+    saved: moesaic::Saved,
     /// Packed copies of strided inputs, which backward reads.
     _copies: Vec<Buffer>,
 }
@@ -165,11 +164,11 @@ impl Layer {
     /// Runs a pass on the tensors of a call, and returns its result with the copies of inputs.
     ///
     /// # Safety
-    /// The call is valid, and its memory stays so as [`moesaic::Layer`]'s raw calls ask.
+    /// The call is valid, and its memory stays so as [`RawCall::new`] asks.
     unsafe fn pass<T>(
         &self,
         call: &Call,
-        run: impl FnOnce(&RawCall<'_>) -> Result<T, moesaic::EngineError>,
+        run: impl FnOnce(RawCall<'_>) -> Result<T, moesaic::EngineError>,
     ) -> Result<(T, Vec<Buffer>), Failure> {
         // SAFETY: the caller vouches for the call.
         let given = unsafe {
@@ -181,11 +180,10 @@ impl Layer {
         let bound = self.bound();
         let bound = bound.as_ref().map(|bound| bound.as_slice());
         let tensors = self.with_bound(&prepared.tensors, bound, &[Role::Weight])?;
-        let result = run(&RawCall {
-            tokens: call.tokens,
-            tensors: &tensors,
-            capacity_factor: (call.capacity_factor != 0.0).then_some(call.capacity_factor),
-        })?;
+        let capacity_factor = (call.capacity_factor != 0.0).then_some(call.capacity_factor);
+        // SAFETY: the tensors have the sizes of the plan and ids are in range.
+        let raw = unsafe { RawCall::new(call.tokens, &tensors) };
+        let result = run(raw.with_capacity_factor(capacity_factor))?;
         Ok((result, prepared.finish()))
     }
 }
@@ -218,8 +216,8 @@ pub unsafe extern "C" fn moesaic_forward(layer: *const Layer, call: *const Call)
     guard(|| {
         // SAFETY: the caller vouches for its pointers.
         let (layer, call) = unsafe { (borrow(layer, "layer")?, borrow(call, "call")?) };
-        // SAFETY: the tensors have the sizes of the plan and ids are in range.
-        unsafe { layer.pass(call, |raw| layer.layer.forward_raw(raw)) }?;
+        // SAFETY: as above.
+        unsafe { layer.pass(call, |raw| layer.layer.forward(raw)) }?;
         Ok(())
     })
 }
@@ -235,8 +233,8 @@ pub unsafe extern "C" fn moesaic_route(layer: *const Layer, call: *const Call) -
     guard(|| {
         // SAFETY: the caller vouches for its pointers.
         let (layer, call) = unsafe { (borrow(layer, "layer")?, borrow(call, "call")?) };
-        // SAFETY: as in `moesaic_forward`.
-        unsafe { layer.pass(call, |raw| layer.layer.route_raw(raw)) }?;
+        // SAFETY: as above.
+        unsafe { layer.pass(call, |raw| layer.layer.route(raw)) }?;
         Ok(())
     })
 }
@@ -263,8 +261,8 @@ pub unsafe extern "C" fn moesaic_forward_train(
             (out, borrow(layer, "layer")?, borrow(call, "call")?, key)
         };
         // SAFETY: as in `moesaic_forward`.
-        let (saved, copies) =
-            unsafe { layer.pass(call, |raw| layer.layer.forward_train_raw(raw, key.into())) }?;
+        let ((_, saved), copies) =
+            unsafe { layer.pass(call, |raw| layer.layer.forward_train(raw, key.into())) }?;
         out.give(Saved {
             saved,
             _copies: copies,
@@ -302,12 +300,9 @@ pub unsafe extern "C" fn moesaic_backward(
         let bound = bound.as_ref().map(|bound| bound.as_slice());
         let needed = [Role::Weight, Role::WeightGradient];
         let tensors = layer.with_bound(&prepared.tensors, bound, &needed)?;
-        let call = RawBackward {
-            tensors: &tensors,
-            accumulate: accumulate != 0,
-        };
         // SAFETY: the tensors have the sizes of the plan.
-        unsafe { layer.layer.backward_raw(&saved.saved, &call) }?;
+        let call = unsafe { RawBackward::new(&tensors) };
+        layer.layer.backward(&saved.saved, call, accumulate != 0)?;
         prepared.finish();
         Ok(())
     })

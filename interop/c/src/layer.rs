@@ -11,13 +11,15 @@ use crate::tensors::{Given, Tensor};
 use moesaic::plan::{Recompute, Role as Owner, TensorPlan};
 use moesaic::spec::canonical_tensors;
 use moesaic::target::{Device, Ptr};
-use moesaic::{AnyLayer, Strategy, Target, Tensors, Training};
+use moesaic::{
+    Layer as RustLayer, LayerOptions as RustOptions, Strategy, Target, Tensors, Training,
+};
 use std::ffi::{c_char, c_int};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 /// A compiled layer, or one rank's part of a layer over ranks. Calls of several threads take turns.
 pub struct Layer {
-    pub(crate) layer: AnyLayer,
+    pub(crate) layer: RustLayer,
     pub(crate) device: Arc<dyn Device>,
     pub(crate) target: Target,
     /// The weights and gradients of a layer without weights, by address.
@@ -97,7 +99,7 @@ fn role(owner: Owner) -> Option<Role> {
 
 /// Returns the tensors of a layer that a caller may name: those of calls, and this rank's weights
 /// with their gradients.
-fn described(layer: &AnyLayer) -> Vec<Described> {
+fn described(layer: &RustLayer) -> Vec<Described> {
     let one = |tensor: &TensorPlan, role| {
         Described::new(&tensor.name, tensor.dtype, role, tensor.shape.clone())
     };
@@ -107,16 +109,15 @@ fn described(layer: &AnyLayer) -> Vec<Described> {
     let ports = ports.filter(|(_, role)| is_port(*role));
     let mut all: Vec<Described> = ports.map(|(tensor, role)| one(tensor, role)).collect();
     for weight in canonical_tensors(layer.spec()) {
-        let plan = layer.weight_layer(&weight.name).plan();
         let names = [weight.name.clone(), format!("grad.{}", weight.name)];
-        let found = names.iter().filter_map(|name| plan.tensor(name));
+        let found = names.iter().filter_map(|name| layer.weight_plan(name));
         all.extend(found.filter_map(|tensor| Some(one(tensor, role(tensor.role)?))));
     }
     all
 }
 
 impl Layer {
-    fn new(engine: &Engine, layer: AnyLayer) -> Layer {
+    fn new(engine: &Engine, layer: RustLayer) -> Layer {
         Layer {
             tensors: described(&layer),
             layer,
@@ -243,22 +244,18 @@ pub unsafe extern "C" fn moesaic_layer_open(
         }
         // SAFETY: the caller vouches for the mesh.
         let mesh = unsafe { options.mesh.as_ref() }.map(|mesh| &mesh.mesh);
-        let layer = match (mesh, options.weights_are_part) {
-            (None, 0) | (Some(_), 0) => engine
-                .engine
-                .any_layer(mesh, &spec.spec, &tensors, training),
-            (Some(mesh), _) => {
-                let part = engine
-                    .engine
-                    .mesh_layer_of_part(mesh, &spec.spec, &tensors, training);
-                part.map(AnyLayer::from)
-            }
-            (None, _) => {
-                let problem = "is for layers over ranks: leave it 0 without a mesh";
-                return Err(Failure::argument("weights_are_part", problem));
-            }
+        if mesh.is_none() && options.weights_are_part != 0 {
+            let problem = "is for layers over ranks: leave it 0 without a mesh";
+            return Err(Failure::argument("weights_are_part", problem));
+        }
+        let options = RustOptions {
+            training,
+            mesh,
+            part: options.weights_are_part != 0,
+            ..RustOptions::default()
         };
-        out.give(Layer::new(engine, layer?));
+        let layer = engine.engine.layer_with(&spec.spec, &tensors, options)?;
+        out.give(Layer::new(engine, layer));
         Ok(())
     })
 }
@@ -288,7 +285,7 @@ pub unsafe extern "C" fn moesaic_layer_without_weights(
         let layer = engine.engine.layer_without_weights(&spec.spec, training)?;
         out.give(Layer {
             bound: Some(RwLock::default()),
-            ..Layer::new(engine, layer.into())
+            ..Layer::new(engine, layer)
         });
         Ok(())
     })
@@ -337,7 +334,7 @@ pub unsafe extern "C" fn moesaic_layer_from_hf(
             (out, borrow(engine, "engine")?, text(folder, "folder")?)
         };
         let made = engine.engine.layer_from_hf(folder, layer)?;
-        out.give(Layer::new(engine, made.into()));
+        out.give(Layer::new(engine, made));
         Ok(())
     })
 }
@@ -360,7 +357,7 @@ pub unsafe extern "C" fn moesaic_layer_from_gguf(
             (out, borrow(engine, "engine")?, text(file, "file")?)
         };
         let made = engine.engine.layer_from_gguf(file, layer)?;
-        out.give(Layer::new(engine, made.into()));
+        out.give(Layer::new(engine, made));
         Ok(())
     })
 }
@@ -379,7 +376,7 @@ pub unsafe extern "C" fn moesaic_layer_handle(layer: *const Layer, out: *mut *mu
             let problem = "has no weights to share: make another, they share kernels";
             return Err(Failure::argument("layer", problem));
         }
-        let handle = AnyLayer::from(layer.layer.one("a handle")?.handle());
+        let handle = layer.layer.handle();
         out.give(Layer {
             tensors: described(&handle),
             layer: handle,

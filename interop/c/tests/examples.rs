@@ -4,7 +4,8 @@
 use moesaic::collectives::{Call, threads};
 use moesaic::spec::canonical_tensors;
 use moesaic::{
-    Engine, EngineOptions, Input, LayerSpec, Mesh, Parallel, RngKey, Tensor, Tensors, Training,
+    Engine, EngineOptions, Input, LayerOptions, LayerSpec, Mesh, Parallel, RngKey, Tensor, Tensors,
+    Training,
 };
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -124,7 +125,7 @@ fn expected_forward() -> String {
     let layer = engine().layer(&spec, &weights(&spec)).unwrap();
     let x = wave(3 * 32, 0);
     let names = ["y", "topk_weights", "topk_ids"];
-    let output = layer.forward_with(&Input::new(3, &x), &names).unwrap();
+    let output = layer.forward(Input::new(3, &x).reading(&names)).unwrap();
     let values = |name: &str| output.get(name).unwrap().to_f32();
     let ids: Vec<i32> = output.get("topk_ids").unwrap().to_vec().unwrap();
     let ids: Vec<String> = ids.iter().map(|id| format!(" {id}")).collect();
@@ -156,7 +157,7 @@ fn expected_train() -> String {
             ..RngKey::default()
         };
         let (output, saved) = layer
-            .forward_train(&Input::new(5, &x), &["y"], key)
+            .forward_train(Input::new(5, &x).reading(&["y"]), key)
             .unwrap();
         let y = output.y().to_f32();
         let dx = layer
@@ -233,9 +234,8 @@ fn ranks_are_those_of_the_rust_face() {
             ..Parallel::default()
         };
         let mesh = Mesh::new(&mut world, parallel).unwrap();
-        let training = Some(Training::default());
-        let layer = engine.any_layer(Some(&mesh), &spec, &weights(&spec), training);
-        let mut layer = layer.unwrap();
+        let options = LayerOptions::over(&mesh).training(Training::default());
+        let layer = engine.layer_with(&spec, &weights(&spec), options).unwrap();
         layer
             .set_strategy("overlap_degree=2".parse().unwrap())
             .unwrap();
@@ -243,7 +243,7 @@ fn ranks_are_those_of_the_rust_face() {
         let x = wave(tokens * 32, mesh.rank());
         let input = Input::new(tokens, &x);
         let (output, saved) = layer
-            .forward_train(&input, &["y"], RngKey::default())
+            .forward_train(input.reading(&["y"]), RngKey::default())
             .unwrap();
         layer.backward(&saved, output.y(), false).unwrap();
         layer.reduce_gradients().unwrap();

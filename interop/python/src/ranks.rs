@@ -7,8 +7,9 @@ use crate::sockets::{Hello, Sockets, join, listen};
 use crate::spec::Spec;
 use crate::tensors::{Given, check_given};
 use moesaic::collectives::Communicator;
-use moesaic::mesh::AnySaved;
-use moesaic::{AnyLayer, Parallel, RawBackward, RawCall, RngKey, Strategy, Tensors, Training};
+use moesaic::{
+    Layer, LayerOptions, Parallel, RawBackward, RawCall, RngKey, Strategy, Tensors, Training,
+};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::net::TcpListener;
@@ -147,7 +148,7 @@ impl Mesh {
 
 /// The state between forward and backward of a call over ranks.
 #[pyclass(frozen, module = "moesaic")]
-pub struct RankState(AnySaved);
+pub struct RankState(moesaic::Saved);
 
 /// One rank's part of a layer. All ranks make the same calls in the same order.
 ///
@@ -155,12 +156,12 @@ pub struct RankState(AnySaved);
 /// copies.
 #[pyclass(frozen, module = "moesaic")]
 pub struct RankLayer {
-    layer: RwLock<AnyLayer>,
+    layer: RwLock<Layer>,
     process: u32,
 }
 
 impl RankLayer {
-    fn layer(&self) -> Result<RwLockReadGuard<'_, AnyLayer>, Failure> {
+    fn layer(&self) -> Result<RwLockReadGuard<'_, Layer>, Failure> {
         if self.process != std::process::id() {
             let problem = "the ranks joined before `fork`: start processes by `spawn`";
             return Err(Failure::Other(problem.to_string()));
@@ -180,12 +181,14 @@ impl RankLayer {
     ) -> PyResult<RankLayer> {
         let (mesh, spec, weights) = (&mesh.get().0, spec.get(), imported(&weights)?);
         let layer = without_gil(py, || {
-            let (engine, training) = (engines::engine()?, Some(Training::default()));
-            let part = &lent(&weights);
-            Ok(engine.mesh_layer_of_part(mesh, &spec.spec, part, training)?)
+            let options = LayerOptions {
+                part: true,
+                ..LayerOptions::over(mesh).training(Training::default())
+            };
+            Ok(engines::engine()?.layer_with(&spec.spec, &lent(&weights), options)?)
         })?;
         Ok(RankLayer {
-            layer: RwLock::new(layer.into()),
+            layer: RwLock::new(layer),
             process: std::process::id(),
         })
     }
@@ -208,7 +211,7 @@ impl RankLayer {
         let parsed: Result<Strategy, _> = strategy.parse();
         let parsed = parsed.map_err(|e| Failure::Invalid(format!("strategy `{strategy}`: {e}")))?;
         without_gil(py, || {
-            let mut layer = self.layer.write().unwrap_or_else(PoisonError::into_inner);
+            let layer = self.layer.write().unwrap_or_else(PoisonError::into_inner);
             Ok(layer.set_strategy(parsed)?)
         })
     }
@@ -225,14 +228,11 @@ impl RankLayer {
         without_gil(py, || {
             let layer = self.layer()?;
             let checked = check_given(layer.plan(), tokens, &tensors)?;
-            let call = RawCall {
-                tokens,
-                tensors: &checked.tensors,
-                capacity_factor,
-            };
             // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds
             // their memory until this returns, and a CPU's call is over then.
-            unsafe { layer.forward_raw(&call) }?;
+            let call = unsafe { RawCall::new(tokens, &checked.tensors) }
+                .with_capacity_factor(capacity_factor);
+            layer.forward(call)?;
             Ok(())
         })
     }
@@ -257,13 +257,11 @@ impl RankLayer {
         let saved = without_gil(py, || {
             let layer = self.layer()?;
             let checked = check_given(layer.plan(), tokens, &tensors)?;
-            let call = RawCall {
-                tokens,
-                tensors: &checked.tensors,
-                capacity_factor,
-            };
             // SAFETY: as in `forward`; the Python side keeps the tensors with the state.
-            Ok(unsafe { layer.forward_train_raw(&call, key) }?)
+            let call = unsafe { RawCall::new(tokens, &checked.tensors) }
+                .with_capacity_factor(capacity_factor);
+            let (_, saved) = layer.forward_train(call, key)?;
+            Ok(saved)
         })?;
         Ok(RankState(saved))
     }
@@ -282,12 +280,9 @@ impl RankLayer {
         without_gil(py, || {
             let layer = self.layer()?;
             let checked = check_given(layer.plan(), saved.tokens(), &tensors)?;
-            let call = RawBackward {
-                tensors: &checked.tensors,
-                accumulate: false,
-            };
             // SAFETY: as in `forward`.
-            unsafe { layer.backward_raw(saved, &call) }?;
+            let call = unsafe { RawBackward::new(&checked.tensors) };
+            layer.backward(saved, call, false)?;
             for given in &gradients {
                 let name = given.name().strip_prefix("grad.").unwrap_or(given.name());
                 let gradient = layer.gradient(name)?;
