@@ -73,7 +73,7 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
             // Replicas are made equal here, so it is theirs to pay.
             layer.reduce_gradients()?;
             let sums = start.elapsed().as_secs_f64() - passes;
-            rows[kind] = saved.rows();
+            rows[kind] = saved.rows().unwrap_or_default();
             shadowed[kind] = saved.shadowed().to_vec();
             if round > 0 {
                 times[kind].push([passes, sums]);

@@ -183,12 +183,12 @@ impl Run<'_> {
         Ok(start.elapsed())
     }
 
-    fn forward(&self, call: &RawCall<'_>) -> Result {
+    fn forward(&self, call: RawCall<'_>) -> Result {
         self.here.layer.forward(call)?;
         Ok(())
     }
 
-    fn both(&self, call: &RawCall<'_>) -> Result {
+    fn both(&self, call: RawCall<'_>) -> Result {
         let layer = &self.here.layer;
         // SAFETY: as in `forward`; x stays as it is.
         let (_, saved) = layer.forward_train(call, RngKey::default())?;

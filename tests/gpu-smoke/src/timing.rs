@@ -104,7 +104,7 @@ impl Placed<'_> {
         Ok(())
     }
 
-    fn both(&self, call: &RawCall<'_>) -> Result {
+    fn both(&self, call: RawCall<'_>) -> Result {
         let layer = &self.made.layer;
         // SAFETY: as in `once`; x stays as it is.
         let (_, saved) = layer.forward_train(call, RngKey::default())?;
