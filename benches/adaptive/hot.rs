@@ -53,7 +53,7 @@ pub fn run(rounds: usize, machine: Option<&Machine>) -> Result {
     ];
     let mut layers = Vec::new();
     for (_, placement, strategy) in &placements {
-        let mut layer = rank.layer(&mesh.placed(placement)?, &drawn)?;
+        let layer = rank.layer(&mesh.placed(placement)?, &drawn)?;
         layer.set_shadow_model(links(layer.spec()))?;
         layer.set_strategy(strategy.parse()?)?;
         layers.push(layer);
