@@ -51,7 +51,7 @@ pub use moesaic_engine::ExpertBackward;
 /// A layer whose experts are [`UserExpert`]s: moesaic routes, dispatches and combines.
 ///
 /// ```
-/// use moesaic::Input;
+/// use moesaic::{Input, LayerOptions};
 /// use moesaic::experts::UserExpert;
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # use moesaic::experts::ExpertBackward;
@@ -64,7 +64,8 @@ pub use moesaic_engine::ExpertBackward;
 /// # }
 /// # fn main() -> Result<(), moesaic::Error> {
 /// let experts = [1.0, 2.0, 3.0, 4.0].map(Scale); // or boxes of several types
-/// let mut layer = engine().user_layer(&spec(), &weights(), experts.into(), false)?;
+/// let options = LayerOptions::default(); // for inference, in one process
+/// let mut layer = engine().user_layer(&spec(), &weights(), experts.into(), options)?;
 /// let y = layer.forward(&Input::new(3, &wave(24)))?;
 /// assert_eq!(y.y().shape, [3, 8]);
 /// layer.experts_mut()[1].0 *= 0.5; // they stay of your type

@@ -90,21 +90,23 @@ impl Engine {
         self.0.layer_without_weights(spec, training)
     }
 
-    /// Makes a layer around `experts`, one per expert of the spec. `weights` are those of router and
-    /// shared experts; of the spec's experts only their number counts.
+    /// Makes a layer around `experts`: one per expert of the spec, or over ranks one per expert that
+    /// the mesh places on this rank, in that order. `weights` are those of router and shared
+    /// experts; of the spec's experts only their number counts.
     ///
     /// # Errors
-    /// [`EngineError::Spec`] when the number of experts differs; [`EngineError::Plan`] when the
-    /// spec has biases of experts or `weight_on = "activation"`, which are inside them; otherwise as
-    /// [`Engine::layer`].
+    /// [`EngineError::Spec`] when the number of experts differs, for a mesh that splits or
+    /// replicates experts, and for options that such a layer does not take: a part of the weights,
+    /// a strategy, a tuner. [`EngineError::Plan`] when the spec has biases of experts or
+    /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer_with`].
     pub fn user_layer<E: UserExpert>(
         &self,
         spec: &LayerSpec,
         weights: &dyn WeightSource,
         experts: Vec<E>,
-        training: bool,
+        options: LayerOptions<'_>,
     ) -> Result<UserLayer<E>, EngineError> {
-        self.0.user_layer(spec, weights, experts, training)
+        self.0.user_layer(spec, weights, experts, options)
     }
 
     /// Makes one layer per element of `routers`, the weights whose names begin with `router.`; all

@@ -171,6 +171,7 @@ const ENGINE: &[&str] = &[
     "stack",
     "mesh",
     "layer",
+    "expert_ranks",
     "user",
     "multi_gate",
     "variants",

@@ -23,6 +23,7 @@ mod call;
 mod device_layer;
 mod engine;
 mod error;
+mod expert_ranks;
 mod forward;
 mod host;
 mod into;

@@ -1,16 +1,17 @@
 //! User experts: code of the caller between moesaic's routing and combine.
 
-use crate::call::{CallInput, Output, RngKey, shape_for};
+use crate::call::{CallInput, Input, Output, RngKey, shape_for};
 use crate::device_layer::{DeviceLayer, check_spec};
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::expert_ranks::{ExpertRanks, RowCounts};
 use crate::launch::{Bound, Scalars};
-use crate::layer::Layer;
+use crate::layer::{Layer, LayerOptions};
 use crate::memory::Addresses;
 use crate::pass::Pass;
 use crate::texts::Texts;
 use crate::training::DeviceSaved;
-use moesaic_plan::{Step, TensorId, Training};
+use moesaic_plan::{Step, TensorId};
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
 use moesaic_tensor::{Element, Tensor, WeightSource};
@@ -52,11 +53,16 @@ impl<E: UserExpert + ?Sized> UserExpert for Box<E> {
 }
 
 /// A layer whose routed experts are [`UserExpert`]s: of one type of yours, or boxed where they
-/// differ. Routing, dispatch, shared experts and combine are kernels; rows come to host memory in
+/// differ. Over ranks each holds its own experts, whose rows come from all ranks; all ranks make
+/// every call. Gradients of the router and of shared experts are those of this rank's tokens until
+/// [`UserLayer::reduce_gradients`]. Routing, dispatch, shared experts and combine are kernels; rows come to host memory in
 /// between.
 pub struct UserLayer<E = Box<dyn UserExpert>> {
     layer: Layer,
+    /// This rank's experts.
     experts: Vec<E>,
+    /// The ranks with the others, if there are any.
+    ranks: Option<ExpertRanks>,
     forward: Around,
     evaluation: Around,
     backward: Around,
@@ -82,41 +88,58 @@ impl Around {
 pub struct UserSaved {
     saved: DeviceSaved,
     routed: Routed,
-    /// The saved values of the experts, by id.
-    own: Vec<Vec<f32>>,
+    held: Held,
 }
 
-/// Rows of all experts, in host memory.
+/// Rows of this rank's tokens, sorted by expert, in host memory.
 struct Routed {
     /// The first row of each expert, and the number of all `[E + 1]`.
     offsets: Vec<usize>,
-    /// `[R, d]`.
-    rows: Vec<f32>,
     /// `[R, d_out]`.
     out: Vec<f32>,
     /// The factor of each row on its way to the token `[R]`.
     weights: Vec<f32>,
+    /// The rows of all ranks, if there are several.
+    counts: RowCounts,
+}
+
+/// The rows that this rank's experts compute; without ranks those of [`Routed`].
+struct Held {
+    /// The first row of each expert, and the number of all.
+    offsets: Vec<usize>,
+    /// `[R, d]`.
+    rows: Vec<f32>,
+    /// The saved values of the experts.
+    saved: Vec<Vec<f32>>,
 }
 
 impl Engine {
-    /// Makes a layer around `experts`, one per expert of the spec. `weights`
-    /// are those of router and shared experts; of the spec's experts only
-    /// their number counts.
+    /// Makes a layer around `experts`: one per expert of the spec, or over ranks one per expert that
+    /// the mesh places on this rank, in that order. `weights` are those of router and shared
+    /// experts; of the spec's experts only their number counts.
     ///
     /// # Errors
-    /// [`EngineError::Spec`] when the number of experts differs;
-    /// [`EngineError::Plan`] when the spec has biases of experts or
-    /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer`].
+    /// [`EngineError::Spec`] when the number of experts differs, for a mesh that splits or
+    /// replicates experts, and for options that such a layer does not take: a part of the weights,
+    /// a strategy, a tuner. [`EngineError::Plan`] when the spec has biases of experts or
+    /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer_with`].
     pub fn user_layer<E: UserExpert>(
         &self,
         spec: &LayerSpec,
         weights: &dyn WeightSource,
         experts: Vec<E>,
-        training: bool,
+        options: LayerOptions<'_>,
     ) -> Result<UserLayer<E>, EngineError> {
         check_spec(spec)?;
-        check_experts(spec, experts.len())?;
-        let options = self.plan_options(training.then(Training::default));
+        check_options(&options)?;
+        let ranks = options.mesh.map(|mesh| {
+            let ranks = self.ranks(mesh);
+            ExpertRanks::new(ranks, mesh, spec)
+        });
+        let ranks = ranks.transpose()?;
+        let expected = ranks.as_ref().map(ExpertRanks::count);
+        check_experts(expected.unwrap_or(spec.shape.experts), experts.len())?;
+        let options = self.plan_options(options.training);
         let plan = moesaic_plan::plan_user_experts(spec, self.target(), &options)?;
         let layer = self.device_layer(&Texts::of(plan.layer.into())?, weights)?;
         let around = |steps, at| Around::new(&layer, steps, at);
@@ -127,17 +150,33 @@ impl Engine {
             backward: around(&steps.backward, plan.backward_at)?,
             layer: Layer::of_one(layer),
             experts,
+            ranks,
         })
     }
 }
 
-fn check_experts(spec: &LayerSpec, given: usize) -> Result<(), EngineError> {
-    let experts = spec.shape.experts;
-    if given == experts {
+fn check_experts(expected: usize, given: usize) -> Result<(), EngineError> {
+    if given == expected {
         Ok(())
     } else {
-        let problem = format!("  {given} experts were given, the spec has {experts}");
+        let problem = format!("  {given} experts were given, the spec has {expected} here");
         Err(EngineError::Spec(problem))
+    }
+}
+
+/// Refuses options that a layer around experts in Rust would not follow.
+fn check_options(options: &LayerOptions<'_>) -> Result<(), EngineError> {
+    let refused = [
+        (options.part, "a part of the weights"),
+        (options.strategy.is_some(), "a strategy"),
+        (options.tuner.is_some(), "a tuner of strategies"),
+    ];
+    match refused.iter().find(|(given, _)| *given) {
+        Some((_, what)) => {
+            let problem = format!("  a layer around experts in Rust takes no {}", &what[2..]);
+            Err(EngineError::Spec(problem))
+        }
+        None => Ok(()),
     }
 }
 
@@ -172,9 +211,10 @@ impl<E: UserExpert> UserLayer<E> {
         let (layer, pass) = (self.device(), Pass::Evaluate);
         let (input, names) = input.into().args(layer.plan())?.in_host_memory()?;
         let mut workspaces = layer.lock_workspaces();
-        let factor = input.capacity_factor;
-        let scalars = layer.scalars(pass, RngKey::default(), input.tokens, factor)?;
+        // Names first: over ranks the scalars take the first exchange, and a rank that fails alone
+        // must not leave the others in it.
         layer.check_outputs(pass, names)?;
+        let scalars = self.scalars(pass, &input, RngKey::default())?;
         layer.reserve(&mut workspaces, input.tokens)?;
         layer.lay_passing(&mut workspaces);
         let find = |tensor| workspaces.get(tensor);
@@ -198,19 +238,42 @@ impl<E: UserExpert> UserLayer<E> {
         let (input, names) = input.into().args(layer.plan())?.in_host_memory()?;
         layer.check_training()?;
         let workspaces = &mut *layer.lock_workspaces();
-        let factor = input.capacity_factor;
-        let scalars = layer.scalars(pass, rng_key, input.tokens, factor)?;
         layer.check_outputs(pass, names)?;
+        let scalars = self.scalars(pass, &input, rng_key)?;
         layer.reserve_training(&mut workspaces.every, input.tokens)?;
         let saved = layer.saved(input.tokens, scalars)?;
         layer.lay_saved(workspaces, &saved);
         let find = |tensor| saved.get(tensor).or_else(|| workspaces.every.get(tensor));
         layer.stage(pass, &input, names, find)?;
         let addresses = &workspaces.addresses;
-        let (routed, own) = self.run(&self.forward, true, &scalars, addresses, find)?;
+        let (routed, held) = self.run(&self.forward, true, &scalars, addresses, find)?;
         let output = layer.read(names, input.tokens, find)?;
-        let saved = UserSaved { saved, routed, own };
+        let saved = UserSaved {
+            saved,
+            routed,
+            held,
+        };
         Ok((output, saved))
+    }
+
+    /// Returns the scalars of a pass. Over ranks a capacity is that of the rank with the most
+    /// tokens, and random numbers follow from a token's number among all.
+    fn scalars(
+        &self,
+        pass: Pass,
+        input: &Input<'_>,
+        rng_key: RngKey,
+    ) -> Result<Scalars, EngineError> {
+        let (layer, factor) = (self.device(), input.capacity_factor);
+        let Some(ranks) = &self.ranks else {
+            return layer.scalars(pass, rng_key, input.tokens, factor);
+        };
+        let (count, before) = ranks.tokens(input.tokens)?;
+        let rng_key = RngKey {
+            first_token: rng_key.first_token + before,
+            ..rng_key
+        };
+        layer.scalars_among(pass, rng_key, count, factor)
     }
 
     /// Runs the steps of a pass around the experts; returns the saved values if it trains.
@@ -221,14 +284,48 @@ impl<E: UserExpert> UserLayer<E> {
         scalars: &Scalars,
         addresses: &Addresses,
         find: impl Fn(TensorId) -> Option<&'b Buffer> + Copy,
-    ) -> Result<(Routed, Vec<Vec<f32>>), EngineError> {
+    ) -> Result<(Routed, Held), EngineError> {
         let layer = self.device();
         layer.run(&steps.before, scalars, addresses, None)?;
         let mut routed = self.routed(scalars.tokens(), find)?;
-        let own = self.run_experts(&mut routed, trains);
+        let rows = self.download("rows", routed.weights.len(), find)?;
+        let spec = layer.spec();
+        let mut held = self.held(&mut routed, rows, spec.expert_input_dim())?;
+        let out = self.run_experts(&mut held, trains);
+        routed.out = self.returned(&routed.counts, out, spec.expert_output_dim())?;
         self.upload("out", &routed.out, find)?;
         layer.run(&steps.after, scalars, addresses, None)?;
-        Ok((routed, own))
+        Ok((routed, held))
+    }
+
+    /// Returns the rows that this rank's experts compute.
+    fn held(&self, routed: &mut Routed, rows: Vec<f32>, width: usize) -> Result<Held, EngineError> {
+        let Some(ranks) = &self.ranks else {
+            return Ok(Held {
+                offsets: routed.offsets.clone(),
+                rows,
+                saved: Vec::new(),
+            });
+        };
+        routed.counts = ranks.counts(&routed.offsets)?;
+        Ok(Held {
+            offsets: ranks.offsets(&routed.counts),
+            rows: ranks.to_experts(&routed.counts, &rows, width)?,
+            saved: Vec::new(),
+        })
+    }
+
+    /// Returns what experts made of rows to the ranks of the rows' tokens.
+    fn returned(
+        &self,
+        counts: &RowCounts,
+        rows: Vec<f32>,
+        width: usize,
+    ) -> Result<Vec<f32>, EngineError> {
+        match &self.ranks {
+            Some(ranks) => ranks.to_tokens(counts, &rows, width),
+            None => Ok(rows),
+        }
     }
 
     /// Runs the layer backward: as [`Layer::backward`], and each expert's own.
@@ -257,11 +354,41 @@ impl<E: UserExpert> UserLayer<E> {
         layer.run(before, &scalars, addresses, None)?;
         let rows = saved.routed.weights.len();
         let dout = self.download("dout", rows, find)?;
-        let drows = run_backward(&mut self.experts, saved, &dout, accumulate);
+        let (model, output) = {
+            let spec = layer.spec();
+            (spec.expert_input_dim(), spec.expert_output_dim())
+        };
+        let mut weighted = weighted(&dout, &saved.routed.weights);
+        if let Some(ranks) = &self.ranks {
+            // With the factor of each row: the weights of tokens stay with their rank.
+            weighted = ranks.to_experts(&saved.routed.counts, &weighted, output)?;
+        }
+        let drows = run_backward(
+            &mut self.experts,
+            &saved.held,
+            &weighted,
+            [model, output],
+            accumulate,
+        );
+        let drows = self.returned(&saved.routed.counts, drows, model)?;
         self.upload("drows", &drows, find)?;
         self.upload_weight_gradients(&saved.routed, &dout, find)?;
         layer.run(after, &scalars, addresses, None)?;
         layer.read(&layer.input_gradients(), tokens, find)
+    }
+
+    /// Sums the gradients of router and shared experts over all ranks; does nothing without ranks.
+    /// Those of your experts are complete, apart from other `dp` groups.
+    ///
+    /// # Errors
+    /// [`EngineError::NotTraining`], [`EngineError::Collective`].
+    pub fn reduce_gradients(&self) -> Result<(), EngineError> {
+        let layer = self.device();
+        layer.check_training()?;
+        match &self.ranks {
+            Some(ranks) => ranks.sum_gradients(layer),
+            None => Ok(()),
+        }
     }
 
     /// Downloads the rows that dispatch wrote and the factors that combine will use.
@@ -284,27 +411,27 @@ impl<E: UserExpert> UserLayer<E> {
             vec![1.0; rows]
         };
         Ok(Routed {
-            rows: self.download("rows", rows, find)?,
-            out: vec![0.0; rows * spec.expert_output_dim()],
+            out: Vec::new(),
             weights,
             offsets,
+            counts: RowCounts::new(),
         })
     }
 
-    /// Runs each expert on its rows, in the order of ids.
-    fn run_experts(&self, routed: &mut Routed, keep: bool) -> Vec<Vec<f32>> {
+    /// Runs each expert on its rows, in the order of ids; returns what they made of them.
+    fn run_experts(&self, held: &mut Held, keep: bool) -> Vec<f32> {
         let spec = self.device().spec();
         let (model, output) = (spec.expert_input_dim(), spec.expert_output_dim());
-        let mut own = Vec::with_capacity(self.experts.len());
-        for (expert, edges) in self.experts.iter().zip(routed.offsets.windows(2)) {
+        let mut out = vec![0.0; held.offsets[self.experts.len()] * output];
+        for (expert, edges) in self.experts.iter().zip(held.offsets.windows(2)) {
             let (first, end) = (edges[0], edges[1]);
-            let rows = &routed.rows[first * model..end * model];
-            let out = &mut routed.out[first * output..end * output];
+            let rows = &held.rows[first * model..end * model];
             let mut saved = Vec::new();
+            let out = &mut out[first * output..end * output];
             expert.forward(rows, out, keep.then_some(&mut saved));
-            own.push(saved);
+            held.saved.push(saved);
         }
-        own
+        out
     }
 
     /// Uploads gradients of row weights, `<dout, out>` of each row: one column of the partial sums,
@@ -382,33 +509,33 @@ impl<E: UserExpert> UserLayer<E> {
     }
 }
 
+/// Returns the gradients of rows times their factors. A copy, because the gradient of a factor is
+/// `<dout, out>` with the `dout` that is not weighted yet.
+fn weighted(dout: &[f32], weights: &[f32]) -> Vec<f32> {
+    let mut weighted = dout.to_vec();
+    let width = dout.len() / weights.len().max(1);
+    for (row, weight) in weighted.chunks_exact_mut(width.max(1)).zip(weights) {
+        row.iter_mut().for_each(|g| *g *= weight);
+    }
+    weighted
+}
+
 /// Runs backward of each expert on its rows; returns the gradient of all rows.
 fn run_backward(
     experts: &mut [impl UserExpert],
-    saved: &UserSaved,
+    held: &Held,
     dout: &[f32],
+    [model, output]: [usize; 2],
     accumulate: bool,
 ) -> Vec<f32> {
-    let routed = &saved.routed;
-    let count = routed.weights.len().max(1);
-    let (model, output) = (routed.rows.len() / count, dout.len() / count);
-    // A copy, because the gradient of a weight is `<dout, out>` with the `dout` that is not
-    // weighted yet.
-    let mut weighted = dout.to_vec();
-    for (row, weight) in weighted
-        .chunks_exact_mut(output.max(1))
-        .zip(&routed.weights)
-    {
-        row.iter_mut().for_each(|g| *g *= weight);
-    }
-    let mut drows = vec![0.0; routed.rows.len()];
-    let edges = routed.offsets.windows(2).zip(&saved.own);
-    for (expert, (edges, own)) in experts.iter_mut().zip(edges) {
+    let mut drows = vec![0.0; held.rows.len()];
+    let edges = held.offsets.windows(2).zip(&held.saved);
+    for (expert, (edges, saved)) in experts.iter_mut().zip(edges) {
         let (first, end) = (edges[0], edges[1]);
         let call = ExpertBackward {
-            rows: &routed.rows[first * model..end * model],
-            saved: own,
-            dout: &weighted[first * output..end * output],
+            rows: &held.rows[first * model..end * model],
+            saved,
+            dout: &dout[first * output..end * output],
             accumulate,
         };
         expert.backward(&call, &mut drows[first * model..end * model]);

@@ -136,6 +136,8 @@ impl Engine {
                 Layer::of_one(self.device_layer(&self.texts(spec, training)?, &weights)?)
             }
         };
+        // After the layer is there, because ranks compare strategies by a call of its mesh, and
+        // before the tuner, whose first choice is compared with the present one.
         if let Some(strategy) = options.strategy {
             layer.set_strategy(strategy)?;
         }
@@ -161,6 +163,8 @@ impl Engine {
     }
 }
 
+// The two kinds are matched in this module and its folder alone. A trait in place of the enum would
+// need every call twice, too, and dynamic dispatch would hide which of them wait for other ranks.
 impl Layer {
     pub(crate) fn of_one(layer: DeviceLayer) -> Layer {
         Layer {

@@ -41,5 +41,6 @@ pub use groups::Mesh;
 pub(crate) use layer::RankLayer;
 pub use part::{part_of, part_of_placed, part_shape, part_shape_placed};
 pub use ranks::{ProcessGroup, Ranks};
+pub(crate) use reduce::sum_gradients;
 pub use shard::{Shard, joined, joined_placed};
 pub use timestamp::Timestamp;

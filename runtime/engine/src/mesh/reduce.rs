@@ -1,5 +1,6 @@
 //! Reduction of weight gradients over the ranks that hold the same weights.
 
+use super::groups::Mesh;
 use super::layer::RankLayer;
 use super::ranks::ProcessGroup;
 use super::replicas::OnDevice;
@@ -71,6 +72,11 @@ impl RankLayer {
         let what = format!("gradients of replicas of {}", own.spec().name);
         self.ranks().sum_slots(&mut slots, &what)
     }
+}
+
+/// Sums the gradients of a layer that every rank holds.
+pub(crate) fn sum_gradients(layer: &DeviceLayer, mesh: &Mesh) -> Result<(), EngineError> {
+    sum(layer, &mut *mesh.groups().world)
 }
 
 fn sum(layer: &DeviceLayer, group: &mut dyn Collectives) -> Result<(), EngineError> {
