@@ -352,7 +352,7 @@ enum moesaic_status moesaic_layer_from_gguf(const struct moesaic_engine *engine,
                                             struct moesaic_layer **out);
 
 // Makes another layer with the same weights and kernels, and a workspace of its own, so that two
-// threads call at the same time. A layer over ranks or without weights has none.
+// threads call at the same time. Over ranks every rank makes it. A layer without weights has none.
 enum moesaic_status moesaic_layer_handle(const struct moesaic_layer *layer,
                                          struct moesaic_layer **out);
 

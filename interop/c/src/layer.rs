@@ -363,7 +363,7 @@ pub unsafe extern "C" fn moesaic_layer_from_gguf(
 }
 
 /// Makes another layer with the same weights and kernels, and a workspace of its own, so that two
-/// threads call at the same time. A layer over ranks or without weights has none.
+/// threads call at the same time. Over ranks every rank makes it. A layer without weights has none.
 ///
 /// # Safety
 /// `layer` is live; `out` is valid for a write.
