@@ -6,23 +6,38 @@ use moesaic::mesh::SharedExperts;
 /// The form of the argument in help texts.
 pub const FORM: &str = "ep=N,expert_tp=N,dp=N,shared=sharded";
 
-/// Parses a mesh such as `ep=4,expert_tp=2,shared=sharded`.
-pub fn parse(text: &str) -> Result<Parallel, String> {
-    let mut mesh = Parallel::default();
+/// One `NAME=VALUE` of a mesh.
+pub struct Part<'t> {
+    pub text: &'t str,
+    pub name: &'t str,
+    pub value: &'t str,
+}
+
+/// Splits a mesh into its parts. A name that is there twice is an error.
+pub fn parts(text: &str) -> impl Iterator<Item = Result<Part<'_>, String>> {
     let mut seen = Vec::new();
-    for part in text.split(',') {
-        let (name, value) = part.split_once('=').unwrap_or((part, ""));
+    text.split(',').map(move |text| {
+        let (name, value) = text.split_once('=').unwrap_or((text, ""));
         let (name, value) = (name.trim(), value.trim());
         if seen.contains(&name) {
             return Err(format!("`{name}` is there twice"));
         }
         seen.push(name);
+        Ok(Part { text, name, value })
+    })
+}
+
+/// Parses a mesh such as `ep=4,expert_tp=2,shared=sharded`.
+pub fn parse(text: &str) -> Result<Parallel, String> {
+    let mut mesh = Parallel::default();
+    for part in parts(text) {
+        let Part { text, name, value } = part?;
         if name == "shared" {
             mesh.shared = parse_shared(value)?;
             continue;
         }
         let number = value.parse();
-        let number = number.map_err(|_| format!("`{part}` is not NAME=NUMBER, as in ep=4"))?;
+        let number = number.map_err(|_| format!("`{text}` is not NAME=NUMBER, as in ep=4"))?;
         match name {
             "ep" => mesh.ep = number,
             "expert_tp" => mesh.expert_tp = number,

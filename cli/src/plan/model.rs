@@ -3,6 +3,7 @@
 use super::{PlanArgs, model_page, model_report};
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::mesh::{self, Part};
 use crate::units;
 use clap::Args;
 use moesaic::LayerSpec;
@@ -25,31 +26,31 @@ pub struct ModelPlanArgs {
     /// are spread over the layers
     #[arg(long, value_name = "N", value_parser = parse_count, requires = "layers")]
     params: Option<f64>,
-    /// Of a model: tokens of a sequence (4096)
+    /// Count this many tokens in a sequence of a model (4096)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     sequence: Option<u32>,
-    /// Of a model: sequences of a step, over all ranks (8 for each rank)
+    /// Take this many sequences of all ranks for a step of a model (8 for each rank)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     batch: Option<u32>,
-    /// Of a model: sequences of a micro-batch (the fastest of 1, 2, 4, 8)
+    /// Put this many sequences into a micro-batch of a model (the fastest of 1, 2, 4, 8)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     micro_batch: Option<u16>,
-    /// Of a model: only this mesh
+    /// Predict a model on this mesh alone
     #[arg(long, value_name = "pp=N,tp=N,ep=N,expert_tp=N", value_parser = parse_mesh)]
     model_mesh: Option<ModelMesh>,
-    /// Of a model: exchanges of one micro-batch run while another computes
+    /// Run the exchanges of one micro-batch of a model while another computes
     #[arg(long)]
     overlap_batches: bool,
-    /// Of a model: memory of each rank that no layer may use (4GiB)
+    /// Keep this much memory of each rank from the layers of a model (4GiB)
     #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
     reserve: Option<u64>,
-    /// Of a model: bytes of the gradient of a parameter (4)
+    /// Count this many bytes for the gradient of a parameter of a model (4)
     #[arg(long, value_name = "N", value_parser = parse_bytes_each)]
     gradient_bytes: Option<f64>,
-    /// Of a model: bytes of the optimizer's state of a parameter (12)
+    /// Count this many bytes for the optimizer's state of a parameter of a model (12)
     #[arg(long, value_name = "N", value_parser = parse_bytes_each)]
     optimizer_bytes: Option<f64>,
-    /// Of a model: also write the plan as a page
+    /// Also write the plan of a model as a page
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
 }
@@ -281,14 +282,8 @@ fn parse_mesh(text: &str) -> std::result::Result<ModelMesh, String> {
         ep: 1,
         expert_tp: 1,
     };
-    let mut seen: Vec<&str> = Vec::new();
-    for part in text.split(',') {
-        let (name, value) = part.split_once('=').unwrap_or((part, ""));
-        let name = name.trim();
-        if seen.contains(&name) {
-            return Err(format!("`{name}` is there twice"));
-        }
-        seen.push(name);
+    for part in mesh::parts(text) {
+        let Part { text, name, value } = part?;
         let degree = match name {
             "pp" => &mut mesh.pp,
             "tp" => &mut mesh.tp,
@@ -296,9 +291,9 @@ fn parse_mesh(text: &str) -> std::result::Result<ModelMesh, String> {
             "expert_tp" => &mut mesh.expert_tp,
             other => return Err(format!("`{other}` is none of pp, tp, ep, expert_tp")),
         };
-        *degree = match value.trim().parse() {
+        *degree = match value.parse() {
             Ok(number @ 1..) => number,
-            _ => return Err(format!("`{part}` is not NAME=NUMBER, as in pp=4")),
+            _ => return Err(format!("`{text}` is not NAME=NUMBER, as in pp=4")),
         };
     }
     Ok(mesh)

@@ -1,5 +1,6 @@
 //! The output of `plan` for a model.
 
+use super::report::too_large;
 use crate::palette::Palette;
 use crate::table::Table;
 use crate::units;
@@ -49,7 +50,7 @@ impl ModelReport<'_> {
             self.batch(),
             self.model(),
             units::count(self.ranked.predicted, "configuration"),
-            self.too_large()
+            too_large(self.ranked.too_large, &self.scenario.machine)
         );
         let line = |(name, about): &(&str, &str)| format!("  {name}: {about}\n");
         text += &palette.dim(&COLUMNS.iter().map(line).collect::<String>());
@@ -90,16 +91,6 @@ impl ModelReport<'_> {
             count(self.scenario.parameters()),
             units::flops(self.scenario.flops_per_token())
         )
-    }
-
-    fn too_large(&self) -> String {
-        match self.ranked.too_large {
-            0 => String::new(),
-            n => {
-                let gib = self.scenario.machine.compute.memory_gib;
-                format!(", of which {n} do not fit in {gib} GiB")
-            }
-        }
     }
 
     /// Returns the configurations to show.

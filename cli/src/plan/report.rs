@@ -3,8 +3,19 @@
 use crate::palette::Palette;
 use crate::table::Table;
 use crate::{mesh, units};
-use moesaic::planner::{Bound, PhaseOf, Prediction, Ranked, Scenario};
+use moesaic::planner::{Bound, Machine, PhaseOf, Prediction, Ranked, Scenario};
 use serde_json::{Value, json};
+
+/// Says how many configurations do not fit, after the number of all.
+pub fn too_large(count: usize, machine: &Machine) -> String {
+    match count {
+        0 => String::new(),
+        n => {
+            let gib = machine.compute.memory_gib;
+            format!(", of which {n} do not fit in {gib} GiB")
+        }
+    }
+}
 
 /// The scenario and the ranked predictions.
 pub struct Report<'a> {
@@ -35,23 +46,13 @@ impl Report<'_> {
         text += &format!(
             "simulated, not measured: {}{}\n\n",
             units::count(self.ranked.simulated, "configuration"),
-            self.too_large()
+            too_large(self.ranked.too_large, &self.question.machine)
         );
         text += &self.legend(palette);
         text += &self.table(palette);
         text += &self.phases(palette);
         text += &self.band(palette);
         text + "\nthis is one layer alone: --layers N says what fits and takes least for a model of N such layers\n"
-    }
-
-    fn too_large(&self) -> String {
-        match self.ranked.too_large {
-            0 => String::new(),
-            n => {
-                let gib = self.question.machine.compute.memory_gib;
-                format!(", of which {n} do not fit in {gib} GiB")
-            }
-        }
     }
 
     fn levels(&self) -> impl Iterator<Item = &str> {

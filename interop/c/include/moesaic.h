@@ -76,7 +76,7 @@ typedef enum moesaic_role {
   MOESAIC_ROLE_WEIGHT_GRADIENT = 5,
 } moesaic_role;
 
-// What backward computes again instead of keeping it. Gradients are the same bits.
+// The memory that training may use: what is not kept, backward computes again, to the same bits.
 typedef enum moesaic_keep {
   // Keep all that backward reads.
   MOESAIC_KEEP_ALL = 0,

@@ -27,7 +27,7 @@ pub struct Layer {
     tensors: Vec<Described>,
 }
 
-/// What backward computes again instead of keeping it. Gradients are the same bits.
+/// The memory that training may use: what is not kept, backward computes again, to the same bits.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
