@@ -116,6 +116,7 @@ pub fn sample(seed: u64) -> LayerSpec {
     biases(seed, &mut spec);
     latent(seed, &mut spec);
     residual(seed, &mut spec);
+    softcap(seed, &mut spec);
     spec
 }
 
@@ -185,6 +186,14 @@ fn residual(seed: u64, spec: &mut LayerSpec) {
         && rng.one_in(4)
     {
         last.gate = SharedGate::Residual;
+    }
+}
+
+/// Caps the logits of one layer in six that may have a cap.
+fn softcap(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0x50f7_ca90);
+    if spec.has_logits() && !spec.learned_noise() && rng.one_in(6) {
+        spec.router.logit_softcap = Some(rng.pick(&[0.75, 2.0, 30.0]));
     }
 }
 

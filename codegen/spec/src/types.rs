@@ -161,6 +161,9 @@ pub struct Router {
     pub bias: bool,
     /// The transformation of a token before the projection.
     pub input: RouterInput,
+    /// A soft cap c on the logits, `c · tanh(z / c)`, which everything after them sees (Grok).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logit_softcap: Option<f64>,
     /// The function from logits to scores.
     pub score: Score,
     /// The selection of a token's experts from the scores.
@@ -213,6 +216,7 @@ impl Default for Router {
             kind: RouterKind::Linear,
             bias: false,
             input: RouterInput::Token,
+            logit_softcap: None,
             score: Score::Softmax,
             select: Select::TopK,
             select_bias: false,

@@ -14,7 +14,8 @@ use moesaic_spec::{
 /// The result of the gate.
 #[derive(Clone, Debug)]
 pub struct Gate {
-    /// `[T, E + identity]`, if the router has any; in training with the noise that weights see too.
+    /// `[T, E + identity]`, if the router has any: capped, and in training with the noise that
+    /// weights see too.
     pub logits: Option<Vec<f64>>,
     /// The same logits without noise.
     pub clean: Option<Vec<f64>>,
@@ -107,6 +108,9 @@ fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
     if spec.router.bias {
         let bias = &weights.get("router.bias").data;
         logits.iter_mut().zip(bias).for_each(|(z, b)| *z += b);
+    }
+    if let Some(cap) = spec.router.logit_softcap {
+        logits.iter_mut().for_each(|z| *z = cap * (*z / cap).tanh());
     }
     logits
 }

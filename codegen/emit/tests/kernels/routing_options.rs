@@ -48,7 +48,7 @@ fn agree(target: &str, changes: &[Change], training: bool) {
     }
 }
 
-const SERVED: [Change; 8] = [
+const SERVED: [Change; 10] = [
     |s| s.router.token_mask = true,
     |s| {
         s.router.token_mask = true;
@@ -82,9 +82,23 @@ const SERVED: [Change; 8] = [
         s.router.entropy = Some(Entropy { temperature, load });
         s.router.select = Select::ExpertChoice(0.3);
     },
+    |s| {
+        (s.router.logit_softcap, s.router.bias) = (Some(1.5), true);
+        s.router.renormalize = Renormalize::PNorm;
+        s.router.norm_order = 3.0;
+    },
+    |s| {
+        (s.router.kind, s.router.projection_dim) = (RouterKind::Cosine, Some(9));
+        (s.router.logit_softcap, s.router.score) = (Some(0.25), Score::Sigmoid);
+        s.shared = vec![SharedExpert {
+            hidden_dim: 7,
+            gate: SharedGate::Sigmoid,
+            bias: None,
+        }];
+    },
 ];
 
-const TRAINED: [Change; 9] = [
+const TRAINED: [Change; 10] = [
     |s| s.router.noise = 4.0,
     |s| (s.router.noise, s.router.noise_kind) = (0.7, NoiseKind::Learned),
     |s| (s.router.noise, s.router.noise_kind) = (1.0, NoiseKind::Gumbel),
@@ -114,6 +128,7 @@ const TRAINED: [Change; 9] = [
         (s.router.noise, s.router.token_mask) = (2.0, true);
         s.router.score = Score::Sigmoid;
     },
+    |s| (s.router.noise, s.router.logit_softcap) = (4.0, Some(1.0)),
 ];
 
 #[test]

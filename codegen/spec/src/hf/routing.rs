@@ -186,7 +186,7 @@ const TABLE: &[Keys] = &[
     Keys {
         names: &["moe_router_logit_softcapping", "router_logit_softcapping"],
         about: "a soft cap on logits",
-        rule: Rule::Same(|s| s.value.as_f64() == Some(0.0)),
+        rule: Rule::Same(|s| s.value.as_f64() == Some(s.spec.router.logit_softcap.unwrap_or(0.0))),
     },
     Keys {
         names: &[

@@ -27,6 +27,9 @@ fn numbers(router: &Router, problems: &mut Vec<Problem>) {
     Real::Fraction.check("router.jitter", router.jitter, problems);
     Real::Fraction.check("router.input_dropout", router.input_dropout, problems);
     Real::NotNegative.check("router.noise", router.noise, problems);
+    if let Some(cap) = router.logit_softcap {
+        Real::Positive.check("router.logit_softcap", cap, problems);
+    }
     if let Select::SparseMixer(epsilon) = router.select {
         Real::NotNegative.check("router.select", epsilon, problems);
     }
@@ -126,6 +129,9 @@ fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
     }
     if router.input != RouterInput::Token {
         set.push(("router.input", quoted(&router.input)));
+    }
+    if let Some(cap) = router.logit_softcap {
+        set.push(("router.logit_softcap", format!("{cap:?}")));
     }
     if router.jitter != 0.0 {
         set.push(("router.jitter", format!("{:?}", router.jitter)));

@@ -67,6 +67,11 @@ fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         clash(problems, key, kind(), amount, "there is no noise");
         return;
     }
+    if let (NoiseKind::Learned, Some(cap)) = (router.noise_kind, router.logit_softcap) {
+        let with = ("router.logit_softcap", format!("{cap:?}"));
+        let because = "the scale of that noise has a gradient of its own, which no cap bounds";
+        clash(problems, key, kind(), with, because);
+    }
     for loss in spec.losses.iter().filter(|loss| loss.kind.needs_noise()) {
         let with = ("losses", quoted(&loss.kind));
         if selects_by_noise(router) {

@@ -213,6 +213,9 @@ fn refuse_dependence(spec: &LayerSpec) -> Result<(), TrainError> {
         Select::ExpertChoice(_) => "experts that choose tokens share them by their number",
         Select::Sinkhorn(_) => "Sinkhorn's iteration balances over all experts",
         _ if spec.router.entropy.is_some() => "entropy is over all experts",
+        _ if spec.router.logit_softcap.is_some() => {
+            "a soft cap bounds the bias that keeps new experts silent"
+        }
         _ => return Ok(()),
     };
     Err(TrainError::NotPreserved(reason.to_string()))

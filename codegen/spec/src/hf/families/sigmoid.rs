@@ -187,10 +187,6 @@ fn flint(c: &Config, layer: usize) -> Result<Draft, HfError> {
 }
 
 fn laguna(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    if c.number(&["moe_router_logit_softcapping"], 0.0)? > 0.0 {
-        let key = "moe_router_logit_softcapping";
-        return Err(c.unsupported(key, "a soft cap on logits", "only 0, none, can be read"));
-    }
     let key = "moe_apply_router_weight_on_input";
     if let Some((key, value @ Value::Bool(true))) = c.find(&[key]) {
         return Err(c.bad(key, value, "false: transformers computes nothing else"));
@@ -199,6 +195,8 @@ fn laguna(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.sigmoid(&[BIAS, &["experts.e_score_correction_bias"]].concat());
     d.renormalize(true, 0.0);
     d.spec.router.scale = c.number(&["moe_routed_scaling_factor"], 1.0)?;
+    let cap = c.number(&["moe_router_logit_softcapping"], 0.0)?;
+    d.spec.router.logit_softcap = (cap > 0.0).then_some(cap);
     let hidden = c.size(&["shared_expert_intermediate_size"], 512)?;
     d.shared(
         &["shared_expert", "shared_experts"],
