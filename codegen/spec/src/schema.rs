@@ -127,6 +127,7 @@ pub(crate) const SELECTIONS: &[(&str, &str)] = &[
     ("sparse-mixer", "0.01"),
     ("expert-choice", "2.0"),
     ("sinkhorn", "8"),
+    ("per-group", "4"),
 ];
 
 #[cfg(test)]

@@ -170,9 +170,14 @@ pub struct Router {
     pub select: Select,
     /// A bias on the scores used for selection only (DeepSeek-V3).
     pub select_bias: bool,
+    /// The values that the selection bias is added to.
+    pub select_bias_on: BiasedValues,
     /// Keep only the best groups of experts before selecting.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub groups: Option<Groups>,
+    /// The last so many experts are chosen by every token, first of all, and share in the
+    /// normalization: shared experts that the router scores (Inkling).
+    pub always_chosen: usize,
     /// The normalization that turns the selected scores into weights.
     pub renormalize: Renormalize,
     /// The number added to the denominator (`sum`), or its lower bound (`clamp`).
@@ -220,7 +225,9 @@ impl Default for Router {
             score: Score::Softmax,
             select: Select::TopK,
             select_bias: false,
+            select_bias_on: BiasedValues::Scores,
             groups: None,
+            always_chosen: 0,
             renormalize: Renormalize::None,
             renormalize_eps: 0.0,
             norm_order: 1.0,
@@ -283,6 +290,19 @@ pub enum Select {
     /// In training, the K best logits after this many rounds of Sinkhorn balancing (Megatron).
     /// Otherwise as `top-k`.
     Sinkhorn(usize),
+    /// As many of the K experts from each of this many groups of equal size (Intern-S1-Pro).
+    PerGroup(usize),
+}
+
+/// The values that a selection bias is added to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BiasedValues {
+    /// The scores (DeepSeek-V3).
+    #[default]
+    Scores,
+    /// The logits (Kolibri 1).
+    Logits,
 }
 
 /// A temperature from the logits' entropy, and a bias from the expert's load. Experimental.

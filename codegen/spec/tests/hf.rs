@@ -288,9 +288,9 @@ fn refused_families_name_what_they_do() {
         assert!(said.starts_with(&start), "{said}");
     }
     assert_eq!(
-        error(r#"{"model_type": "kolibri1"}"#, 0),
-        "kolibri1: the layer cannot be expressed: the bias for selection is added to logits; \
-         the spec has a bias for selection on scores"
+        error(r#"{"model_type": "inkling2"}"#, 0),
+        "inkling2: the layer cannot be expressed: a soft cap bounds the up projection; the spec \
+         has a clamp of the up projection, and free choice of the activation of the gate alone"
     );
 }
 
@@ -323,6 +323,23 @@ fn refused_values_of_families_that_are_read() {
     );
     let laguna = r#"{"model_type": "laguna", "moe_apply_router_weight_on_input": true}"#;
     assert!(error(laguna, 1).contains("expected false: transformers computes nothing else"));
+}
+
+/// The keys of the configuration that InternLM publishes.
+#[test]
+fn groups_that_each_give_experts() {
+    let intern = r#"{"model_type": "interns1_pro", "text_config": {"decoder_sparse_step": 1,
+        "hidden_act": "silu", "hidden_size": 4096, "mlp_only_layers": [], "num_hidden_layers": 94,
+        "model_type": "interns1_pro_text", "moe_intermediate_size": 1536, "norm_topk_prob": true,
+        "num_experts": 512, "num_experts_per_tok": 8, "router_n_groups": 8}}"#;
+    let got = import(intern, 93).unwrap().spec;
+    assert_eq!(got.router.select, Select::PerGroup(8));
+    assert_eq!(got.router.renormalize, Renormalize::Sum);
+    assert_eq!((got.shape.experts, got.shape.top_k), (512, 8));
+    let plain = intern.replace(r#""router_n_groups": 8"#, r#""router_n_groups": -1"#);
+    assert_eq!(import(&plain, 0).unwrap().spec.router.select, Select::TopK);
+    let qwen = r#"{"model_type": "qwen3_moe", "router_n_groups": 8}"#;
+    assert!(error(qwen, 0).contains("groups that each give as many experts"));
 }
 
 #[test]

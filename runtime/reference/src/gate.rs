@@ -7,8 +7,8 @@ use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
 use crate::{Input, Weights};
 use moesaic_spec::{
-    Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind, Renormalize,
-    RouterInput, Score, Select,
+    BiasedValues, Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind,
+    Renormalize, RouterInput, Score, Select,
 };
 
 /// The result of the gate.
@@ -292,7 +292,11 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
     // the logits choose: they have the order of the scores, without the ties that rounding would
     // add.
     let scores = scores_row(spec, logits);
-    let on_logits = !spec.router.select_bias && spec.router.groups.is_none();
+    let r = &spec.router;
+    let on_logits = match r.select_bias {
+        true => r.select_bias_on == BiasedValues::Logits,
+        false => r.groups.is_none(),
+    };
     let mut keys = if on_logits {
         logits.to_vec()
     } else {
@@ -304,7 +308,10 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
     }
     let ids = match &spec.router.groups {
         Some(groups) => best_of_groups(&keys, groups, k),
-        None => best(&keys, k),
+        None => match r.select {
+            Select::PerGroup(groups) => best_of_each_group(&keys, groups, k),
+            _ => best_after(&keys, r.always_chosen, k),
+        },
     };
     let chosen = gather(spec, &scores, &ids);
     (ids, chosen)
@@ -419,6 +426,27 @@ fn best_of_groups(keys: &[f64], groups: &Groups, k: usize) -> Vec<i32> {
     let order = rank(&masked.collect::<Vec<f64>>()).into_iter();
     let order = order.filter(|&e| keeps(e) || !left_out);
     order.take(k).map(|e| e as i32).collect()
+}
+
+/// Returns the last `always` experts in order, then the best of the others.
+fn best_after(keys: &[f64], always: usize, k: usize) -> Vec<i32> {
+    let others = keys.len() - always;
+    let best = rank(&keys[..others]).into_iter().take(k - always);
+    let ids = (others..keys.len()).chain(best);
+    ids.map(|e| e as i32).collect()
+}
+
+/// Returns the K / `groups` best experts of every group, all of them best first.
+fn best_of_each_group(keys: &[f64], groups: usize, k: usize) -> Vec<i32> {
+    let (size, each) = (keys.len() / groups, k / groups);
+    let of = |group: usize| {
+        let first = group * size;
+        let ranked = rank(&keys[first..first + size]).into_iter().take(each);
+        ranked.map(move |e| first + e)
+    };
+    let taken: Vec<usize> = (0..groups).flat_map(of).collect();
+    let order = rank(keys).into_iter().filter(|e| taken.contains(e));
+    order.map(|e| e as i32).collect()
 }
 
 fn group_stat(group: &[f64], stat: GroupStat) -> f64 {

@@ -299,6 +299,9 @@ CASES = [
         "laguna", "Laguna", name="laguna_softcap", **E6, **SPARSE, shared_expert_intermediate_size=10,
         moe_router_logit_softcapping=1.5,
     ),
+    decoder(
+        "kolibri1", "Kolibri1", **E6, shared_expert_intermediate_size=10, norm_topk_prob=True,
+    ),
     nested(
         "minimax_m3_vl", "MiniMaxM3VL", dict(**WIDE, **SPARSE, shared_intermediate_size=10, swiglu_limit=0.8),
         model="MiniMaxM3SparseForConditionalGeneration",

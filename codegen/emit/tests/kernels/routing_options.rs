@@ -48,7 +48,7 @@ fn agree(target: &str, changes: &[Change], training: bool) {
     }
 }
 
-const SERVED: [Change; 10] = [
+const SERVED: [Change; 16] = [
     |s| s.router.token_mask = true,
     |s| {
         s.router.token_mask = true;
@@ -95,6 +95,43 @@ const SERVED: [Change; 10] = [
             gate: SharedGate::Sigmoid,
             bias: None,
         }];
+    },
+    |s| {
+        (s.router.select_bias, s.router.select_bias_on) = (true, BiasedValues::Logits);
+        (s.router.score, s.router.renormalize) = (Score::Sigmoid, Renormalize::Sum);
+    },
+    |s| {
+        (s.shape.experts, s.shape.top_k) = (70, 4);
+        s.router.select = Select::PerGroup(2);
+        s.router.renormalize = Renormalize::Sum;
+    },
+    |s| {
+        (s.shape.experts, s.shape.top_k) = (36, 6);
+        s.router.select = Select::PerGroup(6);
+        (s.router.select_bias, s.router.score) = (true, Score::SqrtSoftplus);
+        s.capacity.mode = CapacityMode::Factor;
+        s.capacity.order = CapacityOrder::BatchPrioritized;
+    },
+    |s| {
+        (s.shape.experts, s.shape.top_k) = (24, 3);
+        (s.router.select_bias, s.router.select_bias_on) = (true, BiasedValues::Logits);
+        s.router.score = Score::SoftmaxSelected;
+        s.router.groups = Some(Groups {
+            count: 4,
+            keep: 2,
+            stat: GroupStat::Top2Sum,
+            mask: GroupMask::Exclude,
+        });
+    },
+    |s| {
+        (s.shape.top_k, s.router.always_chosen) = (5, 2);
+        (s.router.score, s.router.select_bias) = (Score::Sigmoid, true);
+        s.router.renormalize = Renormalize::Sum;
+    },
+    |s| {
+        (s.shape.top_k, s.router.always_chosen) = (2, 2);
+        s.router.renormalize = Renormalize::Sum;
+        s.router.active_k = true;
     },
 ];
 

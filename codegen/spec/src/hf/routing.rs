@@ -8,7 +8,7 @@ use super::HfError;
 use super::config::Config;
 use super::draft::Draft;
 use super::families;
-use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score, SharedGate, WeightSite};
+use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score, Select, SharedGate, WeightSite};
 use serde_json::Value;
 
 /// Spellings of one setting.
@@ -82,6 +82,17 @@ const TABLE: &[Keys] = &[
         names: &["topk_group", "num_limited_groups"],
         about: "groups of experts",
         rule: Rule::Same(|s| s.grouped(|groups| groups.keep)),
+    },
+    Keys {
+        names: &["router_n_groups"],
+        about: "groups that each give as many experts",
+        rule: Rule::Same(|s| {
+            let groups = match s.spec.router.select {
+                Select::PerGroup(groups) => groups as f64,
+                _ => 0.0,
+            };
+            s.value.as_f64().is_some_and(|n| n.max(0.0) == groups)
+        }),
     },
     Keys {
         names: &["group_limited_greedy", "use_grouped_topk"],

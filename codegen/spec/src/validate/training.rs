@@ -20,7 +20,7 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             few_experts(spec, problems);
             sinkhorn(&spec.router, rounds, problems);
         }
-        Select::TopK | Select::SparseMixer(_) => {}
+        Select::TopK | Select::SparseMixer(_) | Select::PerGroup(_) => {}
     }
 }
 
@@ -101,6 +101,10 @@ fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
     if router.groups.is_some() {
         let with = ("router.groups", "{ ... }".to_string());
+        clash(problems, key, kind(), with, because);
+    }
+    if router.always_chosen > 0 {
+        let with = ("router.always_chosen", router.always_chosen.to_string());
         clash(problems, key, kind(), with, because);
     }
     if router.noise_kind == NoiseKind::GumbelSecond && spec.shape.top_k == 1 {
