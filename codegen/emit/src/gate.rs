@@ -24,6 +24,8 @@ pub(crate) struct GateText {
     choice: bool,
     /// Each group gives as many of a token's experts.
     per_group: bool,
+    /// Blocks of tokens agree on experts.
+    blocks: bool,
     /// Selection compares logits, not scores.
     compares_logits: bool,
     /// Chosen scores close to zero are divided by the largest.
@@ -72,6 +74,7 @@ fn gate(d: &GateTopkDesc) -> GateText {
         mixer: matches!(d.router.select, Select::SparseMixer(_)),
         choice: d.expert_choice().is_some(),
         per_group: d.per_group().is_some(),
+        blocks: d.blocks().is_some(),
         compares_logits: d.compares_logits(),
         relative: d.relative_scores(),
         sinkhorn: d.sinkhorn().is_some(),

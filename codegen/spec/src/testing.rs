@@ -119,6 +119,7 @@ pub fn sample(seed: u64) -> LayerSpec {
     softcap(seed, &mut spec);
     other_keys(seed, &mut spec);
     always_chosen(seed, &mut spec);
+    blocks(seed, &mut spec);
     spec
 }
 
@@ -223,6 +224,22 @@ fn always_chosen(seed: u64, spec: &mut LayerSpec) {
     let refused = r.groups.is_some() || r.random_second || weightless || !spec.losses.is_empty();
     if plain && compared && !refused && rng.one_in(4) {
         spec.router.always_chosen = rng.between(1, spec.shape.top_k.min(3));
+    }
+}
+
+/// Lets blocks of tokens agree on experts in one of four layers that may have it.
+fn blocks(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0xb10c_0415);
+    let r = &spec.router;
+    let plain = r.kind.chooser() == Chooser::Scores && r.select == Select::TopK;
+    let compared = !matches!(r.noise_kind, NoiseKind::Gumbel | NoiseKind::GumbelSecond);
+    let refused = r.groups.is_some() || r.always_chosen > 0;
+    let dropless = spec.capacity.mode == CapacityMode::Dropless;
+    if plain && compared && !refused && dropless && rng.one_in(4) {
+        spec.router.blocks = Some(TokenBlocks {
+            tokens: rng.pick(&[1, 4, 7, 32]),
+            experts: rng.between(spec.shape.top_k, spec.routed_experts()),
+        });
     }
 }
 

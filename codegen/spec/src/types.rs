@@ -175,6 +175,9 @@ pub struct Router {
     /// Keep only the best groups of experts before selecting.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub groups: Option<Groups>,
+    /// Let each block of tokens agree on some experts first, among which its tokens select.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<TokenBlocks>,
     /// The last so many experts are chosen by every token, first of all, and share in the
     /// normalization: shared experts that the router scores (Inkling).
     pub always_chosen: usize,
@@ -227,6 +230,7 @@ impl Default for Router {
             select_bias: false,
             select_bias_on: BiasedValues::Scores,
             groups: None,
+            blocks: None,
             always_chosen: 0,
             renormalize: Renormalize::None,
             renormalize_eps: 0.0,
@@ -331,6 +335,16 @@ pub enum NoiseKind {
     Gumbel,
     /// As `gumbel`, except on the first choice (fairseq).
     GumbelSecond,
+}
+
+/// Block routing (LLaDA2): the tokens of a block agree on some experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenBlocks {
+    /// Tokens of a block. A call's tokens form blocks in order, of which the last may be smaller.
+    pub tokens: usize,
+    /// Experts that a block agrees on: those whose selection score is best at any of its tokens.
+    pub experts: usize,
 }
 
 /// Group-limited selection.

@@ -18,7 +18,7 @@ fn every_family_builds_every_canonical_tensor() {
             "qwen3_omni_moe_talker" | "qwen3_omni_moe_talker_text" => {
                 r#""shared_expert_intermediate_size": 40,"#
             }
-            "bailing_moe" | "bailing_moe_v2" => r#""hidden_size": 32,"#,
+            "bailing_moe" | "bailing_moe_v2" | "llada2_moe" => r#""hidden_size": 32,"#,
             "dbrx" => r#""ffn_config": {"moe_num_experts": 16, "moe_top_k": 2},"#,
             "deepseek_ref" => {
                 r#""hidden_size": 32, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
@@ -340,6 +340,22 @@ fn groups_that_each_give_experts() {
     assert_eq!(import(&plain, 0).unwrap().spec.router.select, Select::TopK);
     let qwen = r#"{"model_type": "qwen3_moe", "router_n_groups": 8}"#;
     assert!(error(qwen, 0).contains("groups that each give as many experts"));
+}
+
+#[test]
+fn blocks_of_tokens_that_agree_on_experts() {
+    let llada = r#"{"model_type": "llada2_moe", "hidden_size": 2048, "num_hidden_layers": 20,
+        "moe_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4, "score_function": "sigmoid", "moe_router_enable_expert_bias": true,
+        "norm_topk_prob": true, "routed_scaling_factor": 2.5, "num_shared_experts": 1,
+        "first_k_dense_replace": 1, "block_size": 32, "expert_capacity": 48}"#;
+    let got = import(llada, 19).unwrap().spec.router;
+    let (tokens, experts) = (32, 48);
+    assert_eq!(got.blocks, Some(TokenBlocks { tokens, experts }));
+    assert_eq!((got.groups, got.scale), (None, 2.5));
+    let before = llada.replace(r#", "block_size": 32, "expert_capacity": 48"#, "");
+    let got = import(&before, 19).unwrap().spec.router;
+    assert_eq!((got.blocks, got.groups.unwrap().keep), (None, 4));
 }
 
 #[test]

@@ -32,6 +32,7 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("topk_group", "qwen3_moe", "1, \"n_group\": 4"),
     ("num_limited_groups", "afmoe", "1, \"num_expert_groups\": 4"),
     ("router_n_groups", "qwen3_moe", "8"),
+    ("expert_capacity", "qwen3_moe", "8"),
     (
         "group_limited_greedy",
         "hunyuan_v1_moe",

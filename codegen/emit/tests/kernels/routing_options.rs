@@ -48,7 +48,7 @@ fn agree(target: &str, changes: &[Change], training: bool) {
     }
 }
 
-const SERVED: [Change; 16] = [
+const SERVED: [Change; 18] = [
     |s| s.router.token_mask = true,
     |s| {
         s.router.token_mask = true;
@@ -132,6 +132,16 @@ const SERVED: [Change; 16] = [
         (s.shape.top_k, s.router.always_chosen) = (2, 2);
         s.router.renormalize = Renormalize::Sum;
         s.router.active_k = true;
+    },
+    |s| {
+        let (tokens, experts) = (8, 9);
+        (s.shape.top_k, s.router.blocks) = (3, Some(TokenBlocks { tokens, experts }));
+        (s.router.score, s.router.select_bias) = (Score::Sigmoid, true);
+        (s.router.renormalize, s.router.token_mask) = (Renormalize::Sum, true);
+    },
+    |s| {
+        let (tokens, experts) = (5, 2);
+        s.router.blocks = Some(TokenBlocks { tokens, experts });
     },
 ];
 

@@ -95,6 +95,14 @@ const TABLE: &[Keys] = &[
         }),
     },
     Keys {
+        names: &["expert_capacity"],
+        about: "the experts that a block of tokens agrees on",
+        rule: Rule::Same(|s| {
+            let blocks = s.spec.router.blocks.map(|blocks| blocks.experts as u64);
+            s.value.as_u64() == blocks
+        }),
+    },
+    Keys {
         names: &["group_limited_greedy", "use_grouped_topk"],
         about: "groups of experts",
         // With one group, or with all groups kept, both settings compute the same.

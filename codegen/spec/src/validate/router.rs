@@ -2,8 +2,9 @@
 
 use super::{Conflict, Range, Real, clash, quoted};
 use crate::{
-    BiasedValues, Chooser, GroupStat, Groups, LayerSpec, MAX_MATRIX, MAX_TABLE_ROWS, Problem,
-    Renormalize, Router, RouterInput, RouterKind, RouterSize, Score, Select,
+    BiasedValues, CapacityMode, Chooser, GroupStat, Groups, LayerSpec, MAX_BLOCK_TOKENS,
+    MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize, Router, RouterInput, RouterKind, RouterSize,
+    Score, Select, TokenBlocks,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -169,6 +170,9 @@ fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
     if router.groups.is_some() {
         set.push(("router.groups", "{ ... }".to_string()));
     }
+    if router.blocks.is_some() {
+        set.push(("router.blocks", "{ ... }".to_string()));
+    }
     if router.always_chosen > 0 {
         set.push(("router.always_chosen", router.always_chosen.to_string()));
     }
@@ -270,6 +274,9 @@ fn selection(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     if let Some(groups) = &router.groups {
         check_groups(spec, groups, problems);
     }
+    if let Some(blocks) = router.blocks {
+        check_blocks(spec, blocks, problems);
+    }
     if router.always_chosen > 0 {
         always_chosen(spec, problems);
     }
@@ -280,18 +287,72 @@ fn selection(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
 }
 
+/// Checks that the tokens of a block can agree on experts.
+fn check_blocks(spec: &LayerSpec, blocks: TokenBlocks, problems: &mut Vec<Problem>) {
+    let router = &spec.router;
+    let tokens = Range {
+        key: "router.blocks.tokens",
+        value: blocks.tokens,
+        least: 1,
+        most: MAX_BLOCK_TOKENS,
+        because: "the largest block that kernels are generated for",
+    };
+    tokens.check(problems);
+    let (k, scored) = (spec.shape.top_k, spec.scored_experts());
+    if k <= scored && !(k..=scored).contains(&blocks.experts) {
+        let count = blocks.experts;
+        let message = format!("`router.blocks.experts` = {count} is not from {k} to {scored}");
+        let problem = Problem::new("router.blocks.experts", message)
+            .label("from `top_k` to all that the router scores")
+            .with("shape.top_k", format!("{k} wanted"));
+        problems.push(problem.help(format!("use a number from {k} to {scored}")));
+    }
+    let mut against = |with: &str, with_value: String, because: &str| {
+        let value = "{ ... }".to_string();
+        clash(
+            problems,
+            "router.blocks",
+            value,
+            (with, with_value),
+            because,
+        );
+    };
+    if router.select != Select::TopK {
+        let because = "a token takes its best experts among those of its block";
+        against(
+            "router.select",
+            select_word(router.select).to_string(),
+            because,
+        );
+    }
+    if router.groups.is_some() {
+        let because = "a block's experts may be of any groups";
+        against("router.groups", "{ ... }".to_string(), because);
+    }
+    if router.always_chosen > 0 {
+        let because = "a block agrees on all experts of its tokens";
+        against(
+            "router.always_chosen",
+            router.always_chosen.to_string(),
+            because,
+        );
+    }
+    if spec.capacity.mode != CapacityMode::Dropless {
+        let because = "a capacity would decide by tokens of other blocks";
+        against("capacity.mode", quoted(&spec.capacity.mode), because);
+    }
+}
+
 /// Checks that the last experts can be chosen by every token.
 fn always_chosen(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let (key, router) = ("router.always_chosen", &spec.router);
-    let range = Range {
-        key,
-        value: router.always_chosen,
-        least: 0,
-        most: spec.shape.top_k.min(spec.shape.experts),
-        because: "as many experts as a token has",
-    };
-    if range.value > range.most {
-        range.check(problems);
+    let (always, k) = (router.always_chosen, spec.shape.top_k);
+    if always > k {
+        let message = format!("`{key}` = {always} is more than `top_k` = {k}");
+        let problem = Problem::new(key, message)
+            .label("these are among a token's experts")
+            .with("shape.top_k", format!("{k} in all"));
+        problems.push(problem.help(format!("use a number up to {k}, or raise `top_k`")));
         return;
     }
     let mut against = |with: &str, with_value: String, because: &str| {

@@ -11,6 +11,9 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     numbers(&spec.router, problems);
     noise(spec, problems);
     entropy(spec, problems);
+    if spec.router.blocks.is_some() {
+        few_experts(spec, problems);
+    }
     match spec.router.select {
         Select::ExpertChoice(_) => {
             few_experts(spec, problems);
@@ -26,7 +29,7 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
 
 /// Limits the experts of selections over all tokens, whose kernels use one warp per token.
 fn few_experts(spec: &LayerSpec, problems: &mut Vec<Problem>) {
-    let because = "the most experts of which expert choice and Sinkhorn choose";
+    let because = "the most experts of which expert choice, Sinkhorn and blocks choose";
     let range = Range {
         key: "shape.experts",
         value: spec.scored_experts(),
@@ -101,6 +104,10 @@ fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
     if router.groups.is_some() {
         let with = ("router.groups", "{ ... }".to_string());
+        clash(problems, key, kind(), with, because);
+    }
+    if router.blocks.is_some() {
+        let with = ("router.blocks", "{ ... }".to_string());
         clash(problems, key, kind(), with, because);
     }
     if router.always_chosen > 0 {

@@ -11,7 +11,7 @@ use super::{Core, Machine, Op, Operator};
 use moesaic_kernel::{DType, Entry};
 use moesaic_spec::{
     BiasedValues, CapacityOrder, Chooser, LayerSpec, LogitsFormula, Loss, LossKind, NoiseKind,
-    Renormalize, Router, RouterInput, Score, Select, SharedGate,
+    Renormalize, Router, RouterInput, Score, Select, SharedGate, TokenBlocks,
 };
 use serde::{Deserialize, Serialize};
 
@@ -234,6 +234,7 @@ impl GateTopkDesc {
             && !router.select_bias
             && router.groups.is_none()
             && router.always_chosen < self.top_k
+            && router.blocks.is_none()
             && !self.key_noise();
         let reaches_nothing = match router.score {
             Score::Sigmoid | Score::SqrtSoftplus => true,
@@ -267,6 +268,11 @@ impl GateTopkDesc {
         }
     }
 
+    /// Returns the blocks of tokens that agree on experts.
+    pub fn blocks(&self) -> Option<TokenBlocks> {
+        self.router.blocks.filter(|_| self.select)
+    }
+
     /// Returns the groups that give as many of a token's experts each.
     pub fn per_group(&self) -> Option<usize> {
         match self.router.select {
@@ -278,9 +284,10 @@ impl GateTopkDesc {
     /// Returns whether logits are what selection compares: scores rise with them, and rounding
     /// makes ties of scores.
     pub fn compares_logits(&self) -> bool {
-        match self.router.select_bias {
-            true => self.router.select_bias_on == BiasedValues::Logits,
-            false => self.router.groups.is_none(),
+        if self.router.select_bias {
+            self.router.select_bias_on == BiasedValues::Logits
+        } else {
+            self.router.groups.is_none()
         }
     }
 
