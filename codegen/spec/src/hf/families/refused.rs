@@ -28,17 +28,13 @@ const FAMILIES: &[Refused] = &[
         names: &["inkling_mm_model", "inkling_text"],
         does: "the router scores shared experts too and normalises their weights together with \
                those of the chosen ones",
-        has: "shared experts of weight 1 or of a sigmoid gate of their own",
+        has: "`router.always_chosen` for that, but a recipe cannot join the tensors of shared and \
+              routed experts yet",
     },
     Refused {
         names: &["inkling2", "inkling2_text"],
         does: "a soft cap bounds the up projection",
         has: "a clamp of the up projection, and free choice of the activation of the gate alone",
-    },
-    Refused {
-        names: &["kolibri1"],
-        does: "the bias for selection is added to logits",
-        has: "a bias for selection on scores",
     },
     Refused {
         names: &["muse_spark", "muse_spark_text"],
