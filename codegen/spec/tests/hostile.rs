@@ -179,7 +179,7 @@ fn spoil_size(spec: &mut LayerSpec, rng: &mut SampleRng) {
 fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let number = rng.pick(&[0.0, -0.0, 1.0, -1.0, 1e-50, 1e300, nan, inf, -inf]);
-    match rng.between(0, 9) {
+    match rng.between(0, 10) {
         0 => spec.router.scale = number,
         1 => spec.router.norm_order = number,
         2 => spec.router.renormalize_eps = number,
@@ -189,6 +189,7 @@ fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
         6 => spec.capacity.factor = number,
         7 => spec.experts.clamp = Some(number),
         8 => spec.experts.alpha = number,
+        9 => spec.experts.up_softcap = Some(number),
         _ => spec.experts.up_offset = number,
     }
 }
@@ -200,6 +201,7 @@ fn spoil_choice(spec: &mut LayerSpec, rng: &mut SampleRng) {
             hidden_dim: rng.pick(&[0, 3, usize::MAX]),
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         }]),
         1 => spec.losses.extend([Loss {
             kind: LossKind::Z,
