@@ -31,6 +31,7 @@ fn shared(hidden_dim: usize, gate: SharedGate, bias: Option<Biases>) -> SharedEx
         hidden_dim,
         gate,
         bias,
+        clamp: None,
     }
 }
 

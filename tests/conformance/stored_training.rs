@@ -112,6 +112,7 @@ fn changes() -> Vec<LayerSpec> {
         hidden_dim: 24,
         gate,
         bias: None,
+        clamp: None,
     };
     let mut list = vec![
         with(|s| s.router.weight_on = WeightSite::Input),

@@ -86,6 +86,7 @@ const KEY_ALIASES: &[(&str, &str, &str)] = &[
     ("vocab_size", "router.table_rows", "table_rows"),
     ("hidden_act", "experts.activation", "activation"),
     ("swiglu_limit", "experts.clamp", "clamp"),
+    ("mlp_up_softcap", "experts.up_softcap", "up_softcap"),
     ("swiglu_alpha", "experts.alpha", "alpha"),
     ("zero_expert_num", "experts.identity", "identity"),
     ("n_shared_experts", "shared", "[[shared]]"),

@@ -120,6 +120,7 @@ pub fn sample(seed: u64) -> LayerSpec {
     other_keys(seed, &mut spec);
     always_chosen(seed, &mut spec);
     blocks(seed, &mut spec);
+    limits(seed, &mut spec);
     spec
 }
 
@@ -179,6 +180,24 @@ fn expression(seed: u64, experts: &mut Experts) {
     {
         experts.activation = Activation::Custom(expression);
         experts.alpha = 1.0;
+    }
+}
+
+/// Caps some up branches softly, gives some shared experts clamps of their own, and moves some clamps
+/// behind the activation, without disturbing the other draws.
+fn limits(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0x11b1_7ed0);
+    if spec.experts.form == ExpertForm::Plain {
+        return;
+    }
+    spec.experts.up_softcap = rng.one_in(4).then(|| rng.pick(&[25.0, 0.8]));
+    for shared in &mut spec.shared {
+        shared.clamp = rng.one_in(3).then(|| rng.pick(&[0.0, 0.6, 16.0]));
+    }
+    let clamps = |index: usize| spec.shared_experts(index).clamp.is_some();
+    let clamped = spec.experts.clamp.is_some() || (0..spec.shared.len()).any(clamps);
+    if clamped && rng.one_in(2) {
+        spec.experts.clamp_on = ClampSite::Output;
     }
 }
 
@@ -559,6 +578,7 @@ fn shared(rng: &mut SampleRng, spec: &mut LayerSpec) {
             hidden_dim: width(rng),
             gate: rng.pick(&[SharedGate::None, SharedGate::Sigmoid]),
             bias: None,
+            clamp: None,
         });
     }
 }

@@ -428,9 +428,14 @@ pub struct Experts {
     pub activation: Activation,
     /// The projections that have biases.
     pub bias: Biases,
-    /// Clamp before the activation: gate ≤ clamp, up within ±clamp.
+    /// Clamp around the activation: gate ≤ clamp, up within ±clamp.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clamp: Option<f64>,
+    /// The side of φ on which `clamp` bounds the gate.
+    pub clamp_on: ClampSite,
+    /// Soft cap c of the up branch, after clamping: `c·tanh(up / c)`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub up_softcap: Option<f64>,
     /// φ(g) = g·σ(alpha·g) for `silu`; 1 is plain silu, 1.702 is gpt-oss.
     pub alpha: f64,
     /// Added to the up branch after clamping (gpt-oss: 1).
@@ -452,6 +457,8 @@ impl Default for Experts {
             activation: Activation::Silu,
             bias: Biases::None,
             clamp: None,
+            clamp_on: ClampSite::Input,
+            up_softcap: None,
             alpha: 1.0,
             up_offset: 0.0,
             layout: GateLayout::Split,
@@ -459,6 +466,16 @@ impl Default for Experts {
             zero: 0,
         }
     }
+}
+
+/// The side of φ on which a clamp bounds the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ClampSite {
+    /// `φ(min(gate, clamp))`.
+    Input,
+    /// `min(φ(gate), clamp)` (Step 3.7, Ling 3).
+    Output,
 }
 
 /// Gated or plain experts.
@@ -536,6 +553,20 @@ impl LayerSpec {
     /// If there is no shared expert `index`.
     pub fn shared_bias(&self, index: usize) -> Biases {
         self.shared[index].bias.unwrap_or(self.experts.bias)
+    }
+
+    /// Returns the form and activation of a shared expert: those of the routed experts, with its
+    /// own clamp if it sets one.
+    ///
+    /// # Panics
+    /// If there is no shared expert `index`.
+    pub fn shared_experts(&self, index: usize) -> Experts {
+        let own = self.shared[index].clamp;
+        let clamp = own.map_or(self.experts.clamp, |own| (own != 0.0).then_some(own));
+        Experts {
+            clamp,
+            ..self.experts.clone()
+        }
     }
 
     /// Returns the index of the residual shared expert, whose gate also weights the routed experts.

@@ -108,6 +108,7 @@ fn published_deepseek_v3_router() {
             hidden_dim: 2048,
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         }]
     );
     assert_eq!(got.spec.shape.experts, 256);
@@ -288,9 +289,10 @@ fn refused_families_name_what_they_do() {
         assert!(said.starts_with(&start), "{said}");
     }
     assert_eq!(
-        error(r#"{"model_type": "inkling2"}"#, 0),
-        "inkling2: the layer cannot be expressed: a soft cap bounds the up projection; the spec \
-         has a clamp of the up projection, and free choice of the activation of the gate alone"
+        error(r#"{"model_type": "zaya"}"#, 0),
+        "zaya: the layer cannot be expressed: the router is a network of three layers with a \
+         state that it hands to the next layer's; the spec has routers of one projection of the \
+         token"
     );
 }
 
@@ -312,15 +314,15 @@ fn refused_values_of_families_that_are_read() {
         let config = r#"{"model_type": "step3p7", "text_config": {"model_type": "step3p5",
             "num_hidden_layers": 5, "swiglu_limits": [0, 0, 0, null, 7.0],
             "swiglu_limits_shared": [0, 0, 0, 0.0, 16]}}"#;
-        import(config, layer).map(|got| got.spec.name)
+        let spec = import(config, layer).unwrap().spec;
+        (
+            spec.experts.clamp,
+            spec.experts.clamp_on,
+            spec.shared[0].clamp,
+        )
     };
-    assert_eq!(step(3).unwrap(), "step3p5-layer3");
-    let said = step(4).unwrap_err().to_string();
-    assert!(said.starts_with("step3p5: `swiglu_limits` = "), "{said}");
-    assert!(
-        said.contains("no axis for a clamp behind the activation"),
-        "{said}"
-    );
+    assert_eq!(step(3), (None, ClampSite::Input, None));
+    assert_eq!(step(4), (Some(7.0), ClampSite::Output, Some(16.0)));
     let laguna = r#"{"model_type": "laguna", "moe_apply_router_weight_on_input": true}"#;
     assert!(error(laguna, 1).contains("expected false: transformers computes nothing else"));
 }
@@ -356,6 +358,48 @@ fn blocks_of_tokens_that_agree_on_experts() {
     let before = llada.replace(r#", "block_size": 32, "expert_capacity": 48"#, "");
     let got = import(&before, 19).unwrap().spec.router;
     assert_eq!((got.blocks, got.groups.unwrap().keep), (None, 4));
+}
+
+/// Limits of experts as published configurations name them.
+#[test]
+fn limits_of_experts() {
+    let ling = r#"{"model_type": "bailing_hybrid", "num_hidden_layers": 4, "first_k_dense_replace": 1,
+        "expert_swiglu_limit_list": [0, 0, 7, 0], "share_expert_swiglu_limit_list": [0, 0, 7, 9.5]}"#;
+    let limits = |layer: usize| {
+        let spec = import(ling, layer).unwrap().spec;
+        (
+            spec.experts.clamp,
+            spec.experts.clamp_on,
+            spec.shared[0].clamp,
+        )
+    };
+    assert_eq!(limits(1), (None, ClampSite::Input, None));
+    assert_eq!(limits(2), (Some(7.0), ClampSite::Output, None));
+    assert_eq!(limits(3), (None, ClampSite::Output, Some(9.5)));
+    let kimi = |more: &str| {
+        let config = format!(
+            r#"{{"model_type": "kimi_k3", "text_config": {{"model_type": "kimi_linear",
+            "hidden_size": 7168, "routed_expert_hidden_size": 3584, "num_experts": 896,
+            "num_experts_per_token": 16, "moe_intermediate_size": 2048, "num_shared_experts": 2,
+            "hidden_act": "situ", "num_hidden_layers": 4 {more}}}}}"#
+        );
+        import(&config, 1).map(|got| got.spec)
+    };
+    let situ = |c: f64| format!("{c:?} * tanh(x / {c:?}) * sigmoid(x)");
+    let caps = r#", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0"#;
+    for (more, gate, up) in [("", 1.0, None), (caps, 4.0, Some(25.0))] {
+        let spec = kimi(more).unwrap();
+        let formula = Activation::Custom(Expression::parse(&situ(gate)).unwrap());
+        assert_eq!(
+            (spec.experts.activation, spec.experts.up_softcap),
+            (formula, up)
+        );
+        assert_eq!(spec.latent.map(|latent| latent.dim), Some(3584));
+    }
+    let said = kimi(r#", "activation_situ_beta": 0"#)
+        .unwrap_err()
+        .to_string();
+    assert!(said.contains("a number above 0"), "{said}");
 }
 
 #[test]

@@ -91,6 +91,7 @@ const SERVED: [Change; 18] = [
         (s.router.kind, s.router.projection_dim) = (RouterKind::Cosine, Some(9));
         (s.router.logit_softcap, s.router.score) = (Some(0.25), Score::Sigmoid);
         s.shared = vec![SharedExpert {
+            clamp: None,
             hidden_dim: 7,
             gate: SharedGate::Sigmoid,
             bias: None,

@@ -196,6 +196,17 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a number"))
     }
 
+    /// Returns a number, or `None` where there is none.
+    pub fn number_opt(&self, key: &str) -> Result<Option<f64>, HfError> {
+        let Some((key, value)) = self.find(&[key]) else {
+            return Ok(None);
+        };
+        let number = value.as_f64();
+        number
+            .map(Some)
+            .ok_or_else(|| self.bad(key, value, "a number"))
+    }
+
     /// Returns a whole number that may be negative.
     pub fn signed(&self, keys: &[&str], default: i64) -> Result<i64, HfError> {
         let Some((key, value)) = self.find(keys) else {

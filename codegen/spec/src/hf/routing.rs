@@ -244,6 +244,16 @@ const TABLE: &[Keys] = &[
         rule: Rule::Same(|s| s.value.as_f64() == Some(s.spec.experts.clamp.unwrap_or(0.0))),
     },
     Keys {
+        names: &[
+            "swiglu_limits",
+            "swiglu_limits_shared",
+            "expert_swiglu_limit_list",
+            "share_expert_swiglu_limit_list",
+        ],
+        about: "clamps of the activation by layer",
+        rule: Rule::Same(|s| s.unlimited()),
+    },
+    Keys {
         names: &["mlp_bias", "moe_bias"],
         about: "biases of experts",
         rule: Rule::Same(|s| s.biased()),
@@ -442,6 +452,16 @@ fn about_routing(key: &str) -> bool {
 }
 
 impl Said<'_> {
+    /// Returns true if the layer's entry is 0 or null; all entries where the layer is not known.
+    fn unlimited(&self) -> bool {
+        let none = |limit: &Value| limit.is_null() || limit.as_f64() == Some(0.0);
+        let limits = self.value.as_array().map_or(&[][..], Vec::as_slice);
+        match self.layer {
+            Some(layer) => limits.get(layer).is_none_or(none),
+            None => limits.iter().all(none),
+        }
+    }
+
     /// Returns true if the flag has this value.
     fn is(&self, flag: bool) -> bool {
         self.value.as_bool() == Some(flag)

@@ -23,7 +23,9 @@ impl Builder {
             Half::Up => of_routed.gather(),
             Half::Down => self.has_fused_shared(Half::Up),
         };
-        let alike = !routed.weighted && routed.bias == shared.bias;
+        let alike = !routed.weighted
+            && routed.bias == shared.bias
+            && routed.nonlinearity == shared.nonlinearity;
         let together = is_there
             && alike
             && pack_bytes(&routed) == pack_bytes(&shared)

@@ -60,6 +60,16 @@ pub(super) const FAMILIES: &[Family] = &[
         build: minimax_m3,
     },
     Family {
+        names: &["inkling2", "inkling2_text"],
+        layers: |c| layers::every(c, 48),
+        build: |c, layer| inkling2(c, layer, [4608, 2304, 384, 8]),
+    },
+    Family {
+        names: &["inkling2_loop", "inkling2_loop_text"],
+        layers: |c| layers::every(c, 24),
+        build: |c, layer| inkling2(c, layer, [2304, 1152, 128, 8]),
+    },
+    Family {
         names: &["step3p7", "step3p5"],
         layers: step_layers,
         build: step,
@@ -244,15 +254,39 @@ fn minimax_m3(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
+/// Builds Inkling 2, whose experts have SiTU-GLU. Published checkpoints interleave the rows of gate
+/// and up.
+fn inkling2(c: &Config, layer: usize, defaults: [usize; 4]) -> Result<Draft, HfError> {
+    let mut d = Draft::new(c, sizes(c, NARROW, defaults)?);
+    d.rooted(
+        &[DECODER, &["model.llm.layers."]].concat(),
+        layer,
+        &["mlp."],
+    );
+    d.plain("router.weight", &["gate.weight"]);
+    d.fused_experts(Fused::Rows, "experts.gate_up_proj", "experts.down_proj");
+    let hidden = d.spec.shape.hidden_dim;
+    for (half, part) in ["gate", "up"].into_iter().enumerate() {
+        let half = half_of(1, half, hidden, true);
+        let name = format!("experts.{part}.weight");
+        d.stepped(&name, &["experts.w13_weight"], &[half]);
+    }
+    d.plain("experts.down.weight", &["experts.w2_weight"]);
+    let score = c.text(&["scoring_func"], "sigmoid")?;
+    if score != "sigmoid" {
+        let remedy = "only sigmoid can be read";
+        return Err(c.unsupported("scoring_func", "these scores with a bias", remedy));
+    }
+    d.sigmoid(&[BIAS, &["gate.bias"]].concat());
+    d.spec.router.scale = c.number(&["route_scale", "routed_scaling_factor"], 8.0)?;
+    d.renormalize(true, deepseek::EPS);
+    let up = c.number(&["mlp_up_softcap"], 25.0)?;
+    d.situ(c, "mlp_gate_softcap", 4.0, Some(up))?;
+    Ok(d)
+}
+
 /// Builds Step 3.7. Published checkpoints stack the experts, with gate and up apart.
 fn step(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    for key in ["swiglu_limits", "swiglu_limits_shared"] {
-        if c.number_at(key, layer)? != 0.0 {
-            let axis = "a clamp behind the activation";
-            let remedy = "only layers whose entry is 0 or null can be read";
-            return Err(c.unsupported(key, axis, remedy));
-        }
-    }
     // transformers reads n_routed_experts even where num_local_experts differs.
     let experts = c.size(&["n_routed_experts", "moe_num_experts"], 288)?;
     let mut sizes = sizes(c, NARROW, [4096, 1280, experts, 8])?;
@@ -275,6 +309,7 @@ fn step(c: &Config, layer: usize) -> Result<Draft, HfError> {
     if c.flag(&["mlp_bias"], false)? {
         d.biased();
     }
+    d.limits_behind(c, layer, ["swiglu_limits", "swiglu_limits_shared"])?;
     Ok(d)
 }
 

@@ -12,6 +12,11 @@ use crate::{Biases, Renormalize, Score, Select};
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
     Family {
+        names: &["iquest_q1"],
+        layers: |c| layers::stepped_except(c, &[0], 88),
+        build: iquest,
+    },
+    Family {
         names: &["mixtral", "minimax"],
         layers: |c| layers::every(c, 32),
         build: mixtral,
@@ -123,6 +128,13 @@ pub(super) fn gated(
     let names = ["gate", "router", "router.layer", "router.gate"].map(|n| format!("{n}.weight"));
     d.plain("router.weight", &names.each_ref().map(String::as_str));
     d.gated_experts(Fused::Rows);
+    Ok(d)
+}
+
+/// Builds IQuest Q1 as SGLang serves it.
+fn iquest(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, WIDE, [3072, 1536, 256, 8])?)?;
+    d.renormalize(true, 0.0);
     Ok(d)
 }
 
