@@ -44,6 +44,7 @@ mod pipelined;
 mod precision;
 pub mod quick;
 mod random;
+mod replay;
 mod routers;
 mod routing;
 mod sampled;
