@@ -186,6 +186,7 @@ pub const GPU: &[Template] = index![
     "gate_topk/gpu/gate_topk.cu",
     "gate_topk/gpu/gate_topk_bwd.cu",
     "gate_topk/gpu/gate_weights_bwd.cu",
+    "gate_topk/gpu/soft_cap.cu",
     "grouped_gemm/cuda/dgrad_finish.cu",
     "grouped_gemm/cuda/grouped_gemm_dgrad_mma.cu",
     "grouped_gemm/cuda/grouped_gemm_dgrad_wgmma.cu",

@@ -44,6 +44,7 @@ mod pipelined;
 mod precision;
 pub mod quick;
 mod random;
+mod routers;
 mod routing;
 mod sampled;
 mod saved;

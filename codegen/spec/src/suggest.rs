@@ -77,6 +77,11 @@ const KEY_ALIASES: &[(&str, &str, &str)] = &[
     ("score_func", "router.score", "score"),
     ("n_group", "router.groups", "groups.count"),
     ("topk_group", "router.groups", "groups.keep"),
+    (
+        "router_logit_softcapping",
+        "router.logit_softcap",
+        "logit_softcap",
+    ),
     ("router_jitter_noise", "router.jitter", "jitter"),
     ("vocab_size", "router.table_rows", "table_rows"),
     ("hidden_act", "experts.activation", "activation"),

@@ -31,6 +31,8 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("num_expert_groups", "afmoe", "4, \"num_limited_groups\": 2"),
     ("topk_group", "qwen3_moe", "1, \"n_group\": 4"),
     ("num_limited_groups", "afmoe", "1, \"num_expert_groups\": 4"),
+    ("router_n_groups", "qwen3_moe", "8"),
+    ("expert_capacity", "qwen3_moe", "8"),
     (
         "group_limited_greedy",
         "hunyuan_v1_moe",

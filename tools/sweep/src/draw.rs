@@ -61,7 +61,10 @@ fn wide(seed: u64, small: &LayerSpec) -> Option<LayerSpec> {
         spec.shape.hidden_dim = rng.pick(&WIDTHS);
         spec.shape.output_dim = small.shape.output_dim.map(|_| rng.pick(&WIDTHS));
         let experts = rng.pick(&EXPERTS);
-        let groups = spec.router.groups.as_ref().map_or(1, |groups| groups.count);
+        let groups = match spec.router.select {
+            Select::PerGroup(groups) => groups,
+            _ => spec.router.groups.as_ref().map_or(1, |groups| groups.count),
+        };
         spec.shape.experts = experts.next_multiple_of(groups);
         if matches!(spec.router.select, Select::ExpertChoice(_)) {
             spec.shape.top_k = spec.shape.experts;

@@ -23,12 +23,8 @@ const FAMILIES: &[Refused] = &[
         names: &["inkling_mm_model", "inkling_text"],
         does: "the router scores shared experts too and normalises their weights together with \
                those of the chosen ones",
-        has: "shared experts of weight 1 or of a sigmoid gate of their own",
-    },
-    Refused {
-        names: &["kolibri1"],
-        does: "the bias for selection is added to logits",
-        has: "a bias for selection on scores",
+        has: "`router.always_chosen` for that, but a recipe cannot join the tensors of shared and \
+              routed experts yet",
     },
     Refused {
         names: &["muse_spark", "muse_spark_text"],

@@ -8,7 +8,7 @@ use super::deepseek::{self, GLM4};
 use super::layers::{self, Layers, depth};
 use super::softmax::{gated, granite, plain, sizes};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
-use crate::{GroupMask, GroupStat, Groups, Score, SharedExpert, SharedGate};
+use crate::{GroupMask, GroupStat, Groups, Score, SharedExpert, SharedGate, TokenBlocks};
 
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
@@ -58,7 +58,7 @@ pub(super) const FAMILIES: &[Family] = &[
         build: deepseek_ref,
     },
     Family {
-        names: &["bailing_moe", "bailing_moe_v2"],
+        names: &["bailing_moe", "bailing_moe_v2", "llada2_moe"],
         layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 28),
         build: bailing,
     },
@@ -268,6 +268,13 @@ fn bailing(c: &Config, layer: usize) -> Result<Draft, HfError> {
             let remedy = "known are softmax and sigmoid";
             return Err(c.unsupported("score_function", "this score", remedy));
         }
+    }
+    if let Some(experts) = c.size_opt(&["expert_capacity"])? {
+        // A block's tokens choose among its experts, whatever their groups.
+        let tokens = c.need(&["block_size"])?;
+        d.spec.router.blocks = Some(TokenBlocks { tokens, experts });
+        d.spec.router.groups = None;
+        d.renormalize(true, 1e-20);
     }
     let count = c.size(SHARED, 0)?;
     if count > 0 {

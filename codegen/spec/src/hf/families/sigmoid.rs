@@ -9,7 +9,7 @@ use super::layers::{self, Layers, depth};
 use super::shared::{SHARED, merged_shared};
 use super::softmax::{gated, plain, sizes};
 use super::{Family, NARROW, WIDE};
-use crate::{ExpertForm, Latent, Score, SharedGate, WeightSite};
+use crate::{BiasedValues, ExpertForm, Latent, Score, SharedGate, WeightSite};
 use serde_json::Value;
 
 /// The families of this file.
@@ -48,6 +48,11 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &["laguna"],
         layers: |c| layers::typed(c, 1, 40),
         build: laguna,
+    },
+    Family {
+        names: &["kolibri1"],
+        layers: |c| layers::every(c, 50),
+        build: kolibri,
     },
     Family {
         names: &["minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"],
@@ -197,10 +202,6 @@ fn flint(c: &Config, layer: usize) -> Result<Draft, HfError> {
 }
 
 fn laguna(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    if c.number(&["moe_router_logit_softcapping"], 0.0)? > 0.0 {
-        let key = "moe_router_logit_softcapping";
-        return Err(c.unsupported(key, "a soft cap on logits", "only 0, none, can be read"));
-    }
     let key = "moe_apply_router_weight_on_input";
     if let Some((key, value @ Value::Bool(true))) = c.find(&[key]) {
         return Err(c.bad(key, value, "false: transformers computes nothing else"));
@@ -209,12 +210,25 @@ fn laguna(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.sigmoid(&[BIAS, &["experts.e_score_correction_bias"]].concat());
     d.renormalize(true, 0.0);
     d.spec.router.scale = c.number(&["moe_routed_scaling_factor"], 1.0)?;
+    let cap = c.number(&["moe_router_logit_softcapping"], 0.0)?;
+    d.spec.router.logit_softcap = (cap > 0.0).then_some(cap);
     let hidden = c.size(&["shared_expert_intermediate_size"], 512)?;
     d.shared(
         &["shared_expert", "shared_experts"],
         hidden,
         SharedGate::None,
     );
+    Ok(d)
+}
+
+/// Builds Kolibri 1: biased logits choose, and sigmoids of the others weigh.
+fn kolibri(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2560, 512, 384, 6])?)?;
+    d.sigmoid(BIAS);
+    d.spec.router.select_bias_on = BiasedValues::Logits;
+    d.renormalize(c.flag(&["norm_topk_prob"], false)?, 0.0);
+    let hidden = c.size(&["shared_expert_intermediate_size"], 512)?;
+    d.shared(&["shared_experts"], hidden, SharedGate::None);
     Ok(d)
 }
 

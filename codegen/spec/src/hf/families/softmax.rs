@@ -42,6 +42,11 @@ pub(super) const FAMILIES: &[Family] = &[
         build: qwen3_vl,
     },
     Family {
+        names: &["interns1_pro", "interns1_pro_text"],
+        layers: |c| layers::stepped(c, 94),
+        build: intern_pro,
+    },
+    Family {
         names: &["mellum"],
         layers: |c| layers::typed(c, 0, 28),
         build: mellum,
@@ -163,6 +168,18 @@ fn qwen3_vl(c: &Config, layer: usize) -> Result<Draft, HfError> {
     // Published checkpoints store the fused tensors transposed.
     d.fused_experts(Fused::Columns, "experts.gate_up_proj", "experts.down_proj");
     d.renormalize(true, 0.0);
+    Ok(d)
+}
+
+/// Builds Intern-S1-Pro: Qwen3's block, with as many experts from each of several groups.
+fn intern_pro(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [4096, 1536, 512, 8])?)?;
+    d.fused_experts(Fused::Columns, "experts.gate_up_proj", "experts.down_proj");
+    d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+    let groups = c.signed(&["router_n_groups"], -1)?;
+    if let Ok(groups @ 1..) = usize::try_from(groups) {
+        d.spec.router.select = Select::PerGroup(groups);
+    }
     Ok(d)
 }
 
