@@ -39,7 +39,7 @@ fn gradients_of_families_on_simulated_gpus() {
         "cohere2_moe_sigmoid",
         "openai_privacy",
         "step3p7_limits",
-        "inkling2",
+        "inkling2_loop",
     ];
     for target in SIMULATORS {
         let is = |dir: &str| wanted.iter().any(|name| dir.contains(name));

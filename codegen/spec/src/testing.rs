@@ -183,8 +183,7 @@ fn expression(seed: u64, experts: &mut Experts) {
     }
 }
 
-/// Caps some up branches softly, gives some shared experts clamps of their own, and moves some clamps
-/// behind the activation, without disturbing the other draws.
+/// Draws soft caps of up, clamps of shared experts alone, and clamps behind the activation.
 fn limits(seed: u64, spec: &mut LayerSpec) {
     let rng = &mut SampleRng::new(seed ^ 0x11b1_7ed0);
     if spec.experts.form == ExpertForm::Plain {

@@ -4,8 +4,8 @@
 //! full.
 
 use crate::{
-    Activation, Biases, Capacity, CapacityMode, Latent, Loss, RouterKind, SharedExpert, SharedGate,
-    WeightFormat,
+    Activation, Biases, Capacity, CapacityMode, ClampSite, Latent, Loss, RouterKind, SharedExpert,
+    SharedGate, WeightFormat,
 };
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
@@ -466,16 +466,6 @@ impl Default for Experts {
             zero: 0,
         }
     }
-}
-
-/// The side of φ on which a clamp bounds the gate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ClampSite {
-    /// `φ(min(gate, clamp))`.
-    Input,
-    /// `min(φ(gate), clamp)` (Step 3.7, Ling 3).
-    Output,
 }
 
 /// Gated or plain experts.

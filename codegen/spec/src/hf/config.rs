@@ -407,3 +407,14 @@ pub(super) fn shortened(text: &str) -> String {
         None => text.to_string(),
     }
 }
+
+/// Returns true if the entry of a layer in a list of limits is 0 or null; all entries where the layer
+/// is not known.
+pub fn unlimited(limits: &Value, layer: Option<usize>) -> bool {
+    let none = |limit: &Value| limit.is_null() || limit.as_f64() == Some(0.0);
+    let limits = limits.as_array().map_or(&[][..], Vec::as_slice);
+    match layer {
+        Some(layer) => limits.get(layer).is_none_or(none),
+        None => limits.iter().all(none),
+    }
+}

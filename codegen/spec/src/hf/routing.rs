@@ -5,7 +5,7 @@
 //! something else is an error, so none is ignored silently.
 
 use super::HfError;
-use super::config::Config;
+use super::config::{Config, unlimited};
 use super::draft::Draft;
 use super::families;
 use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score, Select, SharedGate, WeightSite};
@@ -251,7 +251,7 @@ const TABLE: &[Keys] = &[
             "share_expert_swiglu_limit_list",
         ],
         about: "clamps of the activation by layer",
-        rule: Rule::Same(|s| s.unlimited()),
+        rule: Rule::Same(|s| unlimited(s.value, s.layer)),
     },
     Keys {
         names: &["mlp_bias", "moe_bias"],
@@ -452,16 +452,6 @@ fn about_routing(key: &str) -> bool {
 }
 
 impl Said<'_> {
-    /// Returns true if the layer's entry is 0 or null; all entries where the layer is not known.
-    fn unlimited(&self) -> bool {
-        let none = |limit: &Value| limit.is_null() || limit.as_f64() == Some(0.0);
-        let limits = self.value.as_array().map_or(&[][..], Vec::as_slice);
-        match self.layer {
-            Some(layer) => limits.get(layer).is_none_or(none),
-            None => limits.iter().all(none),
-        }
-    }
-
     /// Returns true if the flag has this value.
     fn is(&self, flag: bool) -> bool {
         self.value.as_bool() == Some(flag)

@@ -229,6 +229,9 @@ fn kolibri(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.renormalize(c.flag(&["norm_topk_prob"], false)?, 0.0);
     let hidden = c.size(&["shared_expert_intermediate_size"], 512)?;
     d.shared(&["shared_experts"], hidden, SharedGate::None);
+    // Published checkpoints keep the bias beside the block.
+    d.decoder(layer, &["moe."]);
+    d.select_bias(&["router.expert_bias"]);
     Ok(d)
 }
 
