@@ -178,6 +178,11 @@ fn a_folder_has_its_tokenizer_and_ends() -> Result<()> {
     let tokenizer = text::tokenizer(&folder("mixtral"))?;
     let ids = tokenizer.encode("w3 w1 w4", true).expect("words");
     assert_eq!(ids.get_ids(), [3, 1, 4]);
+    let mut piece = text::pieces(&tokenizer, ids.get_ids())?;
+    assert_eq!(
+        (piece(7)?, piece(9)?),
+        (" w7".to_string(), " w9".to_string())
+    );
     Ok(())
 }
 

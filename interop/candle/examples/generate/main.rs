@@ -53,11 +53,9 @@ fn run(args: &Args) -> Result<()> {
     eprintln!("loaded in {:.1} s", start.elapsed().as_secs_f64());
     print!("{}", args.prompt);
     let mut sampler = Sampler::new(args.sampling);
-    let mut pieces = tokenizer.decode_stream(true);
+    let mut piece = text::pieces(&tokenizer, prompt)?;
     let show = |token| {
-        if let Some(piece) = pieces.step(token).map_err(Error::wrap)? {
-            print!("{piece}");
-        }
+        print!("{}", piece(token)?);
         Ok(stdout().flush()?)
     };
     let generated = text::generate(&mut model, &mut sampler, prompt, args.tokens, show)?;

@@ -16,8 +16,10 @@ pub struct Generated {
     pub tokens: Vec<u32>,
     /// The time from the prompt to the first token.
     pub prefill: Duration,
-    /// The time of all further tokens.
+    /// The time of all further calls, of one token each.
     pub decode: Duration,
+    /// The number of these calls: an end token takes one, and is not in `tokens`.
+    pub steps: usize,
 }
 
 impl Generated {
@@ -27,8 +29,8 @@ impl Generated {
             0 => 0.0,
             tokens => tokens as f64 / time.as_secs_f64().max(1e-9),
         };
-        let further = self.tokens.len().saturating_sub(1);
-        [speed(prompt, self.prefill), speed(further, self.decode)]
+        let decode = speed(self.steps, self.decode);
+        [speed(prompt, self.prefill), decode]
     }
 }
 
@@ -65,6 +67,7 @@ pub fn generate(
         show(token)?;
         if generated.tokens.len() < most {
             token = next(model, &[token])?;
+            generated.steps += 1;
         }
     }
     generated.decode = start.elapsed();
@@ -79,4 +82,25 @@ pub fn tokenizer(folder: &Path) -> Result<Tokenizer> {
     let path = folder.join("tokenizer.json");
     let read = Tokenizer::from_file(&path);
     read.map_err(|error| Error::Msg(format!("{}: {error}", path.display())))
+}
+
+/// Returns a function from each token after a prompt to the text that it adds: none while a
+/// character lacks bytes.
+///
+/// # Errors
+/// The tokenizer does not decode the prompt.
+pub fn pieces<'t>(
+    tokenizer: &'t Tokenizer,
+    prompt: &[u32],
+) -> Result<impl FnMut(u32) -> Result<String> + use<'t>> {
+    let mut stream = tokenizer.decode_stream(true);
+    let mut piece = move |token| {
+        let text = stream.step(token).map_err(Error::wrap)?;
+        Ok(text.unwrap_or_default())
+    };
+    // The text of a token may depend on those before it, such as the space between two words.
+    for token in prompt {
+        piece(*token)?;
+    }
+    Ok(piece)
 }
