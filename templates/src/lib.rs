@@ -53,6 +53,7 @@ pub const CPU: &[Template] = index![
     "gate_topk/cpu/gate_best.c",
     "gate_topk/cpu/gate_cosine_bwd.c",
     "gate_topk/cpu/gate_draw.c",
+    "gate_topk/cpu/gate_groups.c",
     "gate_topk/cpu/gate_logits.c",
     "gate_topk/cpu/gate_losses.c",
     "gate_topk/cpu/gate_losses_sum.c",
