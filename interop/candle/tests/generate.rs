@@ -99,6 +99,29 @@ fn gpt_oss_has_the_logits_of_transformers() -> Result<()> {
     compare("gpt_oss_mxfp4", BF16)
 }
 
+/// transformers 4 writes the rope as `rope_theta` and `rope_scaling`, and most published models have
+/// that form.
+#[test]
+fn an_older_config_gives_the_same_model() -> Result<()> {
+    let (engine, older) = (Engine::cpu().expect("a C compiler"), tempfile::tempdir()?);
+    let text = fs::read_to_string(folder("gpt_oss").join("config.json"))?;
+    let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let keys = config.as_object_mut().expect("an object");
+    let mut rope = keys.remove("rope_parameters").expect("it is there");
+    let theta = rope.as_object_mut().and_then(|r| r.remove("rope_theta"));
+    keys.insert("rope_theta".to_string(), theta.expect("it is there"));
+    keys.insert("rope_scaling".to_string(), rope);
+    keys.remove("layer_types");
+    fs::write(older.path().join("config.json"), config.to_string())?;
+    let file = "model.safetensors";
+    fs::copy(folder("gpt_oss").join(file), older.path().join(file))?;
+    let tokens: Vec<u32> = (0..12).collect();
+    let states = Model::load(&engine, older.path(), 4)?.forward(&tokens)?;
+    let expected = load("gpt_oss")?.forward(&tokens)?;
+    assert_eq!(states.to_vec2::<f32>()?, expected.to_vec2::<f32>()?);
+    Ok(())
+}
+
 /// Generates after a prompt, and returns the words.
 fn words(model: &Model, sampling: Sampling, most: usize) -> Result<Vec<u32>> {
     let mut sampler = Sampler::new(sampling);
@@ -212,6 +235,10 @@ fn what_is_wrong_with_a_folder_is_named() -> Result<()> {
         (
             error(&config.replace("vocab_size", "words"), false)?,
             "`vocab_size` is missing",
+        ),
+        (
+            error(&config.replace("rms_norm_eps", "eps"), false)?,
+            "`rms_norm_eps` is missing",
         ),
         (
             error(&config.replace("\"default\"", "\"llama3\""), false)?,

@@ -88,6 +88,8 @@ impl Config {
         let family = Family::of(keys.text("model_type")?)?;
         let (hidden_size, heads) = (keys.size("hidden_size")?, keys.size("num_attention_heads")?);
         let head_dim = keys.some_size("head_dim");
+        let eps = keys.number("rms_norm_eps");
+        let eps = eps.ok_or_else(|| Error::Msg("`rms_norm_eps` is missing".to_string()))?;
         let count = keys.size("num_hidden_layers")?;
         let layers = (0..count).map(|at| keys.layer(family, at));
         let config = Config {
@@ -97,7 +99,7 @@ impl Config {
             heads,
             kv_heads: keys.some_size("num_key_value_heads").unwrap_or(heads),
             head_dim: head_dim.unwrap_or(hidden_size / heads.max(1)),
-            eps: keys.number("rms_norm_eps").unwrap_or(1e-6) as f32,
+            eps: eps as f32,
             inner_size: keys.some_size("intermediate_size"),
             rope: keys.rope()?,
             clip_qkv: keys.number("clip_qkv"),

@@ -56,7 +56,9 @@ impl<'c> Weights<'c> {
         let found = self.checkpoint.find(name).map_err(Error::wrap)?;
         let Some(found) = found else {
             let path = self.checkpoint.path().display();
-            candle_core::bail!("{path} has no tensor `{name}`")
+            candle_core::bail!(
+                "{path} has no tensor `{name}`; outside experts, only FP8 is read of quantized ones"
+            )
         };
         let dtype = match found.dtype {
             Ok(moesaic::DType::F32) => DType::F32,

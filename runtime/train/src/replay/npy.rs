@@ -92,10 +92,9 @@ pub(super) fn read(bytes: &[u8]) -> Result<Array<'_>, ReplayError> {
         Some("False") => {}
         _ => return Err(format("its order is not C's; save `np.ascontiguousarray`")),
     }
-    let sizes = array.shape.iter().copied();
-    let wanted = sizes.fold(Some(array.element.bytes()), |all, size| {
-        all?.checked_mul(size)
-    });
+    let mut sizes = array.shape.iter();
+    let element = array.element.bytes();
+    let wanted = sizes.try_fold(element, |all, &size| all.checked_mul(size));
     if wanted == Some(data.len()) {
         return Ok(array);
     }
