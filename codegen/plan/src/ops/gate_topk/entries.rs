@@ -208,6 +208,8 @@ fn block_experts(d: &GateTopkDesc, access: Access) -> Option<Param> {
 }
 
 fn agreement(d: &GateTopkDesc, c: &GateTopkConfig, blocks: TokenBlocks) -> [Entry; 2] {
+    // A launch of its own between keys and selection, because a block of tokens may lie in several
+    // tiles of either, and blocks of a grid do not wait for each other.
     let params = some([
         Some(choice_keys(d, Access::Read)),
         block_experts(d, Access::Write),

@@ -56,6 +56,7 @@ pub(crate) fn selection_tensors(
     let tiles = Size::Tokens.ceil_div(config.logits_tile_tokens as u64);
     let parts = [tiles, constant(gate.experts + 1)];
     let x = [tokens.clone(), constant(gate.model_dim)];
+    // Tensors that no step binds are left out, so without blocks any size will do.
     let block_tokens = gate.blocks().map_or(1, |blocks| blocks.tokens);
     let blocks = Size::Tokens.ceil_div(block_tokens as u64);
     vec![
