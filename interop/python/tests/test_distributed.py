@@ -43,7 +43,10 @@ def run_ranks(name):
         assert process.returncode == 0, output
 
 
-CASES = ["passes", "data_parallel", "evaluation", "shards", "draws", "refusals", "foreign"]
+CASES = [
+    "passes", "data_parallel", "fully_sharded", "evaluation", "shards", "draws", "refusals",
+    "foreign",
+]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,6 +155,43 @@ def data_parallel(group, rank):
             optimizer.step()
     close(model[0].weight.detach(), twin[0].weight.detach())
     for name, weight in ours.weights().items():
+        close(weight.detach(), ours._over.part(name, one._weight(name)))
+
+
+def fully_sharded(group, rank):
+    from moesaic.distributed import expert_parameters
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    one, ours = layers(group, SPEC.replace("losses", "#"))
+    model = torch.nn.Sequential(torch.nn.Linear(24, 24), ours)
+    twin = torch.nn.Sequential(torch.nn.Linear(24, 24), one)
+    twin[0].load_state_dict(model[0].state_dict())
+    for parameter in twin[0].parameters():
+        torch.distributed.broadcast(parameter.data, 0)
+    model[0].load_state_dict(twin[0].state_dict())
+    experts = {parameter for _, parameter in expert_parameters(model)}
+    mesh = init_device_mesh("cpu", (RANKS,))
+    fully_shard(model, mesh=mesh, ignored_params=experts)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) != (parameter in experts), name
+    assert model[0].weight.to_local().shape == (24 // RANKS, 24)
+    assert ours.router.weight.to_local().shape == (6 // RANKS, 24)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, foreach=False) for m in (model, twin)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        close(model(tokens(rank)).detach(), twin(tokens(rank)).detach())
+        model(tokens(rank)).square().mean().backward()
+        losses = [twin(tokens(r)).square().mean() for r in range(RANKS)]
+        (sum(losses) / RANKS).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    close(model[0].weight.full_tensor().detach(), twin[0].weight.detach())
+    close(ours.router.weight.full_tensor().detach(), one.router.weight.detach())
+    for name, weight in expert_parameters(model):
+        name = name.removeprefix("1.")
         close(weight.detach(), ours._over.part(name, one._weight(name)))
 
 

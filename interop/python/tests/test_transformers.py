@@ -81,7 +81,7 @@ def test_inference_follows_weights_that_change(name):
                         parameter.data.mul_(1.25)
 
 
-@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("name", MODELS)
 def test_bf16(name):
     eager, ours = (model.eval().to(torch.bfloat16) for model in models(name))
     ids = torch.randint(3, 64, (2, 11))
@@ -93,14 +93,27 @@ def test_bf16(name):
     assert all(p.grad.dtype == torch.bfloat16 for p in ours.parameters() if p.grad is not None)
 
 
-def test_generation_is_that_of_eager():
-    eager, ours = (model.eval() for model in models("Mixtral"))
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_is_that_of_eager(name):
+    eager, ours = (model.eval() for model in models(name))
     ids = torch.randint(3, 64, (1, 5))
     made = [
         model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
         for model in (ours, eager)
     ]
     assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_model_loads_with_our_experts(name, tmp_path):
+    eager, ours = (model.eval() for model in models(name))
+    ours.save_pretrained(tmp_path)
+    again = type(ours).from_pretrained(tmp_path, experts_implementation="moesaic").eval()
+    assert again.config._experts_implementation == "moesaic"
+    ids = torch.randint(3, 64, (2, 7))
+    with torch.no_grad():
+        found, wanted = again(ids).logits, eager(ids).logits
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
 
 
 def test_inference_mode():
