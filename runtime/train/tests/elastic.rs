@@ -250,6 +250,11 @@ fn dense(experts: usize, k: usize) -> LayerSpec {
     LayerSpec::from_toml(&text).expect("a valid spec")
 }
 
+const BLOCKS: TokenBlocks = TokenBlocks {
+    tokens: 4,
+    experts: 3,
+};
+
 #[test]
 fn what_depends_on_the_number_of_experts_is_refused() {
     let growth = Growth {
@@ -258,8 +263,12 @@ fn what_depends_on_the_number_of_experts_is_refused() {
         margin: None,
         tokens: None,
     };
-    let changes: [fn(&mut LayerSpec); 5] = [
+    let changes: [fn(&mut LayerSpec); 9] = [
         |s| s.capacity.mode = CapacityMode::Factor,
+        |s| s.router.blocks = Some(BLOCKS),
+        |s| s.router.select = Select::PerGroup(2),
+        |s| s.router.always_chosen = 1,
+        |s| s.router.logit_softcap = Some(30.0),
         |s| s.router.select = Select::Sinkhorn(3),
         |s| {
             s.router.kind = RouterKind::Cosine;
@@ -417,4 +426,15 @@ fn parts_that_do_not_fit_are_refused() {
     parts[1].0.shape.hidden_dim = 7;
     assert!(merge_experts(&parts).is_err());
     assert!(merge_experts(&[]).is_err());
+    let changes: [fn(&mut LayerSpec); 3] = [
+        |s| s.router.blocks = Some(BLOCKS),
+        |s| s.router.select = Select::PerGroup(2),
+        |s| s.router.always_chosen = 1,
+    ];
+    for change in changes {
+        let mut spec = dense(6, 2);
+        change(&mut spec);
+        let error = split_experts(&spec, &set, &[3, 3]).expect_err("refused");
+        assert!(matches!(error, TrainError::NotPreserved(_)), "{error}");
+    }
 }

@@ -214,6 +214,9 @@ fn refuse_dependence(spec: &LayerSpec) -> Result<(), TrainError> {
         Select::Sinkhorn(_) => "Sinkhorn's iteration balances over all experts",
         Select::PerGroup(_) => "every group gives as many experts, and new ones move the groups",
         _ if spec.router.always_chosen > 0 => "the last experts are chosen by every token",
+        _ if spec.router.blocks.is_some() => {
+            "blocks agree on some of all experts, where a copy takes the place of another expert"
+        }
         _ if spec.router.entropy.is_some() => "entropy is over all experts",
         _ if spec.router.logit_softcap.is_some() => {
             "a soft cap bounds the bias that keeps new experts silent"

@@ -288,6 +288,8 @@ fn check_separable(spec: &LayerSpec) -> Result<(), TrainError> {
         "each group of experts gives as many, and parts would cut groups differently"
     } else if spec.router.always_chosen > 0 {
         "the last experts of every part would be chosen by all tokens"
+    } else if spec.router.blocks.is_some() {
+        "blocks of tokens would agree on experts of one part alone"
     } else {
         return Ok(());
     };
