@@ -120,10 +120,9 @@ fn precompile_covers_the_layers_of_a_model() {
         precompile(file.to_str().unwrap(), &[])
     };
     config(r#"{"model_type": "gemma4_text"}"#).fails(2, &["enable_moe_block is false"]);
-    let step =
-        r#"{"model_type": "step3p7", "num_hidden_layers": 5, "swiglu_limits": [0, 0, 0, 0, 7]}"#;
+    let aria = r#"{"model_type": "aria_text", "hidden_act": "gelu"}"#;
     let hint = "--layer N compiles one layer";
-    config(step).fails(2, &["a clamp behind the activation", hint]);
+    config(aria).fails(2, &["an activation of shared experts alone", hint]);
 }
 
 /// The kernels by which several routers share experts, which are none of the layer's.

@@ -147,6 +147,7 @@ pub fn changes() -> Vec<LayerSpec> {
                 hidden_dim: 16,
                 gate: SharedGate::None,
                 bias: None,
+                clamp: None,
             }];
         }),
         // In f32 no rounding crosses the clamp.
@@ -172,6 +173,7 @@ pub fn changes() -> Vec<LayerSpec> {
                 hidden_dim: 9,
                 gate: SharedGate::Sigmoid,
                 bias: None,
+                clamp: None,
             }];
         }),
         with(external(16, 24, 6, 2), |s| {

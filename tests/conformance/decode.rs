@@ -51,6 +51,7 @@ fn shared_of(hidden_dim: usize) -> SharedExpert {
         hidden_dim,
         gate: SharedGate::Sigmoid,
         bias: None,
+        clamp: None,
     }
 }
 

@@ -44,6 +44,7 @@ fn two_faced() -> Vec<LayerSpec> {
                 hidden_dim: 7,
                 gate: SharedGate::Sigmoid,
                 bias: None,
+                clamp: None,
             }];
             s.losses = vec![Loss {
                 kind: LossKind::Global,

@@ -509,6 +509,7 @@ pub fn of_tokens_alone(seed: u64) -> LayerSpec {
     ) {
         spec.router.select = Select::TopK;
     }
+    spec.router.blocks = None;
     spec.losses.retain(|loss| loss.kind == LossKind::Global);
     let valid = spec.validate();
     valid.unwrap_or_else(|problems| panic!("seed {seed}: {problems:?}"));

@@ -44,6 +44,8 @@ mod pipelined;
 mod precision;
 pub mod quick;
 mod random;
+mod replay;
+mod routers;
 mod routing;
 mod sampled;
 mod saved;

@@ -6,9 +6,9 @@ use super::cases::{of_type, small};
 use super::layers::engine as cpu;
 use super::simulated::{SIMULATORS, open};
 use moesaic::spec::{
-    Biases, CapacityMode, CapacityOrder, ExpertForm, GroupMask, GroupStat, Groups, Latent,
-    LayerSpec, Loss, LossKind, Renormalize, RouterKind, Score, Select, SharedExpert, SharedGate,
-    WeightSite,
+    Activation, Biases, CapacityMode, CapacityOrder, ClampSite, ExpertForm, Expression, GroupMask,
+    GroupStat, Groups, Latent, LayerSpec, Loss, LossKind, Renormalize, RouterKind, Score, Select,
+    SharedExpert, SharedGate, WeightSite,
 };
 use moesaic::{DType, Engine, Recompute};
 
@@ -31,6 +31,7 @@ fn shared(hidden_dim: usize, gate: SharedGate, bias: Option<Biases>) -> SharedEx
         hidden_dim,
         gate,
         bias,
+        clamp: None,
     }
 }
 
@@ -88,6 +89,35 @@ fn latents() -> Vec<LayerSpec> {
     identity.capacity.renormalize_after_drop = true;
     identity.shared = vec![shared(8, SharedGate::Sigmoid, None)];
     vec![alone, gated, input, identity]
+}
+
+/// Clamps on either side of the activation, shared experts with clamps of their own, soft caps of
+/// up, and SiTU-GLU.
+fn limits() -> Vec<LayerSpec> {
+    let clamped = |clamp| SharedExpert {
+        clamp,
+        ..shared(16, SharedGate::Sigmoid, None)
+    };
+    let mut behind = small(24, 40, 6, 2);
+    behind.experts.clamp = Some(0.4);
+    behind.experts.clamp_on = ClampSite::Output;
+    behind.experts.bias = Biases::All;
+    behind.shared = vec![clamped(Some(0.0)), clamped(Some(0.2))];
+    // Of f32, because a pre-activation that is kept in bf16 may cross a clamp that is this near.
+    let mut apart = small(40, 24, 6, 2);
+    apart.router.weight_on = WeightSite::Activation;
+    apart.experts.clamp = Some(0.7);
+    apart.shared = vec![clamped(Some(0.0)), clamped(None)];
+    let mut situ = of_type(DType::F16, small(64, 64, 6, 2));
+    let gate = Expression::parse("4 * tanh(x / 4) * sigmoid(x)").expect("a formula of x");
+    situ.experts.activation = Activation::Custom(gate);
+    situ.experts.up_softcap = Some(0.8);
+    situ.shared = vec![clamped(Some(6.0))];
+    let mut alone = small(24, 16, 5, 3);
+    alone.experts.up_softcap = Some(2.5);
+    alone.experts.up_offset = 1.0;
+    alone.experts.clamp = Some(1.0);
+    vec![behind, apart, situ, alone]
 }
 
 /// PR-MoE: a shared expert whose weight the routed ones do not have.
@@ -188,4 +218,4 @@ macro_rules! on_each {
     )*};
 }
 
-on_each!(biases, latents, residuals, many_experts);
+on_each!(biases, latents, limits, residuals, many_experts);

@@ -4,7 +4,7 @@
 
 use moesaic::cpu::CpuCompiler;
 use moesaic::kernel::{CpuIsa, SimArch, Target};
-use moesaic::target::Compiler;
+use moesaic::target::{CompileError, Compiler};
 use moesaic::{Engine, EngineOptions, OpenError, resolve_target};
 use moesaic_emulated::EmulatedCompiler;
 use moesaic_harness::quick;
@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 pub fn open(target: &str, options: EngineOptions) -> Result<Engine, OpenError> {
     let compiler = match resolve_target(target)? {
         Target::Cpu(_) => Some(quick::cpu()),
-        Target::Sim(SimArch::Cpu(CpuIsa::Neon | CpuIsa::NeonBf16)) => aarch64(),
+        Target::Sim(SimArch::Cpu(isa)) => emulated(isa),
         _ => None,
     };
     match compiler {
@@ -27,13 +27,21 @@ pub fn open(target: &str, options: EngineOptions) -> Result<Engine, OpenError> {
     }
 }
 
-/// The same for emulated NEON; `None` where its compiler is missing, of which the usual
+/// The same for an emulated CPU; `None` where its compiler is missing, of which the usual
 /// engine says more.
-fn aarch64() -> Option<Arc<dyn Compiler>> {
-    static QUICK: OnceLock<Option<Arc<dyn Compiler>>> = OnceLock::new();
-    let make = || {
-        let usual = CpuCompiler::find_for("aarch64", None).ok()?;
-        Some(quick::of(&usual, EmulatedCompiler::of))
+fn emulated(isa: CpuIsa) -> Option<Arc<dyn Compiler>> {
+    type Kept = OnceLock<Option<Arc<dyn Compiler>>>;
+    static AARCH64: Kept = OnceLock::new();
+    static AMX: Kept = OnceLock::new();
+    let hurried = |usual: Result<CpuCompiler, CompileError>| {
+        Some(quick::of(&usual.ok()?, EmulatedCompiler::of))
     };
-    QUICK.get_or_init(make).clone()
+    match isa {
+        CpuIsa::Neon | CpuIsa::NeonBf16 => {
+            AARCH64.get_or_init(|| hurried(CpuCompiler::find_for("aarch64", None)))
+        }
+        CpuIsa::Amx => AMX.get_or_init(|| hurried(CpuCompiler::find(None))),
+        _ => return None,
+    }
+    .clone()
 }

@@ -4,6 +4,7 @@
 use super::Case;
 use super::cases::{of_type, small};
 use super::layers::engines;
+use super::quick;
 use moesaic::reference::{Weights, numbers};
 use moesaic::spec::{ActivationFormat, Biases, LayerSpec, WEIGHT_FORMATS, WeightFormat};
 use moesaic::{DType, Engine, EngineError, Layer, OpenError, Recompute, Training};
@@ -112,7 +113,7 @@ fn emulated_cpus_multiply_codes() {
         .into_iter()
         .enumerate()
     {
-        let engine = match Engine::open(target, super::layers::poisoned()) {
+        let engine = match quick::open(target, super::layers::poisoned()) {
             Err(OpenError::Device(error)) if target == "sim:amx" => {
                 eprintln!("not tested: {error}");
                 continue;

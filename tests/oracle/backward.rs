@@ -11,7 +11,7 @@ fn hugging_face(engine: &Engine) {
 }
 
 fn families(engine: &Engine, wanted: impl Fn(&str) -> bool) -> usize {
-    let mut dirs = entries("families");
+    let mut dirs = [entries("families"), entries("families_limits")].concat();
     dirs.retain(|dir| wanted(&dir.to_string_lossy()));
     dirs.iter().for_each(|dir| gradients::family(engine, dir));
     dirs.len()
@@ -27,13 +27,20 @@ fn tutel(engine: &Engine) {
 #[test]
 fn gradients_of_every_family() {
     let count = families(&quick::open("cpu", options()).expect("a CPU"), |_| true);
-    assert!(count >= 40, "{count} cases");
+    assert!(count >= 47, "{count} cases");
 }
 
 /// Those that combine options as no other fixture does.
 #[test]
 fn gradients_of_families_on_simulated_gpus() {
-    let wanted = ["jetmoe", "axk2", "cohere2_moe_sigmoid", "openai_privacy"];
+    let wanted = [
+        "jetmoe",
+        "axk2",
+        "cohere2_moe_sigmoid",
+        "openai_privacy",
+        "step3p7_limits",
+        "inkling2_loop",
+    ];
     for target in SIMULATORS {
         let is = |dir: &str| wanted.iter().any(|name| dir.contains(name));
         assert_eq!(families(&open(target), is), wanted.len());

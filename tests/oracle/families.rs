@@ -75,7 +75,7 @@ fn the_table_is_what_the_code_reads_and_refuses() {
 #[test]
 fn every_family_that_is_read_has_a_fixture() {
     let mut left: BTreeSet<String> = BTreeSet::new();
-    for folder in ["hf", "hf_more", "families"] {
+    for folder in ["hf", "hf_more", "families", "families_limits"] {
         let names = entries(folder).into_iter();
         let names = names.map(|dir| dir.file_name().unwrap().to_string_lossy().to_string());
         left.extend(names.map(|name| format!("{folder}/{name}")));
@@ -110,7 +110,7 @@ fn every_key_about_routing_has_a_rule() {
     let end = "|---|---|---|\n";
     let said = page.rsplit(end).next().unwrap();
     assert_eq!(said, table, "the last table of docs/FAMILIES.md");
-    for folder in ["hf", "hf_more", "families", "quantized"] {
+    for folder in ["hf", "hf_more", "families", "families_limits", "quantized"] {
         for dir in entries(folder) {
             let Ok(config) = fs::read_to_string(dir.join("config.json")) else {
                 continue;

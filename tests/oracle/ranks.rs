@@ -53,8 +53,8 @@ struct Layer {
 }
 
 /// Cases of the folders, some of them or all, with a number of each.
-fn cases(steps: [usize; 4]) -> impl Iterator<Item = (usize, Layer)> {
-    let folders = ["hf", "tutel", "hf_more", "families"]
+fn cases(steps: [usize; 5]) -> impl Iterator<Item = (usize, Layer)> {
+    let folders = ["hf", "tutel", "hf_more", "families", "families_limits"]
         .into_iter()
         .zip(steps);
     folders.flat_map(|(folder, step)| {
@@ -178,7 +178,7 @@ fn check(what: &str, mesh: Parallel, found: &Tensor, one: &Tensor, share: Range<
 fn layers_of_other_projects_run_on_ranks() {
     let engine = engine();
     let (mut ran, mut tried, mut sliced) = (0, 0, 0);
-    for (at, layer) in cases(if all() { [1; 4] } else { [1, 1, 8, 12] }) {
+    for (at, layer) in cases(if all() { [1; 5] } else { [1, 1, 8, 12, 3] }) {
         let meshes = if all() {
             &MESHES[..]
         } else {
@@ -211,7 +211,7 @@ fn a_process() {
     let mut world = mpi::start(&options, engine.device().clone()).expect("it is under mpiexec");
     let meshes = OF_FOUR.map(|mesh| (mesh, Mesh::new(&mut world, mesh).expect("four ranks")));
     let (mut ran, mut tried) = (0, 0);
-    for (at, layer) in cases(if all() { [1; 4] } else { [5, 6, 16, 24] }) {
+    for (at, layer) in cases(if all() { [1; 5] } else { [5, 6, 16, 24, 3] }) {
         let (parallel, mesh) = &meshes[at % meshes.len()];
         tried += 1;
         if parallel.check(&layer.spec).is_err() {

@@ -27,7 +27,7 @@ const ZIG: &str = "ziglang==0.17.0";
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
 /// Archives of the oracles' fixtures.
-const DATA: [&str; 4] = ["hf", "hf_more", "families", "tutel"];
+const DATA: [&str; 5] = ["hf", "hf_more", "families", "families_limits", "tutel"];
 
 struct Options {
     target: String,

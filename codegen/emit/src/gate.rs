@@ -22,6 +22,12 @@ pub(crate) struct GateText {
     mixer: bool,
     /// Experts choose their tokens.
     choice: bool,
+    /// Each group gives as many of a token's experts.
+    per_group: bool,
+    /// Blocks of tokens agree on experts.
+    blocks: bool,
+    /// Selection compares logits, not scores.
+    compares_logits: bool,
     /// Chosen scores close to zero are divided by the largest.
     relative: bool,
     /// Sinkhorn's iteration balances logits.
@@ -67,6 +73,9 @@ fn gate(d: &GateTopkDesc) -> GateText {
         table: d.router.kind.chooser() == Chooser::Table,
         mixer: matches!(d.router.select, Select::SparseMixer(_)),
         choice: d.expert_choice().is_some(),
+        per_group: d.per_group().is_some(),
+        blocks: d.blocks().is_some(),
+        compares_logits: d.compares_logits(),
         relative: d.relative_scores(),
         sinkhorn: d.sinkhorn().is_some(),
         guided: d.router.entropy.is_some(),

@@ -22,6 +22,16 @@ pub enum Activation {
     Custom(Expression),
 }
 
+/// The side of φ on which a clamp bounds the gate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ClampSite {
+    /// `φ(min(gate, clamp))`.
+    Input,
+    /// `min(φ(gate), clamp)` (Step 3.7, Ling 3).
+    Output,
+}
+
 /// A name of an activation in transformers.
 struct HfName {
     activation: Activation,

@@ -16,9 +16,9 @@ pub struct Latent {
     pub bias: bool,
 }
 
-/// An expert that every token visits. It has the form, activation, clamp, alpha and offset of the
-/// routed experts.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// An expert that every token visits. It has the form, activation, clamp, soft cap, alpha and offset
+/// of the routed experts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SharedExpert {
     /// Width inside the shared expert.
@@ -29,6 +29,9 @@ pub struct SharedExpert {
     /// Biases of its projections; those of the routed experts when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bias: Option<Biases>,
+    /// Its own clamp, where it differs from that of the routed experts; 0 for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub clamp: Option<f64>,
 }
 
 /// The weight of a shared expert's output.

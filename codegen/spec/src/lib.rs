@@ -33,7 +33,7 @@ mod validate;
 mod weight_format;
 mod write;
 
-pub use activation::Activation;
+pub use activation::{Activation, ClampSite};
 pub use around::{Latent, SharedExpert, SharedGate};
 pub use biases::Biases;
 pub use capacity::{Capacity, CapacityMode, CapacityOrder};

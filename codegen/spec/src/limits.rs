@@ -38,3 +38,6 @@ pub const MAX_SINKHORN_ROUNDS: usize = 64;
 
 /// Longest name in bytes.
 pub const MAX_NAME: usize = 100;
+
+/// The most tokens of a block that agrees on its experts.
+pub const MAX_BLOCK_TOKENS: usize = 65_536;

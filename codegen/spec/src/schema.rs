@@ -106,6 +106,11 @@ const REQUIRED: &[(&str, &str)] = &[
         "router.groups.stat",
         "the score of a group: stat = \"max\" or \"top2-sum\"",
     ),
+    ("router.blocks.tokens", "the tokens of a block: tokens = 32"),
+    (
+        "router.blocks.experts",
+        "the experts that a block agrees on: experts = 48",
+    ),
     ("latent.dim", "the width of routed experts: dim = 1024"),
     ("shared.hidden_dim", "its inner width: hidden_dim = 2048"),
     ("losses.kind", "the formula: kind = \"switch\""),
@@ -127,6 +132,7 @@ pub(crate) const SELECTIONS: &[(&str, &str)] = &[
     ("sparse-mixer", "0.01"),
     ("expert-choice", "2.0"),
     ("sinkhorn", "8"),
+    ("per-group", "4"),
 ];
 
 #[cfg(test)]

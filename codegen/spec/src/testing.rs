@@ -116,6 +116,11 @@ pub fn sample(seed: u64) -> LayerSpec {
     biases(seed, &mut spec);
     latent(seed, &mut spec);
     residual(seed, &mut spec);
+    softcap(seed, &mut spec);
+    other_keys(seed, &mut spec);
+    always_chosen(seed, &mut spec);
+    blocks(seed, &mut spec);
+    limits(seed, &mut spec);
     spec
 }
 
@@ -178,6 +183,23 @@ fn expression(seed: u64, experts: &mut Experts) {
     }
 }
 
+/// Draws soft caps of up, clamps of shared experts alone, and clamps behind the activation.
+fn limits(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0x11b1_7ed0);
+    if spec.experts.form == ExpertForm::Plain {
+        return;
+    }
+    spec.experts.up_softcap = rng.one_in(4).then(|| rng.pick(&[25.0, 0.8]));
+    for shared in &mut spec.shared {
+        shared.clamp = rng.one_in(3).then(|| rng.pick(&[0.0, 0.6, 16.0]));
+    }
+    let clamps = |index: usize| spec.shared_experts(index).clamp.is_some();
+    let clamped = spec.experts.clamp.is_some() || (0..spec.shared.len()).any(clamps);
+    if clamped && rng.one_in(2) {
+        spec.experts.clamp_on = ClampSite::Output;
+    }
+}
+
 /// Makes a shared expert residual in one of four layers that have some.
 fn residual(seed: u64, spec: &mut LayerSpec) {
     let rng = &mut SampleRng::new(seed.rotate_left(48));
@@ -185,6 +207,65 @@ fn residual(seed: u64, spec: &mut LayerSpec) {
         && rng.one_in(4)
     {
         last.gate = SharedGate::Residual;
+    }
+}
+
+/// Puts every third selection bias on the logits, and takes experts from each of several groups in
+/// one of six layers that have the plain selection.
+fn other_keys(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0xb1a5_ed10);
+    let by_noise = matches!(
+        spec.router.noise_kind,
+        NoiseKind::Gumbel | NoiseKind::GumbelSecond
+    );
+    let (experts, k) = (spec.routed_experts(), spec.shape.top_k);
+    let r = &mut spec.router;
+    if r.select_bias && rng.one_in(3) {
+        r.select_bias_on = BiasedValues::Logits;
+    }
+    let scored = r.kind.chooser() == Chooser::Scores;
+    let plain = scored && r.select == Select::TopK && r.groups.is_none() && !r.random_second;
+    if plain && !by_noise && rng.one_in(6) {
+        let both = |n: &usize| experts.is_multiple_of(*n) && k.is_multiple_of(*n);
+        let counts: Vec<usize> = (1..=k).filter(both).collect();
+        r.select = Select::PerGroup(rng.pick(&counts));
+    }
+}
+
+/// Gives one in four layers that may have some experts that every token chooses.
+fn always_chosen(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0xa1_3a75);
+    let r = &spec.router;
+    let plain = r.kind.chooser() == Chooser::Scores && r.select == Select::TopK;
+    let compared = !matches!(r.noise_kind, NoiseKind::Gumbel | NoiseKind::GumbelSecond);
+    let weightless = spec.experts.identity + spec.experts.zero > 0;
+    let refused = r.groups.is_some() || r.random_second || weightless || !spec.losses.is_empty();
+    if plain && compared && !refused && rng.one_in(4) {
+        spec.router.always_chosen = rng.between(1, spec.shape.top_k.min(3));
+    }
+}
+
+/// Lets blocks of tokens agree on experts in one of four layers that may have it.
+fn blocks(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0xb10c_0415);
+    let r = &spec.router;
+    let plain = r.kind.chooser() == Chooser::Scores && r.select == Select::TopK;
+    let compared = !matches!(r.noise_kind, NoiseKind::Gumbel | NoiseKind::GumbelSecond);
+    let refused = r.groups.is_some() || r.always_chosen > 0;
+    let dropless = spec.capacity.mode == CapacityMode::Dropless;
+    if plain && compared && !refused && dropless && rng.one_in(4) {
+        spec.router.blocks = Some(TokenBlocks {
+            tokens: rng.pick(&[1, 4, 7, 32]),
+            experts: rng.between(spec.shape.top_k, spec.routed_experts()),
+        });
+    }
+}
+
+/// Caps the logits of one layer in six that may have a cap.
+fn softcap(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0x50f7_ca90);
+    if spec.has_logits() && !spec.learned_noise() && rng.one_in(6) {
+        spec.router.logit_softcap = Some(rng.pick(&[0.75, 2.0, 30.0]));
     }
 }
 
@@ -496,6 +577,7 @@ fn shared(rng: &mut SampleRng, spec: &mut LayerSpec) {
             hidden_dim: width(rng),
             gate: rng.pick(&[SharedGate::None, SharedGate::Sigmoid]),
             bias: None,
+            clamp: None,
         });
     }
 }

@@ -4,8 +4,8 @@
 //! full.
 
 use crate::{
-    Activation, Biases, Capacity, CapacityMode, Latent, Loss, RouterKind, SharedExpert, SharedGate,
-    WeightFormat,
+    Activation, Biases, Capacity, CapacityMode, ClampSite, Latent, Loss, RouterKind, SharedExpert,
+    SharedGate, WeightFormat,
 };
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
@@ -161,15 +161,26 @@ pub struct Router {
     pub bias: bool,
     /// The transformation of a token before the projection.
     pub input: RouterInput,
+    /// A soft cap c on the logits, `c · tanh(z / c)`, which everything after them sees (Grok).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub logit_softcap: Option<f64>,
     /// The function from logits to scores.
     pub score: Score,
     /// The selection of a token's experts from the scores.
     pub select: Select,
     /// A bias on the scores used for selection only (DeepSeek-V3).
     pub select_bias: bool,
+    /// The values that the selection bias is added to.
+    pub select_bias_on: BiasedValues,
     /// Keep only the best groups of experts before selecting.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub groups: Option<Groups>,
+    /// Let each block of tokens agree on some experts first, among which its tokens select.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub blocks: Option<TokenBlocks>,
+    /// The last so many experts are chosen by every token, first of all, and share in the
+    /// normalization: shared experts that the router scores (Inkling).
+    pub always_chosen: usize,
     /// The normalization that turns the selected scores into weights.
     pub renormalize: Renormalize,
     /// The number added to the denominator (`sum`), or its lower bound (`clamp`).
@@ -213,10 +224,14 @@ impl Default for Router {
             kind: RouterKind::Linear,
             bias: false,
             input: RouterInput::Token,
+            logit_softcap: None,
             score: Score::Softmax,
             select: Select::TopK,
             select_bias: false,
+            select_bias_on: BiasedValues::Scores,
             groups: None,
+            blocks: None,
+            always_chosen: 0,
             renormalize: Renormalize::None,
             renormalize_eps: 0.0,
             norm_order: 1.0,
@@ -279,6 +294,19 @@ pub enum Select {
     /// In training, the K best logits after this many rounds of Sinkhorn balancing (Megatron).
     /// Otherwise as `top-k`.
     Sinkhorn(usize),
+    /// As many of the K experts from each of this many groups of equal size (Intern-S1-Pro).
+    PerGroup(usize),
+}
+
+/// The values that a selection bias is added to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BiasedValues {
+    /// The scores (DeepSeek-V3).
+    #[default]
+    Scores,
+    /// The logits (Kolibri 1).
+    Logits,
 }
 
 /// A temperature from the logits' entropy, and a bias from the expert's load. Experimental.
@@ -307,6 +335,16 @@ pub enum NoiseKind {
     Gumbel,
     /// As `gumbel`, except on the first choice (fairseq).
     GumbelSecond,
+}
+
+/// Block routing (LLaDA2): the tokens of a block agree on some experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenBlocks {
+    /// Tokens of a block. A call's tokens form blocks in order, of which the last may be smaller.
+    pub tokens: usize,
+    /// Experts that a block agrees on: those whose selection score is best at any of its tokens.
+    pub experts: usize,
 }
 
 /// Group-limited selection.
@@ -390,9 +428,14 @@ pub struct Experts {
     pub activation: Activation,
     /// The projections that have biases.
     pub bias: Biases,
-    /// Clamp before the activation: gate ≤ clamp, up within ±clamp.
+    /// Clamp around the activation: gate ≤ clamp, up within ±clamp.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clamp: Option<f64>,
+    /// The side of φ on which `clamp` bounds the gate.
+    pub clamp_on: ClampSite,
+    /// Soft cap c of the up branch, after clamping: `c·tanh(up / c)`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub up_softcap: Option<f64>,
     /// φ(g) = g·σ(alpha·g) for `silu`; 1 is plain silu, 1.702 is gpt-oss.
     pub alpha: f64,
     /// Added to the up branch after clamping (gpt-oss: 1).
@@ -414,6 +457,8 @@ impl Default for Experts {
             activation: Activation::Silu,
             bias: Biases::None,
             clamp: None,
+            clamp_on: ClampSite::Input,
+            up_softcap: None,
             alpha: 1.0,
             up_offset: 0.0,
             layout: GateLayout::Split,
@@ -498,6 +543,20 @@ impl LayerSpec {
     /// If there is no shared expert `index`.
     pub fn shared_bias(&self, index: usize) -> Biases {
         self.shared[index].bias.unwrap_or(self.experts.bias)
+    }
+
+    /// Returns the form and activation of a shared expert: those of the routed experts, with its
+    /// own clamp if it sets one.
+    ///
+    /// # Panics
+    /// If there is no shared expert `index`.
+    pub fn shared_experts(&self, index: usize) -> Experts {
+        let own = self.shared[index].clamp;
+        let clamp = own.map_or(self.experts.clamp, |own| (own != 0.0).then_some(own));
+        Experts {
+            clamp,
+            ..self.experts.clone()
+        }
     }
 
     /// Returns the index of the residual shared expert, whose gate also weights the routed experts.

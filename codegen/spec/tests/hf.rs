@@ -18,7 +18,7 @@ fn every_family_builds_every_canonical_tensor() {
             "qwen3_omni_moe_talker" | "qwen3_omni_moe_talker_text" => {
                 r#""shared_expert_intermediate_size": 40,"#
             }
-            "bailing_moe" | "bailing_moe_v2" => r#""hidden_size": 32,"#,
+            "bailing_moe" | "bailing_moe_v2" | "llada2_moe" => r#""hidden_size": 32,"#,
             "dbrx" => r#""ffn_config": {"moe_num_experts": 16, "moe_top_k": 2},"#,
             "deepseek_ref" => {
                 r#""hidden_size": 32, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
@@ -108,6 +108,7 @@ fn published_deepseek_v3_router() {
             hidden_dim: 2048,
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         }]
     );
     assert_eq!(got.spec.shape.experts, 256);
@@ -288,9 +289,10 @@ fn refused_families_name_what_they_do() {
         assert!(said.starts_with(&start), "{said}");
     }
     assert_eq!(
-        error(r#"{"model_type": "kolibri1"}"#, 0),
-        "kolibri1: the layer cannot be expressed: the bias for selection is added to logits; \
-         the spec has a bias for selection on scores"
+        error(r#"{"model_type": "zaya"}"#, 0),
+        "zaya: the layer cannot be expressed: the router is a network of three layers with a \
+         state that it hands to the next layer's; the spec has routers of one projection of the \
+         token"
     );
 }
 
@@ -300,14 +302,10 @@ fn refused_values_of_families_that_are_read() {
         format!("`{key}` = {value} cannot be expressed: the spec has no axis for {axis}; {remedy}")
     };
     let laguna = r#"{"model_type": "laguna", "moe_router_logit_softcapping": 30.0}"#;
-    let key = "moe_router_logit_softcapping";
-    let said = cannot(
-        key,
-        "30.0",
-        "a soft cap on logits",
-        "only 0, none, can be read",
-    );
-    assert_eq!(error(laguna, 1), format!("laguna: {said}"));
+    let capped = import(laguna, 1).unwrap().spec.router.logit_softcap;
+    assert_eq!(capped, Some(30.0));
+    let mixtral = r#"{"model_type": "mixtral", "router_logit_softcapping": 30.0}"#;
+    assert!(error(mixtral, 0).contains("a soft cap on logits"));
     let aria = r#"{"model_type": "aria_text", "hidden_act": "gelu"}"#;
     let axis = "an activation of shared experts alone";
     let said = cannot("hidden_act", "\"gelu\"", axis, "only silu can be read");
@@ -316,17 +314,92 @@ fn refused_values_of_families_that_are_read() {
         let config = r#"{"model_type": "step3p7", "text_config": {"model_type": "step3p5",
             "num_hidden_layers": 5, "swiglu_limits": [0, 0, 0, null, 7.0],
             "swiglu_limits_shared": [0, 0, 0, 0.0, 16]}}"#;
-        import(config, layer).map(|got| got.spec.name)
+        let spec = import(config, layer).unwrap().spec;
+        (
+            spec.experts.clamp,
+            spec.experts.clamp_on,
+            spec.shared[0].clamp,
+        )
     };
-    assert_eq!(step(3).unwrap(), "step3p5-layer3");
-    let said = step(4).unwrap_err().to_string();
-    assert!(said.starts_with("step3p5: `swiglu_limits` = "), "{said}");
-    assert!(
-        said.contains("no axis for a clamp behind the activation"),
-        "{said}"
-    );
+    assert_eq!(step(3), (None, ClampSite::Input, None));
+    assert_eq!(step(4), (Some(7.0), ClampSite::Output, Some(16.0)));
     let laguna = r#"{"model_type": "laguna", "moe_apply_router_weight_on_input": true}"#;
     assert!(error(laguna, 1).contains("expected false: transformers computes nothing else"));
+}
+
+/// The keys of the configuration that InternLM publishes.
+#[test]
+fn groups_that_each_give_experts() {
+    let intern = r#"{"model_type": "interns1_pro", "text_config": {"decoder_sparse_step": 1,
+        "hidden_act": "silu", "hidden_size": 4096, "mlp_only_layers": [], "num_hidden_layers": 94,
+        "model_type": "interns1_pro_text", "moe_intermediate_size": 1536, "norm_topk_prob": true,
+        "num_experts": 512, "num_experts_per_tok": 8, "router_n_groups": 8}}"#;
+    let got = import(intern, 93).unwrap().spec;
+    assert_eq!(got.router.select, Select::PerGroup(8));
+    assert_eq!(got.router.renormalize, Renormalize::Sum);
+    assert_eq!((got.shape.experts, got.shape.top_k), (512, 8));
+    let plain = intern.replace(r#""router_n_groups": 8"#, r#""router_n_groups": -1"#);
+    assert_eq!(import(&plain, 0).unwrap().spec.router.select, Select::TopK);
+    let qwen = r#"{"model_type": "qwen3_moe", "router_n_groups": 8}"#;
+    assert!(error(qwen, 0).contains("groups that each give as many experts"));
+}
+
+#[test]
+fn blocks_of_tokens_that_agree_on_experts() {
+    let llada = r#"{"model_type": "llada2_moe", "hidden_size": 2048, "num_hidden_layers": 20,
+        "moe_intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4, "score_function": "sigmoid", "moe_router_enable_expert_bias": true,
+        "norm_topk_prob": true, "routed_scaling_factor": 2.5, "num_shared_experts": 1,
+        "first_k_dense_replace": 1, "block_size": 32, "expert_capacity": 48}"#;
+    let got = import(llada, 19).unwrap().spec.router;
+    let (tokens, experts) = (32, 48);
+    assert_eq!(got.blocks, Some(TokenBlocks { tokens, experts }));
+    assert_eq!((got.groups, got.scale), (None, 2.5));
+    let before = llada.replace(r#", "block_size": 32, "expert_capacity": 48"#, "");
+    let got = import(&before, 19).unwrap().spec.router;
+    assert_eq!((got.blocks, got.groups.unwrap().keep), (None, 4));
+}
+
+/// Limits of experts as published configurations name them.
+#[test]
+fn limits_of_experts() {
+    let ling = r#"{"model_type": "bailing_hybrid", "num_hidden_layers": 4, "first_k_dense_replace": 1,
+        "expert_swiglu_limit_list": [0, 0, 7, 0], "share_expert_swiglu_limit_list": [0, 0, 7, 9.5]}"#;
+    let limits = |layer: usize| {
+        let spec = import(ling, layer).unwrap().spec;
+        (
+            spec.experts.clamp,
+            spec.experts.clamp_on,
+            spec.shared[0].clamp,
+        )
+    };
+    assert_eq!(limits(1), (None, ClampSite::Input, None));
+    assert_eq!(limits(2), (Some(7.0), ClampSite::Output, None));
+    assert_eq!(limits(3), (None, ClampSite::Output, Some(9.5)));
+    let kimi = |more: &str| {
+        let config = format!(
+            r#"{{"model_type": "kimi_k3", "text_config": {{"model_type": "kimi_linear",
+            "hidden_size": 7168, "routed_expert_hidden_size": 3584, "num_experts": 896,
+            "num_experts_per_token": 16, "moe_intermediate_size": 2048, "num_shared_experts": 2,
+            "hidden_act": "situ", "num_hidden_layers": 4 {more}}}}}"#
+        );
+        import(&config, 1).map(|got| got.spec)
+    };
+    let situ = |c: f64| format!("{c:?} * tanh(x / {c:?}) * sigmoid(x)");
+    let caps = r#", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0"#;
+    for (more, gate, up) in [("", 1.0, None), (caps, 4.0, Some(25.0))] {
+        let spec = kimi(more).unwrap();
+        let formula = Activation::Custom(Expression::parse(&situ(gate)).unwrap());
+        assert_eq!(
+            (spec.experts.activation, spec.experts.up_softcap),
+            (formula, up)
+        );
+        assert_eq!(spec.latent.map(|latent| latent.dim), Some(3584));
+    }
+    let said = kimi(r#", "activation_situ_beta": 0"#)
+        .unwrap_err()
+        .to_string();
+    assert!(said.contains("a number above 0"), "{said}");
 }
 
 #[test]

@@ -152,7 +152,7 @@ fn spoil(spec: &mut LayerSpec, rng: &mut SampleRng) {
 fn spoil_size(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let sizes = [0, 1, 2, 3, 1000, 1024, 65_536, 65_537, usize::MAX];
     let size = rng.pick(&sizes);
-    match rng.between(0, 10) {
+    match rng.between(0, 11) {
         0 => spec.shape.model_dim = size,
         1 => spec.shape.hidden_dim = size,
         2 => spec.shape.experts = size,
@@ -179,7 +179,7 @@ fn spoil_size(spec: &mut LayerSpec, rng: &mut SampleRng) {
 fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let number = rng.pick(&[0.0, -0.0, 1.0, -1.0, 1e-50, 1e300, nan, inf, -inf]);
-    match rng.between(0, 9) {
+    match rng.between(0, 11) {
         0 => spec.router.scale = number,
         1 => spec.router.norm_order = number,
         2 => spec.router.renormalize_eps = number,
@@ -189,6 +189,8 @@ fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
         6 => spec.capacity.factor = number,
         7 => spec.experts.clamp = Some(number),
         8 => spec.experts.alpha = number,
+        9 => spec.router.logit_softcap = Some(number),
+        10 => spec.experts.up_softcap = Some(number),
         _ => spec.experts.up_offset = number,
     }
 }
@@ -200,6 +202,7 @@ fn spoil_choice(spec: &mut LayerSpec, rng: &mut SampleRng) {
             hidden_dim: rng.pick(&[0, 3, usize::MAX]),
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         }]),
         1 => spec.losses.extend([Loss {
             kind: LossKind::Z,

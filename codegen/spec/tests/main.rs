@@ -5,5 +5,6 @@ mod hf;
 mod hf_quantized;
 mod hf_routing;
 mod hostile;
+mod published;
 mod round_trip;
 mod ui;

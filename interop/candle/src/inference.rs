@@ -12,6 +12,7 @@ use moesaic::tensor::Element;
 use moesaic::{Engine, Input, Layer, LayerSpec};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::Path;
 
 /// A Mixture-of-Experts layer for inference, a [`Module`] from `[.., model_dim]` to `[..,
 /// output_dim]`.
@@ -62,6 +63,25 @@ impl InferenceLayer {
         Ok(InferenceLayer { layer })
     }
 
+    /// Makes layer `layer` of a model from its folder in the form of transformers, as
+    /// [`Engine::layer_from_hf`] does: quantized experts stay the codes that the files hold.
+    ///
+    /// # Errors
+    /// As [`Engine::layer_from_hf`].
+    pub fn from_hf(
+        engine: &Engine,
+        folder: impl AsRef<Path>,
+        layer: usize,
+    ) -> Result<InferenceLayer> {
+        let layer = engine.layer_from_hf(folder, layer).map_err(Error::wrap)?;
+        Ok(InferenceLayer { layer })
+    }
+
+    /// Returns the type of tokens and results, the spec's activations.
+    pub fn dtype(&self) -> DType {
+        candle_type(self.layer.spec().precision.activations)
+    }
+
     /// Evaluates a layer that reads more than `x`: `token_ids`, a decision of your own, a mask.
     ///
     /// # Errors
@@ -70,7 +90,7 @@ impl InferenceLayer {
         let spec = self.layer.spec();
         inputs.lend(self.layer.plan(), |input| {
             let sizes = [inputs.leading(), &[spec.output_dim()]].concat();
-            match candle_type(spec.precision.activations) {
+            match self.dtype() {
                 DType::F16 => self.evaluate_to::<f16>(input, sizes),
                 DType::BF16 => self.evaluate_to::<bf16>(input, sizes),
                 _ => self.evaluate_to::<f32>(input, sizes),

@@ -5,7 +5,7 @@ use crate::math::{dot, sigmoid};
 use crate::place::kept;
 use crate::rows::Rows;
 use crate::{Input, Placement, Weights};
-use moesaic_spec::{Biases, Experts, LayerSpec, SharedGate, WeightSite};
+use moesaic_spec::{Biases, ClampSite, ExpertForm, Experts, LayerSpec, SharedGate, WeightSite};
 
 /// One set of expert weights: a routed expert or a shared one.
 struct Parts<'a> {
@@ -14,6 +14,8 @@ struct Parts<'a> {
     /// Index into the first dimension of stacked tensors.
     index: Option<usize>,
     biases: Biases,
+    /// The form and activation.
+    experts: Experts,
     /// The quantization of what gate and up, and down, are multiplied by.
     rows: [Rows; 2],
 }
@@ -45,19 +47,19 @@ impl Parts<'_> {
         }
     }
 
-    fn run(&self, spec: &LayerSpec, hidden: usize, output: usize, x: &[f64]) -> Vec<f64> {
+    fn run(&self, hidden: usize, output: usize, x: &[f64]) -> Vec<f64> {
         let [of_up, of_down] = &self.rows;
         let x = &of_up.of(x);
         let up = self.project("up", hidden, x);
-        let inner: Vec<f64> = if spec.gated() {
+        let inner: Vec<f64> = if self.experts.form == ExpertForm::Gated {
             let gate = self.project("gate", hidden, x);
             gate.iter()
                 .zip(&up)
-                .map(|(&g, &u)| activate(&spec.experts, Some(g), u))
+                .map(|(&g, &u)| activate(&self.experts, Some(g), u))
                 .collect()
         } else {
             up.iter()
-                .map(|&u| activate(&spec.experts, None, u))
+                .map(|&u| activate(&self.experts, None, u))
                 .collect()
         };
         self.project("down", output, &of_down.of(&inner))
@@ -72,21 +74,57 @@ pub fn biased(biases: Biases, part: &str) -> bool {
     }
 }
 
-/// Returns `φ(gate) · up` for a gated expert, `φ(up)` for a plain one, with clamp and offset.
+/// Returns `φ(gate) · up` for a gated expert, `φ(up)` for a plain one, with clamps, soft cap and
+/// offset.
 pub fn activate(experts: &Experts, gate: Option<f64>, up: f64) -> f64 {
-    match limited(experts, gate, up) {
-        (Some(gate), up) => phi(experts, gate).0 * up,
-        (None, up) => phi(experts, up).0,
+    match gate {
+        Some(gate) => limited_gate(experts, gate).value * limited_up(experts, up).value,
+        None => phi(experts, up).0,
     }
 }
 
-/// Returns `gate` and `up` clamped, and `up` with its offset.
-pub(crate) fn limited(experts: &Experts, gate: Option<f64>, up: f64) -> (Option<f64>, f64) {
+/// A value and its derivative.
+pub(crate) struct Sloped {
+    pub value: f64,
+    pub slope: f64,
+}
+
+/// Returns `φ(gate)` with the clamp on its side. A clamp in effect has slope zero.
+pub(crate) fn limited_gate(experts: &Experts, gate: f64) -> Sloped {
     let limit = experts.clamp.unwrap_or(f64::INFINITY);
-    // Comparisons instead of min and max, which would swallow a NaN.
-    let below = |v: f64| if v > limit { limit } else { v };
-    let above = |v: f64| if v < -limit { -limit } else { v };
-    (gate.map(below), above(below(up)) + experts.up_offset)
+    let (before, after) = match experts.clamp_on {
+        ClampSite::Input => (limit, f64::INFINITY),
+        ClampSite::Output => (f64::INFINITY, limit),
+    };
+    let (value, slope) = phi(experts, below(gate, before));
+    // At the limit itself there still is a slope.
+    let held = gate > before || value > after;
+    Sloped {
+        value: below(value, after),
+        slope: if held { 0.0 } else { slope },
+    }
+}
+
+/// Returns `up` clamped, softly capped, and with its offset. A clamp in effect has slope zero.
+pub(crate) fn limited_up(experts: &Experts, up: f64) -> Sloped {
+    let limit = experts.clamp.unwrap_or(f64::INFINITY);
+    let clamped = -below(-below(up, limit), limit);
+    let (value, slope) = match experts.up_softcap {
+        None => (clamped, 1.0),
+        Some(cap) => {
+            let tanh = (clamped / cap).tanh();
+            (cap * tanh, 1.0 - tanh * tanh)
+        }
+    };
+    Sloped {
+        value: value + experts.up_offset,
+        slope: if up.abs() > limit { 0.0 } else { slope },
+    }
+}
+
+/// Returns the lower of two numbers; a NaN stays, which `min` would swallow.
+fn below(value: f64, limit: f64) -> f64 {
+    if value > limit { limit } else { value }
 }
 
 /// Runs one row through one routed expert, unweighted. Identity experts return it, zero experts
@@ -103,9 +141,10 @@ pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64])
         prefix: "experts".to_string(),
         index: Some(expert),
         biases: spec.experts.bias,
+        experts: spec.experts.clone(),
         rows: Rows::routed(spec),
     };
-    parts.run(spec, spec.shape.hidden_dim, spec.expert_output_dim(), x)
+    parts.run(spec.shape.hidden_dim, spec.expert_output_dim(), x)
 }
 
 /// Runs one row through one shared expert, with its gate.
@@ -125,9 +164,10 @@ pub fn shared_row(spec: &LayerSpec, weights: &Weights, index: usize, x: &[f64]) 
         prefix,
         index: None,
         biases: spec.shared_bias(index),
+        experts: spec.shared_experts(index),
         rows: [Rows::NUMBERS; 2],
     };
-    let out = parts.run(spec, shared.hidden_dim, spec.output_dim(), x);
+    let out = parts.run(shared.hidden_dim, spec.output_dim(), x);
     out.iter().map(|v| factor * v).collect()
 }
 

@@ -7,14 +7,15 @@ use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
 use crate::{Input, Weights};
 use moesaic_spec::{
-    Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind, Renormalize,
-    RouterInput, Score, Select,
+    BiasedValues, Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind,
+    Renormalize, RouterInput, Score, Select,
 };
 
 /// The result of the gate.
 #[derive(Clone, Debug)]
 pub struct Gate {
-    /// `[T, E + identity]`, if the router has any; in training with the noise that weights see too.
+    /// `[T, E + identity]`, if the router has any: capped, and in training with the noise that
+    /// weights see too.
     pub logits: Option<Vec<f64>>,
     /// The same logits without noise.
     pub clean: Option<Vec<f64>>,
@@ -107,6 +108,9 @@ fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
     if spec.router.bias {
         let bias = &weights.get("router.bias").data;
         logits.iter_mut().zip(bias).for_each(|(z, b)| *z += b);
+    }
+    if let Some(cap) = spec.router.logit_softcap {
+        logits.iter_mut().for_each(|z| *z = cap * (*z / cap).tanh());
     }
     logits
 }
@@ -208,6 +212,9 @@ fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f
         let row = || &logits.expect("a router that selects has logits")[t * width..][..width];
         let mut ids = match (spec.router.kind.chooser(), &columns) {
             (Chooser::Table, _) => looked_up(weights, input, t),
+            (Chooser::Scores, None) if spec.router.blocks.is_some() => {
+                agreed_best(spec, weights, input, t, logits.unwrap_or_default())
+            }
             (_, Some(columns)) => {
                 let keys = exponentials(row()).into_iter().zip(columns);
                 best(&keys.map(|(k, c)| k * c).collect::<Vec<f64>>(), k)
@@ -284,26 +291,41 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
     if let Select::SparseMixer(eps) = spec.router.select {
         return sparse_mixer(logits, k, eps);
     }
+    let scores = scores_row(spec, logits);
+    let keys = selection_keys(spec, weights, logits);
+    let r = &spec.router;
+    let ids = match &r.groups {
+        Some(groups) => best_of_groups(&keys, groups, k),
+        None => match r.select {
+            Select::PerGroup(groups) => best_of_each_group(&keys, groups, k),
+            _ => best_after(&keys, r.always_chosen, k),
+        },
+    };
+    let chosen = gather(spec, &scores, &ids);
+    (ids, chosen)
+}
+
+/// Returns the values by which a token's experts are compared.
+fn selection_keys(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> Vec<f64> {
     // Biased scores choose; the weight is gathered from the unbiased ones. Without bias and groups
     // the logits choose: they have the order of the scores, without the ties that rounding would
     // add.
-    let scores = scores_row(spec, logits);
-    let on_logits = !spec.router.select_bias && spec.router.groups.is_none();
+    let r = &spec.router;
+    let on_logits = if r.select_bias {
+        r.select_bias_on == BiasedValues::Logits
+    } else {
+        r.groups.is_none()
+    };
     let mut keys = if on_logits {
         logits.to_vec()
     } else {
-        scores.clone()
+        scores_row(spec, logits)
     };
     if spec.router.select_bias {
         let bias = &weights.get("router.select_bias").data;
         keys.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
     }
-    let ids = match &spec.router.groups {
-        Some(groups) => best_of_groups(&keys, groups, k),
-        None => best(&keys, k),
-    };
-    let chosen = gather(spec, &scores, &ids);
-    (ids, chosen)
+    keys
 }
 
 /// Returns the scores of all experts of one token, or the logits if only selected experts have
@@ -415,6 +437,57 @@ fn best_of_groups(keys: &[f64], groups: &Groups, k: usize) -> Vec<i32> {
     let order = rank(&masked.collect::<Vec<f64>>()).into_iter();
     let order = order.filter(|&e| keeps(e) || !left_out);
     order.take(k).map(|e| e as i32).collect()
+}
+
+/// Returns the best experts of token `t` among those that its block agrees on: the experts whose
+/// key is best at any token of the block.
+fn agreed_best(
+    spec: &LayerSpec,
+    weights: &Weights,
+    input: &Input,
+    t: usize,
+    logits: &[f64],
+) -> Vec<i32> {
+    let Some(blocks) = spec.router.blocks else {
+        return Vec::new();
+    };
+    let width = spec.routed_experts();
+    let keys = |t: usize| selection_keys(spec, weights, &logits[t * width..][..width]);
+    let first = t / blocks.tokens * blocks.tokens;
+    let last = (first + blocks.tokens).min(input.tokens);
+    let rows: Vec<Vec<f64>> = (first..last)
+        .filter(|&t| live(spec, input, t))
+        .map(keys)
+        .collect();
+    let most = |e: usize| {
+        let column: Vec<f64> = rows.iter().map(|row| row[e]).collect();
+        rank(&column).first().map_or(f64::NAN, |&best| column[best])
+    };
+    let most: Vec<f64> = (0..width).map(most).collect();
+    let agreed = &rank(&most)[..blocks.experts];
+    let own = rank(&keys(t)).into_iter().filter(|e| agreed.contains(e));
+    own.take(spec.shape.top_k).map(|e| e as i32).collect()
+}
+
+/// Returns the last `always` experts in order, then the best of the others.
+fn best_after(keys: &[f64], always: usize, k: usize) -> Vec<i32> {
+    let others = keys.len() - always;
+    let best = rank(&keys[..others]).into_iter().take(k - always);
+    let ids = (others..keys.len()).chain(best);
+    ids.map(|e| e as i32).collect()
+}
+
+/// Returns the K / `groups` best experts of every group, all of them best first.
+fn best_of_each_group(keys: &[f64], groups: usize, k: usize) -> Vec<i32> {
+    let (size, each) = (keys.len() / groups, k / groups);
+    let of = |group: usize| {
+        let first = group * size;
+        let ranked = rank(&keys[first..first + size]).into_iter().take(each);
+        ranked.map(move |e| first + e)
+    };
+    let taken: Vec<usize> = (0..groups).flat_map(of).collect();
+    let order = rank(keys).into_iter().filter(|e| taken.contains(e));
+    order.map(|e| e as i32).collect()
 }
 
 fn group_stat(group: &[f64], stat: GroupStat) -> f64 {

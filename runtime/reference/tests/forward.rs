@@ -281,6 +281,33 @@ fn masked_slots_take_no_place() {
 }
 
 #[test]
+fn limits_behind_the_activation_and_soft_caps() {
+    let e = Experts {
+        clamp: Some(2.0),
+        clamp_on: ClampSite::Output,
+        up_softcap: Some(3.0),
+        up_offset: 0.5,
+        ..Experts::default()
+    };
+    let silu = |x: f64| x / (1.0 + (-x).exp());
+    let cap = |x: f64| 3.0 * (x / 3.0).tanh() + 0.5;
+    close(activate(&e, Some(1.5), 1.0), silu(1.5) * cap(1.0));
+    close(activate(&e, Some(9.0), -20.0), 2.0 * cap(-2.0));
+    assert!(activate(&e, Some(1.0), f64::NAN).is_nan());
+    let mut s = spec(4, 4, 2, 1);
+    s.experts.clamp = Some(2.0);
+    let shared = |clamp| SharedExpert {
+        hidden_dim: 4,
+        gate: SharedGate::None,
+        bias: None,
+        clamp,
+    };
+    s.shared = vec![shared(None), shared(Some(0.0)), shared(Some(1.0))];
+    let clamps = [0, 1, 2].map(|index| s.shared_experts(index).clamp);
+    assert_eq!(clamps, [Some(2.0), None, Some(1.0)]);
+}
+
+#[test]
 fn clamp_alpha_and_offset() {
     let e = Experts {
         clamp: Some(7.0),
@@ -314,6 +341,7 @@ fn identity_shared_and_scales_add_up() {
         hidden_dim: 4,
         gate: SharedGate::Sigmoid,
         bias: None,
+        clamp: None,
     }];
     let weights = Weights::random(&s, 3);
     let input = Input {

@@ -25,6 +25,7 @@ pub mod gates;
 pub mod mesh;
 pub mod migrate;
 mod optimizer;
+pub mod replay;
 mod sgd;
 
 pub use adam::AdamW;

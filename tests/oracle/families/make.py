@@ -295,6 +295,13 @@ CASES = [
         "laguna", "Laguna", **E6, **SPARSE, shared_expert_intermediate_size=10,
         moe_routed_scaling_factor=2.5,
     ),
+    decoder(
+        "laguna", "Laguna", name="laguna_softcap", **E6, **SPARSE, shared_expert_intermediate_size=10,
+        moe_router_logit_softcapping=1.5,
+    ),
+    decoder(
+        "kolibri1", "Kolibri1", **E6, shared_expert_intermediate_size=10, norm_topk_prob=True,
+    ),
     nested(
         "minimax_m3_vl", "MiniMaxM3VL", dict(**WIDE, **SPARSE, shared_intermediate_size=10, swiglu_limit=0.8),
         model="MiniMaxM3SparseForConditionalGeneration",

@@ -183,7 +183,7 @@ fn tutels() -> impl Iterator<Item = Item> {
 fn oracles(data: &Path) -> Vec<Item> {
     let training = Some(Training::default());
     let mut items = Vec::new();
-    for folder in ["hf", "hf_more", "families"] {
+    for folder in ["hf", "hf_more", "families", "families_limits"] {
         for dir in layers::fixtures(&data.join(folder)) {
             let spec = layers::import(&dir).spec;
             items.push(item(
@@ -194,7 +194,7 @@ fn oracles(data: &Path) -> Vec<Item> {
             ));
             let gradients = match folder {
                 "hf" => gradients::hugging_face,
-                "families" => gradients::family,
+                "families" | "families_limits" => gradients::family,
                 _ => continue,
             };
             let what = named(&dir, ", gradients");

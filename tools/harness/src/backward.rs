@@ -4,7 +4,7 @@
 use crate::expert::{Slopes, Sum};
 use crate::pass::Tensors;
 use crate::{Harness, sample};
-use moesaic_spec::{LayerSpec, RouterKind, SharedGate, WeightSite};
+use moesaic_spec::{Experts, LayerSpec, RouterKind, SharedGate, WeightSite};
 
 /// All stems of one call that ended with one backward pass, which set
 /// gradients and did not add to them.
@@ -50,6 +50,8 @@ struct Set {
     /// Where the rows of each expert lie.
     offsets: Vec<usize>,
     hidden: usize,
+    /// The form and activation.
+    experts: Experts,
     /// The weight of each row.
     weights: Option<Vec<f64>>,
     rows: &'static str,
@@ -107,6 +109,7 @@ impl Check<'_> {
             shared: None,
             offsets: offsets.iter().map(|&at| at as usize).collect(),
             hidden: self.spec.shape.hidden_dim,
+            experts: self.spec.experts.clone(),
             weights: (!on_input).then(|| slots[..rows].iter().map(weight).collect()),
             rows: "rows",
             dout: "dout",
@@ -134,6 +137,7 @@ impl Check<'_> {
             shared: Some(index),
             offsets: vec![0, self.tokens()],
             hidden: self.spec.shared[index].hidden_dim,
+            experts: self.spec.shared_experts(index),
             weights,
             rows: "x",
             dout: "dy",
@@ -173,7 +177,7 @@ impl Check<'_> {
             let gate = gated.then(|| self.row(&set.name("gate_pre"), row, h));
             let (mut sum, mut sum_size) = (0.0, 0.0);
             for i in 0..h {
-                let at = Slopes::of(&self.spec.experts, gate.map(|g| g[i]), up[i]);
+                let at = Slopes::of(&set.experts, gate.map(|g| g[i]), up[i]);
                 let holds = |part: &str, slope: f64, other: f64| {
                     let want = slope * weight * other;
                     let size = (slope * weight).abs() * size[i] + want.abs();

@@ -22,9 +22,14 @@ impl ExpertRow<'_> {
     pub fn hidden(&self, x: &[f64]) -> Vec<f64> {
         let gate = self.spec.gated().then(|| self.product("gate", x));
         let up = self.product("up", x).into_iter().enumerate();
+        let shared = self.prefix.strip_prefix("shared.");
+        let experts = match shared.and_then(|index| index.parse().ok()) {
+            Some(index) => self.spec.shared_experts(index),
+            None => self.spec.experts.clone(),
+        };
         let value = |(i, up): (usize, (f64, f64))| {
             let gate = gate.as_ref().map(|g| g[i].0 + g[i].1);
-            self.weight * activate(&self.spec.experts, gate, up.0 + up.1)
+            self.weight * activate(&experts, gate, up.0 + up.1)
         };
         up.map(value).collect()
     }

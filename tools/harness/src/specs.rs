@@ -1,7 +1,10 @@
 //! Layers to test: small ones of given sizes, and what makes one unlike another.
 
 use moesaic_kernel::DType;
-use moesaic_spec::{Activation, ExpertForm, LayerSpec, RouterKind, WeightSite};
+use moesaic_spec::{
+    Activation, ClampSite, ExpertForm, Expression, LayerSpec, RouterKind, SharedExpert, SharedGate,
+    WeightSite,
+};
 
 /// A layer of these widths (model and hidden), experts and top-k.
 pub fn spec(d: usize, h: usize, e: usize, k: usize) -> LayerSpec {
@@ -41,6 +44,24 @@ pub fn layer([d, h, out]: [usize; 3], [e, k]: [usize; 2], dtype: DType) -> Layer
     })
 }
 
+/// Gives experts SiTU-GLU, limits behind the activation, and shared experts with clamps of their
+/// own.
+pub fn limited(spec: &mut LayerSpec, clamp: Option<f64>) {
+    let gate = Expression::parse("1.5 * tanh(x / 1.5) * sigmoid(x)");
+    spec.experts.activation = Activation::Custom(gate.expect("a formula of x"));
+    spec.experts.clamp = clamp;
+    spec.experts.clamp_on = ClampSite::Output;
+    spec.experts.up_softcap = Some(0.8);
+    spec.experts.up_offset = 0.5;
+    let shared = |clamp| SharedExpert {
+        hidden_dim: 9,
+        gate: SharedGate::None,
+        bias: None,
+        clamp,
+    };
+    spec.shared = vec![shared(Some(0.2)), shared(Some(0.0))];
+}
+
 /// What may become of a sum, and in which type.
 pub type Ending = (Activation, ExpertForm, WeightSite, DType);
 
@@ -64,6 +85,10 @@ pub fn endings(
             if case.is_multiple_of(2) {
                 s.experts.clamp = Some(0.4);
                 s.experts.up_offset = 1.0;
+            }
+            if case % 4 == 2 && form == ExpertForm::Gated {
+                s.experts.clamp_on = ClampSite::Output;
+                s.experts.up_softcap = Some(0.8);
             }
         })
     };

@@ -3,8 +3,8 @@
 use moesaic_kernel::{DType, Target};
 use moesaic_spec::testing::{SampleRng, sample};
 use moesaic_spec::{
-    Activation, Biases, ExpertForm, Experts, Expression, LayerSpec, Precision, Select, Shape,
-    SharedExpert, SharedGate, WeightSite,
+    Activation, Biases, ClampSite, ExpertForm, Experts, Expression, LayerSpec, Precision, Select,
+    Shape, SharedExpert, SharedGate, WeightSite,
 };
 
 /// Widths of published layers, and some that tensor cores take in small blocks.
@@ -61,7 +61,10 @@ fn wide(seed: u64, small: &LayerSpec) -> Option<LayerSpec> {
         spec.shape.hidden_dim = rng.pick(&WIDTHS);
         spec.shape.output_dim = small.shape.output_dim.map(|_| rng.pick(&WIDTHS));
         let experts = rng.pick(&EXPERTS);
-        let groups = spec.router.groups.as_ref().map_or(1, |groups| groups.count);
+        let groups = match spec.router.select {
+            Select::PerGroup(groups) => groups,
+            _ => spec.router.groups.as_ref().map_or(1, |groups| groups.count),
+        };
         spec.shape.experts = experts.next_multiple_of(groups);
         if matches!(spec.router.select, Select::ExpertChoice(_)) {
             spec.shape.top_k = spec.shape.experts;
@@ -110,12 +113,14 @@ pub fn products(seed: u64) -> LayerSpec {
         WeightSite::Input,
     ]);
     spec.experts = ends(rng);
+    limits(seed, &mut spec.experts);
     spec.shared = Vec::new();
     if rng.one_in(3) {
         spec.shared.push(SharedExpert {
             hidden_dim,
             gate: SharedGate::Sigmoid,
             bias: None,
+            clamp: None,
         });
     }
     spec
@@ -158,6 +163,17 @@ fn ends(rng: &mut SampleRng) -> Experts {
         clamp: (gated && rng.one_in(2)).then_some(7.0),
         up_offset: if gated && rng.one_in(2) { 1.0 } else { 0.0 },
         ..Experts::default()
+    }
+}
+
+/// Draws the soft cap of up and the side of the clamp from a stream of their own, so that older
+/// seeds keep all else.
+fn limits(seed: u64, experts: &mut Experts) {
+    let rng = &mut SampleRng::new(seed ^ 0x11b1);
+    let gated = experts.form == ExpertForm::Gated;
+    experts.up_softcap = (gated && rng.one_in(3)).then_some(25.0);
+    if experts.clamp.is_some() && rng.one_in(3) {
+        experts.clamp_on = ClampSite::Output;
     }
 }
 

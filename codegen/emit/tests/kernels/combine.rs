@@ -183,6 +183,7 @@ fn shared(gate: SharedGate) -> SharedExpert {
         hidden_dim: 8,
         gate,
         bias: None,
+        clamp: None,
     }
 }
 

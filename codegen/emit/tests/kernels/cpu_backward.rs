@@ -1,7 +1,7 @@
 //! The backward kernels for CPUs, stem by stem.
 
 use moesaic_harness::cpu::{host, isas};
-use moesaic_harness::specs::{biased, external as spec, with};
+use moesaic_harness::specs::{biased, external as spec, limited, with};
 use moesaic_harness::{Harness, backward, specs};
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_plan::{Recompute, Training};
@@ -101,6 +101,8 @@ fn experts() {
             s.experts.alpha = 1.702;
             s.experts.up_offset = 1.0;
         },
+        |s| limited(s, None),
+        |s| limited(s, Some(0.3)),
         |s| {
             s.experts.form = ExpertForm::Plain;
             s.experts.activation = Activation::Gelu;
@@ -127,6 +129,7 @@ fn experts() {
                 hidden_dim: 9,
                 gate,
                 bias: None,
+                clamp: None,
             };
             s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
             s.experts.bias = true.into();
@@ -168,6 +171,7 @@ fn busy() -> LayerSpec {
             hidden_dim: 40,
             gate: SharedGate::Sigmoid,
             bias: None,
+            clamp: None,
         }];
     })
 }

@@ -1,7 +1,7 @@
 //! The CPU kernels, stem by stem, against the reference.
 
 use moesaic_harness::cpu::{host, isas};
-use moesaic_harness::specs::{biased, spec, with};
+use moesaic_harness::specs::{biased, limited, spec, with};
 use moesaic_harness::{Harness, check, specs};
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_spec::*;
@@ -87,6 +87,7 @@ fn scores() {
                 hidden_dim: 50,
                 gate: SharedGate::None,
                 bias: None,
+                clamp: None,
             }];
         },
         |s| {
@@ -157,6 +158,8 @@ fn experts() {
             s.experts.alpha = 1.702;
             s.experts.up_offset = 1.0;
         },
+        |s| limited(s, None),
+        |s| limited(s, Some(0.3)),
         |s| {
             s.experts.form = ExpertForm::Plain;
             s.experts.activation = Activation::Gelu;
@@ -181,6 +184,7 @@ fn experts() {
                 hidden_dim: 9,
                 gate,
                 bias: None,
+                clamp: None,
             };
             s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
             s.experts.identity = 3;

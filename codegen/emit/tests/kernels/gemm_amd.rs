@@ -114,6 +114,7 @@ fn shared_experts_are_dense() {
             hidden_dim: 65,
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         }];
         run(
             &spec,

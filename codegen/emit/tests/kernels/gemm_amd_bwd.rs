@@ -97,6 +97,7 @@ fn shared_experts_are_dense() {
                 hidden_dim: 65,
                 gate,
                 bias: None,
+                clamp: None,
             })
             .to_vec();
         run(

@@ -17,6 +17,7 @@ fn shared(dtype: DType, experts: [usize; 2], [hidden, shared]: [usize; 2]) -> La
             hidden_dim: shared,
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         }];
     })
 }
@@ -85,6 +86,8 @@ fn what_is_unlike_stays_apart() {
     let weighted = |site| with(like(), |s| s.router.weight_on = site);
     check(&shared(Bf16, [3, 2], [24, 28]), "sim:sm_80", [4, 0]);
     check(&biased, "sim:sm_80", [4, 0]);
+    let limited = with(like(), |s| s.shared[0].clamp = Some(0.5));
+    check(&limited, "sim:sm_80", [4, 0]);
     // Down products would be alike, but read what up products write.
     check(&weighted(WeightSite::Activation), "sim:sm_80", [4, 0]);
     check(&weighted(WeightSite::Input), "sim:sm_80", [4, 0]);

@@ -105,6 +105,7 @@ fn shared_experts_are_dense() {
             hidden_dim: 136,
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         }];
         let gemms = matrix(&spec);
         for tokens in [0, 1, 150] {

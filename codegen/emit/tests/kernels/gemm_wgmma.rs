@@ -81,6 +81,7 @@ fn shared_experts_are_dense() {
         hidden_dim: 136,
         gate: SharedGate::None,
         bias: None,
+        clamp: None,
     }];
     let gemms = hopper(&spec, 2);
     for tokens in [0, 1, 200] {
@@ -109,6 +110,7 @@ fn blocks_go_from_tile_to_tile() {
         hidden_dim: 136,
         gate: SharedGate::None,
         bias: None,
+        clamp: None,
     }];
     let weighted = |site| {
         let mut spec = layer([200, 136, 264], [8, 8], DType::F16);

@@ -2,7 +2,7 @@
 //! stem by stem.
 
 use moesaic_harness::plans::planned;
-use moesaic_harness::specs::{biased, external as spec, with};
+use moesaic_harness::specs::{biased, external as spec, limited, with};
 use moesaic_harness::{Harness, backward, specs};
 use moesaic_kernel::DType;
 use moesaic_plan::{PlanOptions, Recompute, Training};
@@ -78,6 +78,8 @@ fn experts() {
             s.experts.alpha = 1.702;
             s.experts.up_offset = 1.0;
         },
+        |s| limited(s, None),
+        |s| limited(s, Some(0.3)),
         |s| {
             s.experts.form = ExpertForm::Plain;
             s.experts.activation = Activation::Gelu;
@@ -110,6 +112,7 @@ fn shared_and_identity_experts() {
                 hidden_dim,
                 gate,
                 bias: None,
+                clamp: None,
             };
             s.shared = vec![
                 shared(9, SharedGate::Sigmoid),
@@ -158,6 +161,7 @@ fn busy() -> LayerSpec {
             hidden_dim: 40,
             gate: SharedGate::Sigmoid,
             bias: None,
+            clamp: None,
         }];
     })
 }

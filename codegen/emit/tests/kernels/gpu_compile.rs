@@ -57,6 +57,7 @@ pub fn deepseek_v3() -> LayerSpec {
             hidden_dim: 2048,
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         }];
     })
 }
@@ -130,6 +131,7 @@ fn options() -> Vec<LayerSpec> {
                 hidden_dim: 5632,
                 gate: SharedGate::Sigmoid,
                 bias: None,
+                clamp: None,
             }];
             s.capacity.mode = CapacityMode::MaxCount;
             s.router.groups = Some(Groups {
@@ -442,6 +444,7 @@ fn training_options() -> Vec<LayerSpec> {
         hidden_dim,
         gate: SharedGate::Sigmoid,
         bias: None,
+        clamp: None,
     };
     vec![
         with(typed(spec(2880, 2880, 32, 4), DType::Bf16), |s| {

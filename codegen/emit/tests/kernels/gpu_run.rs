@@ -249,6 +249,10 @@ fn experts() {
                 s.experts.up_offset = 1.0;
             }
             s.experts.alpha = if activation == Silu { 1.702 } else { 1.0 };
+            if i == 2 {
+                s.experts.clamp_on = ClampSite::Output;
+                s.experts.up_softcap = Some(0.8);
+            }
             s.shape.output_dim = (i == 1).then_some(11);
         });
     }
@@ -262,11 +266,13 @@ fn shared_experts() {
                 hidden_dim: 13,
                 gate: SharedGate::Sigmoid,
                 bias: None,
+                clamp: None,
             },
             SharedExpert {
                 hidden_dim: 140,
                 gate: SharedGate::None,
                 bias: None,
+                clamp: None,
             },
         ];
         s.experts.bias = true.into();

@@ -62,6 +62,7 @@ fn shared_experts() {
         hidden_dim: 40,
         gate: SharedGate::None,
         bias: None,
+        clamp: None,
     }];
     run("sim:sm_80", "mma", &spec, &[0, 60]);
     run("sim:sm_90a", "wgmma", &spec, &[0, 60]);

@@ -97,6 +97,7 @@ fn shared_experts_are_dense() {
             hidden_dim: 136,
             gate,
             bias: None,
+            clamp: None,
         }];
         let grads = matrix(&spec);
         assert!(

@@ -72,6 +72,7 @@ fn shared_experts_are_dense() {
             hidden_dim: 136,
             gate,
             bias: None,
+            clamp: None,
         }];
         let grads = hopper(&spec, 2);
         assert!(

@@ -48,7 +48,7 @@ fn agree(target: &str, changes: &[Change], training: bool) {
     }
 }
 
-const SERVED: [Change; 8] = [
+const SERVED: [Change; 18] = [
     |s| s.router.token_mask = true,
     |s| {
         s.router.token_mask = true;
@@ -82,9 +82,71 @@ const SERVED: [Change; 8] = [
         s.router.entropy = Some(Entropy { temperature, load });
         s.router.select = Select::ExpertChoice(0.3);
     },
+    |s| {
+        (s.router.logit_softcap, s.router.bias) = (Some(1.5), true);
+        s.router.renormalize = Renormalize::PNorm;
+        s.router.norm_order = 3.0;
+    },
+    |s| {
+        (s.router.kind, s.router.projection_dim) = (RouterKind::Cosine, Some(9));
+        (s.router.logit_softcap, s.router.score) = (Some(0.25), Score::Sigmoid);
+        s.shared = vec![SharedExpert {
+            clamp: None,
+            hidden_dim: 7,
+            gate: SharedGate::Sigmoid,
+            bias: None,
+        }];
+    },
+    |s| {
+        (s.router.select_bias, s.router.select_bias_on) = (true, BiasedValues::Logits);
+        (s.router.score, s.router.renormalize) = (Score::Sigmoid, Renormalize::Sum);
+    },
+    |s| {
+        (s.shape.experts, s.shape.top_k) = (70, 4);
+        s.router.select = Select::PerGroup(2);
+        s.router.renormalize = Renormalize::Sum;
+    },
+    |s| {
+        (s.shape.experts, s.shape.top_k) = (36, 6);
+        s.router.select = Select::PerGroup(6);
+        (s.router.select_bias, s.router.score) = (true, Score::SqrtSoftplus);
+        s.capacity.mode = CapacityMode::Factor;
+        s.capacity.order = CapacityOrder::BatchPrioritized;
+    },
+    |s| {
+        (s.shape.experts, s.shape.top_k) = (24, 3);
+        (s.router.select_bias, s.router.select_bias_on) = (true, BiasedValues::Logits);
+        s.router.score = Score::SoftmaxSelected;
+        s.router.groups = Some(Groups {
+            count: 4,
+            keep: 2,
+            stat: GroupStat::Top2Sum,
+            mask: GroupMask::Exclude,
+        });
+    },
+    |s| {
+        (s.shape.top_k, s.router.always_chosen) = (5, 2);
+        (s.router.score, s.router.select_bias) = (Score::Sigmoid, true);
+        s.router.renormalize = Renormalize::Sum;
+    },
+    |s| {
+        (s.shape.top_k, s.router.always_chosen) = (2, 2);
+        s.router.renormalize = Renormalize::Sum;
+        s.router.active_k = true;
+    },
+    |s| {
+        let (tokens, experts) = (8, 9);
+        (s.shape.top_k, s.router.blocks) = (3, Some(TokenBlocks { tokens, experts }));
+        (s.router.score, s.router.select_bias) = (Score::Sigmoid, true);
+        (s.router.renormalize, s.router.token_mask) = (Renormalize::Sum, true);
+    },
+    |s| {
+        let (tokens, experts) = (5, 2);
+        s.router.blocks = Some(TokenBlocks { tokens, experts });
+    },
 ];
 
-const TRAINED: [Change; 9] = [
+const TRAINED: [Change; 10] = [
     |s| s.router.noise = 4.0,
     |s| (s.router.noise, s.router.noise_kind) = (0.7, NoiseKind::Learned),
     |s| (s.router.noise, s.router.noise_kind) = (1.0, NoiseKind::Gumbel),
@@ -114,6 +176,7 @@ const TRAINED: [Change; 9] = [
         (s.router.noise, s.router.token_mask) = (2.0, true);
         s.router.score = Score::Sigmoid;
     },
+    |s| (s.router.noise, s.router.logit_softcap) = (4.0, Some(1.0)),
 ];
 
 #[test]

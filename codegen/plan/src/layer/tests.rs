@@ -45,6 +45,7 @@ fn tensors_and_parameters_agree() {
             hidden_dim: 8,
             gate: SharedGate::Sigmoid,
             bias: None,
+            clamp: None,
         });
         s.experts.bias = true.into();
         s.experts.identity = 2;
@@ -110,6 +111,7 @@ fn a_shared_expert_comes_along() {
             hidden_dim,
             gate,
             bias: None,
+            clamp: None,
         }];
         let plan = plan(&spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
         [1, 64, 65].map(|tokens| plan.launched(plan.evaluation_steps(), tokens))
@@ -182,6 +184,7 @@ fn backward_tensors_and_parameters_agree() {
                 hidden_dim: 8,
                 gate: SharedGate::Sigmoid,
                 bias: None,
+                clamp: None,
             });
             s.experts.bias = true.into();
             s.experts.identity = 2;

@@ -196,6 +196,17 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a number"))
     }
 
+    /// Returns a number, or `None` where there is none.
+    pub fn number_opt(&self, key: &str) -> Result<Option<f64>, HfError> {
+        let Some((key, value)) = self.find(&[key]) else {
+            return Ok(None);
+        };
+        let number = value.as_f64();
+        number
+            .map(Some)
+            .ok_or_else(|| self.bad(key, value, "a number"))
+    }
+
     /// Returns a whole number that may be negative.
     pub fn signed(&self, keys: &[&str], default: i64) -> Result<i64, HfError> {
         let Some((key, value)) = self.find(keys) else {
@@ -394,5 +405,16 @@ pub(super) fn shortened(text: &str) -> String {
     match text.char_indices().nth(60) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_string(),
+    }
+}
+
+/// Returns true if the entry of a layer in a list of limits is 0 or null; all entries where the layer
+/// is not known.
+pub fn unlimited(limits: &Value, layer: Option<usize>) -> bool {
+    let none = |limit: &Value| limit.is_null() || limit.as_f64() == Some(0.0);
+    let limits = limits.as_array().map_or(&[][..], Vec::as_slice);
+    match layer {
+        Some(layer) => limits.get(layer).is_none_or(none),
+        None => limits.iter().all(none),
     }
 }

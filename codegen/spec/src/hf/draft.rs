@@ -5,8 +5,8 @@ use super::config::Config;
 use super::source::half_of;
 use super::{Alternative, HfError, Import, TensorParts, TensorSource, TensorStep};
 use crate::{
-    Activation, Capacity, Experts, Groups, LayerSpec, Precision, Renormalize, Router, Score, Shape,
-    SharedExpert, SharedGate, canonical_tensors,
+    Activation, Capacity, ClampSite, Experts, Expression, Groups, LayerSpec, Precision,
+    Renormalize, Router, Score, Shape, SharedExpert, SharedGate, canonical_tensors,
 };
 use std::ops::Range;
 
@@ -288,6 +288,7 @@ impl Draft {
             hidden_dim,
             gate,
             bias: None,
+            clamp: None,
         });
         let mut parts = vec![("up", UP), ("down", DOWN)];
         if self.spec.gated() {
@@ -355,6 +356,46 @@ impl Draft {
         Ok(())
     }
 
+    /// Sets the limits of SwiGLU behind its activation, from the lists for routed and for shared
+    /// experts. An entry of 0 or null is no limit.
+    pub fn limits_behind(
+        &mut self,
+        config: &Config,
+        layer: usize,
+        [routed, shared]: [&str; 2],
+    ) -> Result<(), HfError> {
+        let routed = config.number_at(routed, layer)?;
+        let shared = config.number_at(shared, layer)?;
+        let spec = &mut self.spec;
+        spec.experts.clamp = (routed != 0.0).then_some(routed);
+        for expert in &mut spec.shared {
+            expert.clamp = (shared != routed).then_some(shared);
+        }
+        if routed != 0.0 || shared != 0.0 && !spec.shared.is_empty() {
+            spec.experts.clamp_on = ClampSite::Output;
+        }
+        Ok(())
+    }
+
+    /// Sets SiTU-GLU: `c·tanh(g / c)·σ(g)` with c under `key`, and a soft cap of up if there is one.
+    pub fn situ(
+        &mut self,
+        config: &Config,
+        key: &str,
+        default: f64,
+        up: Option<f64>,
+    ) -> Result<(), HfError> {
+        let cap = config.number(&[key], default)?;
+        let formula = format!("{cap:?} * tanh(x / {cap:?}) * sigmoid(x)");
+        let activation = Expression::parse(&formula).ok().filter(|_| cap > 0.0);
+        let Some(activation) = activation else {
+            return Err(config.bad(key, &cap.into(), "a number above 0"));
+        };
+        self.spec.experts.activation = Activation::Custom(activation);
+        self.spec.experts.up_softcap = up;
+        Ok(())
+    }
+
     /// Sets the activation by its name in transformers.
     pub fn activation(
         &mut self,
@@ -363,6 +404,10 @@ impl Draft {
         default: &str,
     ) -> Result<(), HfError> {
         let name = config.text(keys, default)?;
+        if name == "situ" {
+            let up = config.number_opt("activation_situ_linear_beta")?;
+            return self.situ(config, "activation_situ_beta", 1.0, up);
+        }
         let Some((activation, alpha)) = Activation::of_transformers(&name) else {
             let remedy = format!("known are {}", Activation::transformers_names());
             return Err(config.unsupported(keys[0], "this activation", &remedy));

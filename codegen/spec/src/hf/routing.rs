@@ -5,10 +5,10 @@
 //! something else is an error, so none is ignored silently.
 
 use super::HfError;
-use super::config::Config;
+use super::config::{Config, unlimited};
 use super::draft::Draft;
 use super::families;
-use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score, SharedGate, WeightSite};
+use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score, Select, SharedGate, WeightSite};
 use serde_json::Value;
 
 /// Spellings of one setting.
@@ -82,6 +82,25 @@ const TABLE: &[Keys] = &[
         names: &["topk_group", "num_limited_groups"],
         about: "groups of experts",
         rule: Rule::Same(|s| s.grouped(|groups| groups.keep)),
+    },
+    Keys {
+        names: &["router_n_groups"],
+        about: "groups that each give as many experts",
+        rule: Rule::Same(|s| {
+            let groups = match s.spec.router.select {
+                Select::PerGroup(groups) => groups as f64,
+                _ => 0.0,
+            };
+            s.value.as_f64().is_some_and(|n| n.max(0.0) == groups)
+        }),
+    },
+    Keys {
+        names: &["expert_capacity"],
+        about: "the experts that a block of tokens agrees on",
+        rule: Rule::Same(|s| {
+            let blocks = s.spec.router.blocks.map(|blocks| blocks.experts as u64);
+            s.value.as_u64() == blocks
+        }),
     },
     Keys {
         names: &["group_limited_greedy", "use_grouped_topk"],
@@ -186,7 +205,7 @@ const TABLE: &[Keys] = &[
     Keys {
         names: &["moe_router_logit_softcapping", "router_logit_softcapping"],
         about: "a soft cap on logits",
-        rule: Rule::Same(|s| s.value.as_f64() == Some(0.0)),
+        rule: Rule::Same(|s| s.value.as_f64() == Some(s.spec.router.logit_softcap.unwrap_or(0.0))),
     },
     Keys {
         names: &[
@@ -223,6 +242,16 @@ const TABLE: &[Keys] = &[
         names: &["swiglu_limit"],
         about: "the clamp of the activation",
         rule: Rule::Same(|s| s.value.as_f64() == Some(s.spec.experts.clamp.unwrap_or(0.0))),
+    },
+    Keys {
+        names: &[
+            "swiglu_limits",
+            "swiglu_limits_shared",
+            "expert_swiglu_limit_list",
+            "share_expert_swiglu_limit_list",
+        ],
+        about: "clamps of the activation by layer",
+        rule: Rule::Same(|s| unlimited(s.value, s.layer)),
     },
     Keys {
         names: &["mlp_bias", "moe_bias"],

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
 /// Fixture folders that hold configurations of model families.
-const FOLDERS: [&str; 3] = ["hf", "hf_more", "families"];
+const FOLDERS: [&str; 4] = ["hf", "hf_more", "families", "families_limits"];
 
 /// Model types that are named first, because most readers know them.
 const KNOWN: [&str; 8] = [

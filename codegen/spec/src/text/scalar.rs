@@ -188,6 +188,7 @@ fn select(word: &str, path: &str) -> Read {
         "sparse-mixer" => "sparse-mixer needs its threshold".to_string(),
         "expert-choice" => "expert-choice needs its tokens per expert".to_string(),
         "sinkhorn" => "sinkhorn needs its number of rounds".to_string(),
+        "per-group" => "per-group needs its number of groups".to_string(),
         _ => match suggest::value(word, &["top-k"]) {
             Some(meant) => format!("did you mean \"{meant}\"?"),
             None => "not a possible value".to_string(),
@@ -201,8 +202,8 @@ fn select(word: &str, path: &str) -> Read {
 fn numbered(rule: &str, value: &DeValue<'_>, path: &str) -> Read {
     let path = join(path, rule);
     let value = match (rule, value) {
-        ("sinkhorn", DeValue::Integer(rounds)) => count(rounds, &path)?,
-        ("sinkhorn", _) => refuse(&Kind::Count, value, &path)?,
+        ("sinkhorn" | "per-group", DeValue::Integer(number)) => count(number, &path)?,
+        ("sinkhorn" | "per-group", _) => refuse(&Kind::Count, value, &path)?,
         _ => number(value, &path)?,
     };
     Ok(toml::Table::from_iter([(rule.to_string(), value)]).into())

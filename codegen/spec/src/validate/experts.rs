@@ -2,7 +2,8 @@
 
 use super::{Conflict, Range, Real, quoted};
 use crate::{
-    Activation, ExpertForm, GateLayout, LayerSpec, MAX_SHARED, Problem, SharedGate, WeightSite,
+    Activation, ClampSite, ExpertForm, GateLayout, LayerSpec, MAX_SHARED, Problem, SharedGate,
+    WeightSite,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -16,6 +17,9 @@ fn numbers(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let experts = &spec.experts;
     if let Some(clamp) = experts.clamp {
         Real::Positive.check("experts.clamp", clamp, problems);
+    }
+    if let Some(cap) = experts.up_softcap {
+        Real::Positive.check("experts.up_softcap", cap, problems);
     }
     Real::Positive.check("experts.alpha", experts.alpha, problems);
     Real::Any.check("experts.up_offset", experts.up_offset, problems);
@@ -33,6 +37,20 @@ fn numbers(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         };
         problems.push(conflict.problem());
     }
+    clamp_site(spec, problems);
+}
+
+/// Refuses a side for the clamp where nothing is clamped.
+fn clamp_site(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let experts = &spec.experts;
+    let clamps = |index: usize| spec.shared_experts(index).clamp.is_some();
+    let clamped = experts.clamp.is_some() || (0..spec.shared.len()).any(clamps);
+    if experts.clamp_on == ClampSite::Input || clamped || experts.form == ExpertForm::Plain {
+        return;
+    }
+    let message = "`experts.clamp_on` = \"output\" without a clamp";
+    let problem = Problem::new("experts.clamp_on", message).label("nothing is clamped");
+    problems.push(problem.help("add `clamp` to [experts] or [[shared]], or remove `clamp_on`"));
 }
 
 /// Refuses options of gated experts on plain ones.
@@ -56,6 +74,14 @@ fn plain(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     if let Some(clamp) = experts.clamp {
         let because = "bounds the gate and up branches";
         clash("experts.clamp", format!("{clamp:?}"), because);
+    }
+    if experts.clamp_on != ClampSite::Input {
+        let because = "says where the gate is bounded";
+        clash("experts.clamp_on", quoted(&experts.clamp_on), because);
+    }
+    if let Some(cap) = experts.up_softcap {
+        let because = "bounds the up branch before it meets the gate";
+        clash("experts.up_softcap", format!("{cap:?}"), because);
     }
     if experts.up_offset != 0.0 {
         let because = "added to the up branch before it meets the gate";
@@ -102,6 +128,7 @@ fn shared(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     for (index, expert) in spec.shared.iter().enumerate() {
         let key = format!("shared[{index}].hidden_dim");
         Range::dim(&key, expert.hidden_dim).check(problems);
+        shared_clamp(spec, index, problems);
         let wide = spec.shape.model_dim.max(spec.output_dim());
         let sane = wide <= crate::MAX_DIM && expert.hidden_dim <= crate::MAX_DIM;
         if sane && expert.hidden_dim.saturating_mul(wide) > crate::MAX_MATRIX {
@@ -126,6 +153,25 @@ fn shared(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         let message = format!("{count} shared experts are too many");
         let problem = Problem::new("shared", message).label(format!("at most {MAX_SHARED}"));
         problems.push(problem.help("equal experts without a gate can be merged into a wider one"));
+    }
+}
+
+fn shared_clamp(spec: &LayerSpec, index: usize, problems: &mut Vec<Problem>) {
+    let Some(clamp) = spec.shared[index].clamp else {
+        return;
+    };
+    let key = format!("shared[{index}].clamp");
+    Real::NotNegative.check(&key, clamp, problems);
+    if spec.experts.form == ExpertForm::Plain {
+        let conflict = Conflict {
+            key: &key,
+            value: format!("{clamp:?}"),
+            with: "experts.form",
+            with_value: quoted(&spec.experts.form),
+            because: "bounds the gate and up branches",
+            change: "remove `clamp`, or use form = \"gated\"".to_string(),
+        };
+        problems.push(conflict.problem());
     }
 }
 

@@ -2,8 +2,9 @@
 
 use super::{Conflict, Range, Real, clash, quoted};
 use crate::{
-    Chooser, GroupStat, Groups, LayerSpec, MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize,
-    Router, RouterInput, RouterKind, RouterSize, Score, Select,
+    BiasedValues, CapacityMode, Chooser, GroupStat, Groups, LayerSpec, MAX_BLOCK_TOKENS,
+    MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize, Router, RouterInput, RouterKind, RouterSize,
+    Score, Select, TokenBlocks,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
@@ -27,6 +28,9 @@ fn numbers(router: &Router, problems: &mut Vec<Problem>) {
     Real::Fraction.check("router.jitter", router.jitter, problems);
     Real::Fraction.check("router.input_dropout", router.input_dropout, problems);
     Real::NotNegative.check("router.noise", router.noise, problems);
+    if let Some(cap) = router.logit_softcap {
+        Real::Positive.check("router.logit_softcap", cap, problems);
+    }
     if let Select::SparseMixer(epsilon) = router.select {
         Real::NotNegative.check("router.select", epsilon, problems);
     }
@@ -127,6 +131,9 @@ fn logit_options(router: &Router) -> Vec<(&'static str, String)> {
     if router.input != RouterInput::Token {
         set.push(("router.input", quoted(&router.input)));
     }
+    if let Some(cap) = router.logit_softcap {
+        set.push(("router.logit_softcap", format!("{cap:?}")));
+    }
     if router.jitter != 0.0 {
         set.push(("router.jitter", format!("{:?}", router.jitter)));
     }
@@ -157,8 +164,17 @@ fn selection_options(router: &Router) -> Vec<(&'static str, String)> {
     if router.select_bias {
         set.push(("router.select_bias", "true".to_string()));
     }
+    if router.select_bias_on != BiasedValues::Scores {
+        set.push(("router.select_bias_on", quoted(&router.select_bias_on)));
+    }
     if router.groups.is_some() {
         set.push(("router.groups", "{ ... }".to_string()));
+    }
+    if router.blocks.is_some() {
+        set.push(("router.blocks", "{ ... }".to_string()));
+    }
+    if router.always_chosen > 0 {
+        set.push(("router.always_chosen", router.always_chosen.to_string()));
     }
     set
 }
@@ -234,7 +250,14 @@ fn looked_up(spec: &LayerSpec, problems: &mut Vec<Problem>) {
 
 fn selection(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let router = &spec.router;
-    if router.select_bias && matches!(router.score, Score::SoftmaxSelected | Score::One) {
+    let on_scores = router.select_bias_on == BiasedValues::Scores;
+    if !on_scores && !router.select_bias {
+        let (key, value) = ("router.select_bias_on", quoted(&router.select_bias_on));
+        let with = ("router.select_bias", "false".to_string());
+        clash(problems, key, value, with, "there is no bias to add");
+    }
+    let late = matches!(router.score, Score::SoftmaxSelected | Score::One);
+    if router.select_bias && on_scores && late {
         let conflict = Conflict {
             key: "router.select_bias",
             value: "true".to_string(),
@@ -242,16 +265,155 @@ fn selection(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             with_value: quoted(&router.score),
             because: "added to scores before selection",
             change: "this score exists only after selection: use \"softmax\", \"sigmoid\" or \
-                     \"sqrt-softplus\", or turn `select_bias` off"
-                .to_string(),
+                     \"sqrt-softplus\", set select_bias_on = \"logits\", or turn `select_bias` \
+                     off"
+            .to_string(),
         };
         problems.push(conflict.problem());
     }
     if let Some(groups) = &router.groups {
         check_groups(spec, groups, problems);
     }
-    if matches!(router.select, Select::SparseMixer(_)) {
-        sparse_mixer(spec, problems);
+    if let Some(blocks) = router.blocks {
+        check_blocks(spec, blocks, problems);
+    }
+    if router.always_chosen > 0 {
+        always_chosen(spec, problems);
+    }
+    match router.select {
+        Select::SparseMixer(_) => sparse_mixer(spec, problems),
+        Select::PerGroup(groups) => per_group(spec, groups, problems),
+        _ => {}
+    }
+}
+
+/// Checks that the tokens of a block can agree on experts.
+fn check_blocks(spec: &LayerSpec, blocks: TokenBlocks, problems: &mut Vec<Problem>) {
+    let router = &spec.router;
+    let tokens = Range {
+        key: "router.blocks.tokens",
+        value: blocks.tokens,
+        least: 1,
+        most: MAX_BLOCK_TOKENS,
+        because: "the largest block that kernels are generated for",
+    };
+    tokens.check(problems);
+    let (k, scored) = (spec.shape.top_k, spec.scored_experts());
+    if k <= scored && !(k..=scored).contains(&blocks.experts) {
+        let count = blocks.experts;
+        let message = format!("`router.blocks.experts` = {count} is not from {k} to {scored}");
+        let problem = Problem::new("router.blocks.experts", message)
+            .label("from `top_k` to all that the router scores")
+            .with("shape.top_k", format!("{k} wanted"));
+        problems.push(problem.help(format!("use a number from {k} to {scored}")));
+    }
+    let mut against = |with: &str, with_value: String, because: &str| {
+        let value = "{ ... }".to_string();
+        clash(
+            problems,
+            "router.blocks",
+            value,
+            (with, with_value),
+            because,
+        );
+    };
+    if router.select != Select::TopK {
+        let because = "a token takes its best experts among those of its block";
+        against(
+            "router.select",
+            select_word(router.select).to_string(),
+            because,
+        );
+    }
+    if router.groups.is_some() {
+        let because = "a block's experts may be of any groups";
+        against("router.groups", "{ ... }".to_string(), because);
+    }
+    if router.always_chosen > 0 {
+        let because = "a block agrees on all experts of its tokens";
+        against(
+            "router.always_chosen",
+            router.always_chosen.to_string(),
+            because,
+        );
+    }
+    if spec.capacity.mode != CapacityMode::Dropless {
+        let because = "a capacity would decide by tokens of other blocks";
+        against("capacity.mode", quoted(&spec.capacity.mode), because);
+    }
+}
+
+/// Checks that the last experts can be chosen by every token.
+fn always_chosen(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let (key, router) = ("router.always_chosen", &spec.router);
+    let (always, k) = (router.always_chosen, spec.shape.top_k);
+    if always > k {
+        let message = format!("`{key}` = {always} is more than `top_k` = {k}");
+        let problem = Problem::new(key, message)
+            .label("these are among a token's experts")
+            .with("shape.top_k", format!("{k} in all"));
+        problems.push(problem.help(format!("use a number up to {k}, or raise `top_k`")));
+        return;
+    }
+    let mut against = |with: &str, with_value: String, because: &str| {
+        let value = router.always_chosen.to_string();
+        clash(problems, key, value, (with, with_value), because);
+    };
+    if router.select != Select::TopK {
+        let because = "the others are the best by score";
+        against(
+            "router.select",
+            select_word(router.select).to_string(),
+            because,
+        );
+    }
+    if router.groups.is_some() {
+        let because = "groups would leave some of them out";
+        against("router.groups", "{ ... }".to_string(), because);
+    }
+    if router.random_second {
+        let because = "the second expert may be one of them";
+        against("router.random_second", "true".to_string(), because);
+    }
+    let behind = [
+        ("experts.identity", spec.experts.identity),
+        ("experts.zero", spec.experts.zero),
+    ];
+    for (with, count) in behind.into_iter().filter(|(_, count)| *count > 0) {
+        against(
+            with,
+            count.to_string(),
+            "the last experts must have weights",
+        );
+    }
+    if let Some(loss) = spec.losses.first() {
+        let because = "losses balance experts, and these have every token";
+        against("losses", quoted(&loss.kind), because);
+    }
+}
+
+/// Checks that groups of equal size give as many of a token's experts each.
+fn per_group(spec: &LayerSpec, groups: usize, problems: &mut Vec<Problem>) {
+    let (experts, k) = (spec.scored_experts(), spec.shape.top_k);
+    let divides = |number: usize| groups > 0 && number.is_multiple_of(groups);
+    let message = |what: String| format!("`router.select` = {{ per-group = {groups} }} {what}");
+    if !divides(experts) {
+        let message = message(format!("does not divide {experts} experts"));
+        let problem = Problem::new("router.select", message)
+            .label("groups must be of equal size")
+            .help(format!("use {}", divisors(experts)));
+        problems.push(super::experts_behind(spec, problem));
+    } else if !divides(k) {
+        let message = message(format!("does not divide `top_k` = {k}"));
+        let problem = Problem::new("router.select", message)
+            .label("each group gives as many experts")
+            .with("shape.top_k", format!("{k} wanted"));
+        problems.push(problem.help(format!("use {}", divisors(k))));
+    }
+    if spec.router.groups.is_some() {
+        let (key, value) = ("router.groups", "{ ... }".to_string());
+        let with = ("router.select", select_word(spec.router.select).to_string());
+        clash(problems, key, value, with, "every group is kept");
     }
 }
 
@@ -363,6 +525,7 @@ pub(super) fn select_word(select: Select) -> &'static str {
         Select::SparseMixer(_) => "{ sparse-mixer }",
         Select::ExpertChoice(_) => "{ expert-choice }",
         Select::Sinkhorn(_) => "{ sinkhorn }",
+        Select::PerGroup(_) => "{ per-group }",
     }
 }
 

@@ -11,6 +11,9 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     numbers(&spec.router, problems);
     noise(spec, problems);
     entropy(spec, problems);
+    if spec.router.blocks.is_some() {
+        few_experts(spec, problems);
+    }
     match spec.router.select {
         Select::ExpertChoice(_) => {
             few_experts(spec, problems);
@@ -20,13 +23,13 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             few_experts(spec, problems);
             sinkhorn(&spec.router, rounds, problems);
         }
-        Select::TopK | Select::SparseMixer(_) => {}
+        Select::TopK | Select::SparseMixer(_) | Select::PerGroup(_) => {}
     }
 }
 
 /// Limits the experts of selections over all tokens, whose kernels use one warp per token.
 fn few_experts(spec: &LayerSpec, problems: &mut Vec<Problem>) {
-    let because = "the most experts of which expert choice and Sinkhorn choose";
+    let because = "the most experts of which expert choice, Sinkhorn and blocks choose";
     let range = Range {
         key: "shape.experts",
         value: spec.scored_experts(),
@@ -67,6 +70,11 @@ fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
         clash(problems, key, kind(), amount, "there is no noise");
         return;
     }
+    if let (NoiseKind::Learned, Some(cap)) = (router.noise_kind, router.logit_softcap) {
+        let with = ("router.logit_softcap", format!("{cap:?}"));
+        let because = "the scale of that noise has a gradient of its own, which no cap bounds";
+        clash(problems, key, kind(), with, because);
+    }
     for loss in spec.losses.iter().filter(|loss| loss.kind.needs_noise()) {
         let with = ("losses", quoted(&loss.kind));
         if selects_by_noise(router) {
@@ -96,6 +104,14 @@ fn noise(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     }
     if router.groups.is_some() {
         let with = ("router.groups", "{ ... }".to_string());
+        clash(problems, key, kind(), with, because);
+    }
+    if router.blocks.is_some() {
+        let with = ("router.blocks", "{ ... }".to_string());
+        clash(problems, key, kind(), with, because);
+    }
+    if router.always_chosen > 0 {
+        let with = ("router.always_chosen", router.always_chosen.to_string());
         clash(problems, key, kind(), with, because);
     }
     if router.noise_kind == NoiseKind::GumbelSecond && spec.shape.top_k == 1 {

@@ -23,7 +23,7 @@ fn looks_at_all(spec: &LayerSpec, trains: bool) -> bool {
     let selects = match spec.router.select {
         Select::ExpertChoice(_) => true,
         Select::Sinkhorn(_) => trains,
-        Select::TopK | Select::SparseMixer(_) => false,
+        Select::TopK | Select::SparseMixer(_) | Select::PerGroup(_) => false,
     };
     selects || spec.capacity.mode != CapacityMode::Dropless
 }

@@ -3,7 +3,7 @@
 use super::{Pass, add, all_zero, dot};
 use crate::activate;
 use crate::activation::phi;
-use crate::expert::{biased, limited, residual_weights};
+use crate::expert::{biased, limited_gate, limited_up, residual_weights};
 use crate::math::sigmoid;
 use moesaic_spec::{Biases, Experts, SharedGate};
 
@@ -15,6 +15,8 @@ struct Set {
     index: usize,
     hidden: usize,
     biases: Biases,
+    /// The form and activation.
+    experts: Experts,
 }
 
 /// Returns the elements of one expert in a stacked tensor.
@@ -43,6 +45,7 @@ impl Pass<'_> {
             index: expert,
             hidden: self.spec.shape.hidden_dim,
             biases: self.spec.experts.bias,
+            experts: self.spec.experts.clone(),
         };
         self.set(&set, x, dout)
     }
@@ -64,6 +67,7 @@ impl Pass<'_> {
             index: 0,
             hidden: shared.hidden_dim,
             biases: self.spec.shared_bias(index),
+            experts: self.spec.shared_experts(index),
         };
         if shared.gate == SharedGate::None {
             let (_, dx) = self.set(&set, x, dy);
@@ -107,7 +111,7 @@ impl Pass<'_> {
 
     /// Runs one row forward and backward: `(out, dx)`.
     fn set(&mut self, set: &Set, x: &[f64], dout: &[f64]) -> (Vec<f64>, Vec<f64>) {
-        let experts = &self.spec.experts;
+        let experts = &set.experts;
         let up = self.project(set, "up", set.hidden, x);
         let gate = self
             .spec
@@ -197,23 +201,17 @@ struct Slopes {
     up: f64,
 }
 
-/// Returns the derivatives of [`activate`]. A clamp in effect has slope zero.
+/// Returns the derivatives of [`activate`].
 fn slopes(experts: &Experts, gate: Option<f64>, up: f64) -> Slopes {
-    let limit = experts.clamp.unwrap_or(f64::INFINITY);
-    // Compare before clamping: a value at the limit still has a slope.
-    let up_within = f64::from(up.abs() <= limit);
-    let gate_within = f64::from(gate.is_some_and(|gate| gate <= limit));
-    match limited(experts, gate, up) {
-        (Some(gate), up) => {
-            let (value, slope) = phi(experts, gate);
-            Slopes {
-                gate: slope * up * gate_within,
-                up: value * up_within,
-            }
-        }
-        (None, up) => Slopes {
+    let Some(gate) = gate else {
+        return Slopes {
             gate: 0.0,
-            up: phi(experts, up).1 * up_within,
-        },
+            up: phi(experts, up).1,
+        };
+    };
+    let (gate, up) = (limited_gate(experts, gate), limited_up(experts, up));
+    Slopes {
+        gate: gate.slope * up.value,
+        up: gate.value * up.slope,
     }
 }

@@ -26,7 +26,8 @@ impl Pass<'_> {
             let ids = &gate.decision.ids[t * k..(t + 1) * k];
             let logits = gate.logits.as_ref().map(|z| &z[t * experts..][..experts]);
             let dweights = self.gradients.topk_weights[t * k..(t + 1) * k].to_vec();
-            self.gate_row(t, ids, logits, &dweights, losses.as_ref());
+            let clean = gate.clean.as_ref().map(|z| &z[t * experts..][..experts]);
+            self.gate_row(t, ids, [logits, clean], &dweights, losses.as_ref());
         }
     }
 
@@ -52,7 +53,7 @@ impl Pass<'_> {
         &mut self,
         t: usize,
         ids: &[i32],
-        logits: Option<&[f64]>,
+        [logits, clean]: [Option<&[f64]>; 2],
         dweights: &[f64],
         losses: Option<&LossValue>,
     ) {
@@ -63,6 +64,11 @@ impl Pass<'_> {
         if let Some(losses) = losses {
             let row = t * dlogits.len()..(t + 1) * dlogits.len();
             add(&mut dlogits, &losses.dlogits[row], 1.0);
+        }
+        if let (Some(cap), Some(clean)) = (self.spec.router.logit_softcap, clean) {
+            // A logit without a gradient has none before the cap either, even if it is NaN.
+            let capped = dlogits.iter_mut().zip(clean).filter(|(d, _)| **d != 0.0);
+            capped.for_each(|(d, z)| *d *= 1.0 - (z / cap).powi(2));
         }
         self.gradients.logits.extend(&dlogits);
         self.logits_back(t, &dlogits, losses);

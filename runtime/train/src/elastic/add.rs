@@ -212,7 +212,12 @@ fn refuse_dependence(spec: &LayerSpec) -> Result<(), TrainError> {
     let reason = match spec.router.select {
         Select::ExpertChoice(_) => "experts that choose tokens share them by their number",
         Select::Sinkhorn(_) => "Sinkhorn's iteration balances over all experts",
+        Select::PerGroup(_) => "every group gives as many experts, and new ones move the groups",
+        _ if spec.router.always_chosen > 0 => "the last experts are chosen by every token",
         _ if spec.router.entropy.is_some() => "entropy is over all experts",
+        _ if spec.router.logit_softcap.is_some() => {
+            "a soft cap bounds the bias that keeps new experts silent"
+        }
         _ => return Ok(()),
     };
     Err(TrainError::NotPreserved(reason.to_string()))

@@ -6,7 +6,7 @@ use crate::TrainError;
 use moesaic_engine::{ProcessGroup, joined_placed, part_of_placed, part_shape_placed};
 use moesaic_kernel::DType;
 use moesaic_plan::{MeshError, Parallel, Placement, RankCoords};
-use moesaic_spec::{Chooser, LayerSpec};
+use moesaic_spec::{Chooser, LayerSpec, Select};
 use moesaic_tensor::{Tensor, Tensors};
 
 /// Splits a layer into layers with `counts` of its experts each, and their rows of the router. Each
@@ -284,6 +284,10 @@ fn check_separable(spec: &LayerSpec) -> Result<(), TrainError> {
         "a routing table names experts of all parts"
     } else if spec.router.groups.is_some() {
         "groups of experts would be cut differently in parts"
+    } else if matches!(spec.router.select, Select::PerGroup(_)) {
+        "each group of experts gives as many, and parts would cut groups differently"
+    } else if spec.router.always_chosen > 0 {
+        "the last experts of every part would be chosen by all tokens"
     } else {
         return Ok(());
     };

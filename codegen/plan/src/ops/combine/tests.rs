@@ -15,6 +15,7 @@ fn deepseek() -> LayerSpec {
         hidden_dim: 2048,
         gate: SharedGate::None,
         bias: None,
+        clamp: None,
     }];
     spec
 }

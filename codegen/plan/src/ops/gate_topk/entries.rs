@@ -7,7 +7,7 @@ use super::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
 use crate::ops::params::{entry, one, some, tokens_by, when};
 use moesaic_kernel::DType::{F32, I32};
 use moesaic_kernel::{Access, Entry, Param, Size};
-use moesaic_spec::{Chooser, RouterInput};
+use moesaic_spec::{Chooser, RouterInput, TokenBlocks};
 
 pub(super) fn entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     let mut list: Vec<Entry> = d.draws_input().then(|| draw(d, c)).into_iter().collect();
@@ -18,6 +18,9 @@ pub(super) fn entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     }
     if d.expert_choice().is_some() {
         list.extend(expert_choice(d, c));
+    }
+    if let Some(blocks) = d.blocks() {
+        list.extend(agreement(d, c, blocks));
     }
     list.extend(d.select.then(|| select(d, c)));
     if d.learned_noise() {
@@ -156,33 +159,68 @@ fn sinkhorn(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 3] {
     ]
 }
 
-fn expert_choice(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 2] {
-    let keys = |access: Access| {
-        // Expert by expert, so that the block that chooses for one reads adjacent keys.
-        let shape = format!("[{}, tokens]", d.experts);
-        Param::tensor("choice_keys", I32, access, shape)
-    };
-    let bounds = Param::write("choice_bounds", I32, format!("[{}, 2]", d.experts));
+/// Returns the keys by which experts or blocks choose, expert by expert, so that who chooses for one
+/// reads adjacent keys.
+fn choice_keys(d: &GateTopkDesc, access: Access) -> Param {
+    let shape = format!("[{}, tokens]", d.experts);
+    Param::tensor("choice_keys", I32, access, shape)
+}
+
+/// Returns the entry that writes these keys.
+fn scores(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
+    let bias = Param::read("select_bias", F32, format!("[{}]", d.experts));
     let params = some([
         Some(Param::read("logits", F32, per_expert(d))),
+        when(d.router.select_bias, bias),
         token_mask(d),
         load(d),
-        Some(keys(Access::Write)),
+        Some(choice_keys(d, Access::Write)),
     ]);
+    entry(
+        "gate_scores",
+        "scores of all experts, as integers of the same order",
+        params,
+        [tokens_by(c.select_tile_tokens), one()],
+        c.select_threads,
+    )
+}
+
+fn expert_choice(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 2] {
+    let bounds = Param::write("choice_bounds", I32, format!("[{}, 2]", d.experts));
     let experts = Size::Const(d.experts as u64);
     [
-        entry(
-            "gate_scores",
-            "scores of all experts, as integers of the same order",
-            params,
-            [tokens_by(c.select_tile_tokens), one()],
-            c.select_threads,
-        ),
+        scores(d, c),
         entry(
             "gate_choose",
             "finds the last token that each expert takes",
-            vec![keys(Access::Read), bounds],
+            vec![choice_keys(d, Access::Read), bounds],
             [experts, one()],
+            c.logits_threads,
+        ),
+    ]
+}
+
+/// Returns a flag for each expert that a block of tokens agrees on.
+fn block_experts(d: &GateTopkDesc, access: Access) -> Option<Param> {
+    let blocks = d.blocks()?;
+    let shape = format!("[tokens / {}, {}]", blocks.tokens, d.experts);
+    Some(Param::tensor("block_experts", I32, access, shape))
+}
+
+fn agreement(d: &GateTopkDesc, c: &GateTopkConfig, blocks: TokenBlocks) -> [Entry; 2] {
+    // A launch of its own between keys and selection, because a block of tokens may lie in several
+    // tiles of either, and blocks of a grid do not wait for each other.
+    let params = some([
+        Some(choice_keys(d, Access::Read)),
+        block_experts(d, Access::Write),
+    ]);
+    [
+        scores(d, c),
+        entry(
+            "gate_blocks",
+            "finds the experts that each block of tokens agrees on",
+            params,
+            [tokens_by(blocks.tokens), one()],
             c.logits_threads,
         ),
     ]
@@ -326,6 +364,7 @@ fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
             choice,
             Param::read("choice_bounds", I32, format!("[{e}, 2]")),
         ),
+        block_experts(d, Access::Read),
         when(
             d.router.expert_scale,
             Param::read("expert_scale", F32, &per_expert),

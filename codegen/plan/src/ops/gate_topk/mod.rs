@@ -10,8 +10,8 @@ pub(crate) use steps::selection_tensors;
 use super::{Core, Machine, Op, Operator};
 use moesaic_kernel::{DType, Entry};
 use moesaic_spec::{
-    CapacityOrder, Chooser, LayerSpec, LogitsFormula, Loss, LossKind, NoiseKind, Renormalize,
-    Router, RouterInput, Score, Select, SharedGate,
+    BiasedValues, CapacityOrder, Chooser, LayerSpec, LogitsFormula, Loss, LossKind, NoiseKind,
+    Renormalize, Router, RouterInput, Score, Select, SharedGate, TokenBlocks,
 };
 use serde::{Deserialize, Serialize};
 
@@ -230,9 +230,11 @@ impl GateTopkDesc {
         };
         // The best of all softmax scores is 1 / E at least.
         let best_chosen = router.kind.chooser() == Chooser::Scores
-            && router.select == Select::TopK
+            && matches!(router.select, Select::TopK | Select::PerGroup(_))
             && !router.select_bias
             && router.groups.is_none()
+            && router.always_chosen < self.top_k
+            && router.blocks.is_none()
             && !self.key_noise();
         let reaches_nothing = match router.score {
             Score::Sigmoid | Score::SqrtSoftplus => true,
@@ -263,6 +265,29 @@ impl GateTopkDesc {
         match self.router.select {
             Select::ExpertChoice(share) if self.select => Some(share),
             _ => None,
+        }
+    }
+
+    /// Returns the blocks of tokens that agree on experts.
+    pub fn blocks(&self) -> Option<TokenBlocks> {
+        self.router.blocks.filter(|_| self.select)
+    }
+
+    /// Returns the groups that give as many of a token's experts each.
+    pub fn per_group(&self) -> Option<usize> {
+        match self.router.select {
+            Select::PerGroup(groups) if self.select => Some(groups),
+            _ => None,
+        }
+    }
+
+    /// Returns whether logits are what selection compares: scores rise with them, and rounding
+    /// makes ties of scores.
+    pub fn compares_logits(&self) -> bool {
+        if self.router.select_bias {
+            self.router.select_bias_on == BiasedValues::Logits
+        } else {
+            self.router.groups.is_none()
         }
     }
 

@@ -56,6 +56,9 @@ pub(crate) fn selection_tensors(
     let tiles = Size::Tokens.ceil_div(config.logits_tile_tokens as u64);
     let parts = [tiles, constant(gate.experts + 1)];
     let x = [tokens.clone(), constant(gate.model_dim)];
+    // Tensors that no step binds are left out, so without blocks any size will do.
+    let block_tokens = gate.blocks().map_or(1, |blocks| blocks.tokens);
+    let blocks = Size::Tokens.ceil_div(block_tokens as u64);
     vec![
         tensor("router.x", gate.activations, &x, Role::Scratch),
         tensor("router.clean_logits", F32, &per_expert, Role::Output),
@@ -71,6 +74,12 @@ pub(crate) fn selection_tensors(
             "choice_keys",
             I32,
             &[experts.clone(), tokens],
+            Role::Scratch,
+        ),
+        tensor(
+            "block_experts",
+            I32,
+            &[blocks, experts.clone()],
             Role::Scratch,
         ),
         tensor("choice_bounds", I32, &[experts, constant(2)], Role::Scratch),
@@ -111,7 +120,7 @@ impl Builder {
             self.gate_step(kernel, "gate_sinkhorn_rows", &[]);
             self.gate_step(kernel, "gate_sinkhorn_columns", &[]);
         }
-        for symbol in ["gate_scores", "gate_choose", "gate_topk"] {
+        for symbol in ["gate_scores", "gate_choose", "gate_blocks", "gate_topk"] {
             self.gate_step(kernel, symbol, &[]);
         }
         routed

@@ -3,8 +3,8 @@
 use super::GroupedGemmConfig;
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_spec::{
-    Activation, ActivationFormat, Biases, ExpertForm, Experts, LayerSpec, OffsetType, WeightCode,
-    WeightFormat, WeightSite,
+    Activation, ActivationFormat, Biases, ClampSite, ExpertForm, Experts, LayerSpec, OffsetType,
+    WeightCode, WeightFormat, WeightSite,
 };
 use serde::{Deserialize, Serialize};
 
@@ -72,7 +72,7 @@ pub struct GroupedGemmDesc {
     pub fused_shared: Option<FusedShared>,
 }
 
-/// The nonlinearity between the two GEMMs of an expert: φ, clamp and offset.
+/// The nonlinearity between the two GEMMs of an expert: φ, clamp, soft cap and offset.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Nonlinearity {
     /// φ.
@@ -81,6 +81,10 @@ pub struct Nonlinearity {
     pub alpha: f64,
     /// See [`moesaic_spec::Experts`].
     pub clamp: Option<f64>,
+    /// See [`moesaic_spec::Experts`].
+    pub clamp_on: ClampSite,
+    /// See [`moesaic_spec::Experts`].
+    pub up_softcap: Option<f64>,
     /// See [`moesaic_spec::Experts`].
     pub up_offset: f64,
 }
@@ -91,6 +95,8 @@ impl Nonlinearity {
             activation: experts.activation.clone(),
             alpha: experts.alpha,
             clamp: experts.clamp,
+            clamp_on: experts.clamp_on,
+            up_softcap: experts.up_softcap,
             up_offset: experts.up_offset,
         }
     }
@@ -101,6 +107,8 @@ impl Nonlinearity {
             activation: Activation::Relu,
             alpha: 1.0,
             clamp: None,
+            clamp_on: ClampSite::Input,
+            up_softcap: None,
             up_offset: 0.0,
         }
     }
@@ -307,7 +315,10 @@ pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmD
         hidden: spec.shared[index].hidden_dim,
         output: spec.output_dim(),
     };
-    expert_half(spec, half, &widths, spec.shared_bias(index))
+    GroupedGemmDesc {
+        nonlinearity: Nonlinearity::of(&spec.shared_experts(index)),
+        ..expert_half(spec, half, &widths, spec.shared_bias(index))
+    }
 }
 
 fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) -> GroupedGemmDesc {

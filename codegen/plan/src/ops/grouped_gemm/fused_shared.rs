@@ -23,7 +23,11 @@ impl Builder {
             Half::Up => of_routed.gather(),
             Half::Down => self.has_fused_shared(Half::Up),
         };
-        let alike = !routed.weighted && routed.bias == shared.bias;
+        // One kernel has one epilogue, so a shared expert with a clamp of its own has a launch of
+        // its own.
+        let alike = !routed.weighted
+            && routed.bias == shared.bias
+            && routed.nonlinearity == shared.nonlinearity;
         let together = is_there
             && alike
             && pack_bytes(&routed) == pack_bytes(&shared)

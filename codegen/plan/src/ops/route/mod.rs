@@ -128,9 +128,10 @@ impl RouteDesc {
         };
         let logits = config.logits.is_some() || self.gate.logits == Logits::None;
         let counted = tiling.counted_by == CountedBy::Gate && gate.histogram != Histogram::None;
-        // Orders by a score sort tokens, and expert choice compares all of them, in launches of
-        // their own.
-        let plain = !scan.ordered() && !scan.ranked() && self.gate.expert_choice().is_none();
+        // Orders by a score sort tokens, and expert choice and blocks compare tokens, in launches
+        // of their own.
+        let alone = self.gate.expert_choice().is_none() && self.gate.blocks().is_none();
+        let plain = !scan.ordered() && !scan.ranked() && alone;
         let warps = (gate.select_threads / gpu.wave()) as usize;
         // With more experts than a warp holds, a block selects for one token, and one block would
         // take 64 turns.

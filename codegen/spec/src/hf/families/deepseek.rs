@@ -8,7 +8,7 @@ use super::layers;
 use super::shared::{SHARED, merged_shared};
 use super::softmax::{gated, sizes};
 use super::{EXPERTS, Family, NARROW, TOP_K};
-use crate::{GroupMask, GroupStat, Groups, Score, SharedGate};
+use crate::{GroupMask, GroupStat, Groups, Latent, Score, SharedGate};
 
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
@@ -70,7 +70,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         names: &["bailing_hybrid"],
         layers: |c| layers::typed(c, 2, 42),
-        build: |c, layer| deepseek(c, layer, &BAILING),
+        build: bailing_hybrid,
     },
     Family {
         names: &["beam"],
@@ -83,9 +83,34 @@ pub(super) const FAMILIES: &[Family] = &[
         build: |c, layer| deepseek(c, layer, &HUNYUAN_V3),
     },
     Family {
+        names: &["hy_v4"],
+        layers: |c| layers::typed(c, 1, 34),
+        build: |c, layer| hunyuan4(c, layer, &HUNYUAN_V4),
+    },
+    Family {
+        names: &["hy_v4_vl", "hy_v4_vl_text"],
+        layers: |c| layers::typed(c, 1, 78),
+        build: |c, layer| hunyuan4(c, layer, &HUNYUAN_V4_VL),
+    },
+    Family {
+        names: &["gigachat3_5"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 1, 12),
+        build: gigachat,
+    },
+    Family {
+        names: &["sarvam_moe"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 1, 19),
+        build: |c, layer| deepseek(c, layer, &SARVAM),
+    },
+    Family {
+        names: &["sarvam_mla"],
+        layers: |c| layers::after_dense(c, "first_k_dense_replace", 1, 32),
+        build: |c, layer| deepseek(c, layer, &SARVAM_MLA),
+    },
+    Family {
         names: &["kimi_linear"],
         layers: |c| layers::typed(c, 1, 27),
-        build: |c, layer| deepseek(c, layer, &KIMI_LINEAR),
+        build: kimi_linear,
     },
     Family {
         names: &["mimo_v2_flash"],
@@ -209,6 +234,30 @@ const HUNYUAN_V3: Defaults = Defaults {
     scale: 2.826,
     ..GLM4
 };
+const HUNYUAN_V4: Defaults = Defaults {
+    sizes: [2816, 768, 256, 8],
+    scale: 2.827,
+    ..GLM4
+};
+const HUNYUAN_V4_VL: Defaults = Defaults {
+    sizes: [6144, 2048, 256, 8],
+    ..HUNYUAN_V4
+};
+const GIGACHAT: Defaults = Defaults {
+    sizes: [1280, 896, 64, 6],
+    scale: 2.5,
+    shared: 2,
+    ..GLM4
+};
+const SARVAM: Defaults = Defaults {
+    sizes: [4096, 1024, 128, 6],
+    scale: 2.5,
+    ..GLM4
+};
+const SARVAM_MLA: Defaults = Defaults {
+    sizes: [4096, 2048, 128, 8],
+    ..SARVAM
+};
 const KIMI_LINEAR: Defaults = Defaults {
     sizes: [2304, 1024, 256, 8],
     scale: 2.446,
@@ -268,6 +317,51 @@ pub(super) fn router(c: &Config, d: &mut Draft, defaults: &Defaults) -> Result<(
         mask: defaults.mask,
     });
     Ok(())
+}
+
+/// Builds Hunyuan 4, which clamps activations in routed experts alone.
+fn hunyuan4(c: &Config, layer: usize, defaults: &Defaults) -> Result<Draft, HfError> {
+    let mut d = deepseek(c, layer, defaults)?;
+    d.spec.experts.clamp = Some(c.number(&["swiglu_limit"], 10.0)?);
+    let shared = d.spec.shared.iter_mut();
+    shared.for_each(|expert| expert.clamp = Some(0.0));
+    // transformers saves every `gate_proj` so, as attention's is published.
+    d.plain(
+        "shared.0.gate.weight",
+        &["shared_experts.linear_gate.weight"],
+    );
+    Ok(d)
+}
+
+/// Builds GigaChat 3.5 as SGLang serves it, which leaves the gate of the shared expert undefined.
+fn gigachat(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    if c.flag(&["use_shared_expert_sigmoid"], false)? {
+        let axis = "the gate of this shared expert";
+        return Err(c.unsupported("use_shared_expert_sigmoid", axis, "only false can be read"));
+    }
+    deepseek(c, layer, &GIGACHAT)
+}
+
+/// Builds Ling 3 and its older siblings. vLLM and SGLang read the limits of Ling 3, transformers
+/// does not.
+fn bailing_hybrid(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = deepseek(c, layer, &BAILING)?;
+    let lists = ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"];
+    d.limits_behind(c, layer, lists)?;
+    Ok(d)
+}
+
+/// Builds Kimi-Linear, and Kimi-K3, whose routed experts are narrower than the model.
+fn kimi_linear(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = deepseek(c, layer, &KIMI_LINEAR)?;
+    if let Some(dim) = c.size_opt(&["routed_expert_hidden_size"])? {
+        d.spec.latent = Some(Latent { dim, bias: false });
+        for part in ["down", "up"] {
+            let name = format!("routed_expert_{part}_proj.weight");
+            d.plain(&format!("latent.{part}.weight"), &[&name]);
+        }
+    }
+    Ok(d)
 }
 
 /// Builds GLM-5, which clamps activations in routed and shared experts.

@@ -20,25 +20,11 @@ const FAMILIES: &[Refused] = &[
         has: "one score per expert, and experts of matrices",
     },
     Refused {
-        names: &["hy_v4"],
-        does: "the activation is clamped in routed experts and not in shared ones",
-        has: "one clamp for both",
-    },
-    Refused {
         names: &["inkling_mm_model", "inkling_text"],
         does: "the router scores shared experts too and normalises their weights together with \
                those of the chosen ones",
-        has: "shared experts of weight 1 or of a sigmoid gate of their own",
-    },
-    Refused {
-        names: &["inkling2", "inkling2_text"],
-        does: "a soft cap bounds the up projection",
-        has: "a clamp of the up projection, and free choice of the activation of the gate alone",
-    },
-    Refused {
-        names: &["kolibri1"],
-        does: "the bias for selection is added to logits",
-        has: "a bias for selection on scores",
+        has: "`router.always_chosen` for that, but a recipe cannot join the tensors of shared and \
+              routed experts yet",
     },
     Refused {
         names: &["muse_spark", "muse_spark_text"],

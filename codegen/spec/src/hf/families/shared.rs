@@ -1,14 +1,14 @@
 //! Softmax routers beside shared experts.
 
 use super::super::config::Config;
-use super::super::draft::{Draft, Fused, Sizes};
+use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::source::half_of;
 use super::super::{HfError, TensorStep};
 use super::deepseek::{self, GLM4};
-use super::layers::{self, Layers};
-use super::softmax::{granite, plain, sizes};
+use super::layers::{self, Layers, depth};
+use super::softmax::{gated, granite, plain, sizes};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
-use crate::{GroupMask, GroupStat, Groups, Score, SharedExpert, SharedGate};
+use crate::{GroupMask, GroupStat, Groups, Score, SharedExpert, SharedGate, TokenBlocks};
 
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
@@ -16,6 +16,16 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &["qwen2_moe"],
         layers: |c| layers::stepped(c, 24),
         build: qwen2,
+    },
+    Family {
+        names: &["lara_mini"],
+        layers: |c| layers::every(c, 34),
+        build: lara_mini,
+    },
+    Family {
+        names: &["step3_vl", "step3_text"],
+        layers: step3_layers,
+        build: step3,
     },
     Family {
         names: &["qwen3_next"],
@@ -48,7 +58,7 @@ pub(super) const FAMILIES: &[Family] = &[
         build: deepseek_ref,
     },
     Family {
-        names: &["bailing_moe", "bailing_moe_v2"],
+        names: &["bailing_moe", "bailing_moe_v2", "llada2_moe"],
         layers: |c| layers::after_dense(c, "first_k_dense_replace", 0, 28),
         build: bailing,
     },
@@ -99,6 +109,44 @@ fn qwen3_next(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = plain(c, layer, sizes(c, NARROW, [2048, 512, 512, 10])?)?;
     d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
     gated_shared(c, d, 512)
+}
+
+/// Builds Lara 4 mini, whose shared expert has no gate.
+fn lara_mini(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [1024, 512, 128, 4])?)?;
+    d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+    let hidden = c.size(&["shared_expert_intermediate_size"], 512)?;
+    d.shared(&["shared_expert"], hidden, SharedGate::None);
+    Ok(d)
+}
+
+/// Builds Step 3 as vLLM serves it: stacked experts under `moe`, and a shared expert beside it.
+fn step3(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = gated(
+        c,
+        layer,
+        sizes(c, NARROW, [7168, 5120, 48, 3])?,
+        DECODER,
+        &["moe."],
+    )?;
+    for part in ["gate", "up", "down"] {
+        let name = format!("{part}_proj.weight");
+        d.plain(&format!("experts.{part}.weight"), &[&name]);
+    }
+    d.renormalize(c.flag(&["norm_expert_weight"], false)?, 0.0);
+    d.decoder(layer, &[""]);
+    let hidden = c.size(&["share_expert_dim"], 5120)?;
+    d.shared(&["share_expert"], hidden, SharedGate::None);
+    Ok(d)
+}
+
+/// Returns the layers of `moe_layers_enum`; without it, the first layer is dense.
+fn step3_layers(c: &Config) -> Result<Layers, HfError> {
+    let list = c.numbers("moe_layers_enum")?;
+    let why = "moe_layers_enum names none";
+    Ok(Layers::filtered(depth(c, 61)?, why, |i| {
+        list.as_ref().map_or(i > 0, |list| list.contains(&i))
+    }))
 }
 
 fn qwen3_5(c: &Config, layer: usize) -> Result<Draft, HfError> {
@@ -221,6 +269,13 @@ fn bailing(c: &Config, layer: usize) -> Result<Draft, HfError> {
             return Err(c.unsupported("score_function", "this score", remedy));
         }
     }
+    if let Some(experts) = c.size_opt(&["expert_capacity"])? {
+        // A block's tokens choose among its experts, whatever their groups.
+        let tokens = c.need(&["block_size"])?;
+        d.spec.router.blocks = Some(TokenBlocks { tokens, experts });
+        d.spec.router.groups = None;
+        d.renormalize(true, 1e-20);
+    }
     let count = c.size(SHARED, 0)?;
     if count > 0 {
         let width = c.size(&["moe_shared_expert_intermediate_size"], hidden)?;
@@ -272,6 +327,7 @@ fn granite_shared(c: &Config, layer: usize, default: usize) -> Result<Draft, HfE
             hidden_dim: hidden,
             gate: SharedGate::None,
             bias: None,
+            clamp: None,
         });
         d.decoder(layer, &["shared_mlp."]);
         for (half, part) in ["gate", "up"].into_iter().enumerate() {

@@ -9,7 +9,7 @@ use super::layers::{self, Layers, depth};
 use super::shared::{SHARED, merged_shared};
 use super::softmax::{gated, plain, sizes};
 use super::{Family, NARROW, WIDE};
-use crate::{ExpertForm, Latent, Score, SharedGate, WeightSite};
+use crate::{BiasedValues, ExpertForm, Latent, Score, SharedGate, WeightSite};
 use serde_json::Value;
 
 /// The families of this file.
@@ -50,9 +50,24 @@ pub(super) const FAMILIES: &[Family] = &[
         build: laguna,
     },
     Family {
+        names: &["kolibri1"],
+        layers: |c| layers::every(c, 50),
+        build: kolibri,
+    },
+    Family {
         names: &["minimax_m3_vl", "minimax_m3_vl_text", "minimax_m3"],
         layers: |c| layers::typed(c, 0, 60),
         build: minimax_m3,
+    },
+    Family {
+        names: &["inkling2", "inkling2_text"],
+        layers: |c| layers::every(c, 48),
+        build: |c, layer| inkling2(c, layer, [4608, 2304, 384, 8]),
+    },
+    Family {
+        names: &["inkling2_loop", "inkling2_loop_text"],
+        layers: |c| layers::every(c, 24),
+        build: |c, layer| inkling2(c, layer, [2304, 1152, 128, 8]),
     },
     Family {
         names: &["step3p7", "step3p5"],
@@ -187,10 +202,6 @@ fn flint(c: &Config, layer: usize) -> Result<Draft, HfError> {
 }
 
 fn laguna(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    if c.number(&["moe_router_logit_softcapping"], 0.0)? > 0.0 {
-        let key = "moe_router_logit_softcapping";
-        return Err(c.unsupported(key, "a soft cap on logits", "only 0, none, can be read"));
-    }
     let key = "moe_apply_router_weight_on_input";
     if let Some((key, value @ Value::Bool(true))) = c.find(&[key]) {
         return Err(c.bad(key, value, "false: transformers computes nothing else"));
@@ -199,12 +210,28 @@ fn laguna(c: &Config, layer: usize) -> Result<Draft, HfError> {
     d.sigmoid(&[BIAS, &["experts.e_score_correction_bias"]].concat());
     d.renormalize(true, 0.0);
     d.spec.router.scale = c.number(&["moe_routed_scaling_factor"], 1.0)?;
+    let cap = c.number(&["moe_router_logit_softcapping"], 0.0)?;
+    d.spec.router.logit_softcap = (cap > 0.0).then_some(cap);
     let hidden = c.size(&["shared_expert_intermediate_size"], 512)?;
     d.shared(
         &["shared_expert", "shared_experts"],
         hidden,
         SharedGate::None,
     );
+    Ok(d)
+}
+
+/// Builds Kolibri 1: biased logits choose, and sigmoids of the others weigh.
+fn kolibri(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [2560, 512, 384, 6])?)?;
+    d.sigmoid(BIAS);
+    d.spec.router.select_bias_on = BiasedValues::Logits;
+    d.renormalize(c.flag(&["norm_topk_prob"], false)?, 0.0);
+    let hidden = c.size(&["shared_expert_intermediate_size"], 512)?;
+    d.shared(&["shared_experts"], hidden, SharedGate::None);
+    // Published checkpoints keep the bias beside the block.
+    d.decoder(layer, &["moe."]);
+    d.select_bias(&["router.expert_bias"]);
     Ok(d)
 }
 
@@ -230,15 +257,39 @@ fn minimax_m3(c: &Config, layer: usize) -> Result<Draft, HfError> {
     Ok(d)
 }
 
+/// Builds Inkling 2, whose experts have SiTU-GLU. Published checkpoints interleave the rows of gate
+/// and up.
+fn inkling2(c: &Config, layer: usize, defaults: [usize; 4]) -> Result<Draft, HfError> {
+    let mut d = Draft::new(c, sizes(c, NARROW, defaults)?);
+    d.rooted(
+        &[DECODER, &["model.llm.layers."]].concat(),
+        layer,
+        &["mlp."],
+    );
+    d.plain("router.weight", &["gate.weight"]);
+    d.fused_experts(Fused::Rows, "experts.gate_up_proj", "experts.down_proj");
+    let hidden = d.spec.shape.hidden_dim;
+    for (half, part) in ["gate", "up"].into_iter().enumerate() {
+        let half = half_of(1, half, hidden, true);
+        let name = format!("experts.{part}.weight");
+        d.stepped(&name, &["experts.w13_weight"], &[half]);
+    }
+    d.plain("experts.down.weight", &["experts.w2_weight"]);
+    let score = c.text(&["scoring_func"], "sigmoid")?;
+    if score != "sigmoid" {
+        let remedy = "only sigmoid can be read";
+        return Err(c.unsupported("scoring_func", "these scores with a bias", remedy));
+    }
+    d.sigmoid(&[BIAS, &["gate.bias"]].concat());
+    d.spec.router.scale = c.number(&["route_scale", "routed_scaling_factor"], 8.0)?;
+    d.renormalize(true, deepseek::EPS);
+    let up = c.number(&["mlp_up_softcap"], 25.0)?;
+    d.situ(c, "mlp_gate_softcap", 4.0, Some(up))?;
+    Ok(d)
+}
+
 /// Builds Step 3.7. Published checkpoints stack the experts, with gate and up apart.
 fn step(c: &Config, layer: usize) -> Result<Draft, HfError> {
-    for key in ["swiglu_limits", "swiglu_limits_shared"] {
-        if c.number_at(key, layer)? != 0.0 {
-            let axis = "a clamp behind the activation";
-            let remedy = "only layers whose entry is 0 or null can be read";
-            return Err(c.unsupported(key, axis, remedy));
-        }
-    }
     // transformers reads n_routed_experts even where num_local_experts differs.
     let experts = c.size(&["n_routed_experts", "moe_num_experts"], 288)?;
     let mut sizes = sizes(c, NARROW, [4096, 1280, experts, 8])?;
@@ -261,6 +312,7 @@ fn step(c: &Config, layer: usize) -> Result<Draft, HfError> {
     if c.flag(&["mlp_bias"], false)? {
         d.biased();
     }
+    d.limits_behind(c, layer, ["swiglu_limits", "swiglu_limits_shared"])?;
     Ok(d)
 }
 

@@ -12,6 +12,11 @@ use crate::{Biases, Renormalize, Score, Select};
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
     Family {
+        names: &["iquest_q1"],
+        layers: |c| layers::stepped_except(c, &[0], 88),
+        build: iquest,
+    },
+    Family {
         names: &["mixtral", "minimax"],
         layers: |c| layers::every(c, 32),
         build: mixtral,
@@ -35,6 +40,11 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &["qwen3_vl_moe", "qwen3_vl_moe_text"],
         layers: |c| layers::stepped(c, 24),
         build: qwen3_vl,
+    },
+    Family {
+        names: &["interns1_pro", "interns1_pro_text"],
+        layers: |c| layers::stepped(c, 94),
+        build: intern_pro,
     },
     Family {
         names: &["mellum"],
@@ -121,6 +131,13 @@ pub(super) fn gated(
     Ok(d)
 }
 
+/// Builds IQuest Q1 as SGLang serves it.
+fn iquest(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, WIDE, [3072, 1536, 256, 8])?)?;
+    d.renormalize(true, 0.0);
+    Ok(d)
+}
+
 fn mixtral(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = plain(c, layer, sizes(c, WIDE, [4096, 14336, 8, 2])?)?;
     d.renormalize(true, 0.0);
@@ -151,6 +168,18 @@ fn qwen3_vl(c: &Config, layer: usize) -> Result<Draft, HfError> {
     // Published checkpoints store the fused tensors transposed.
     d.fused_experts(Fused::Columns, "experts.gate_up_proj", "experts.down_proj");
     d.renormalize(true, 0.0);
+    Ok(d)
+}
+
+/// Builds Intern-S1-Pro: Qwen3's block, with as many experts from each of several groups.
+fn intern_pro(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [4096, 1536, 512, 8])?)?;
+    d.fused_experts(Fused::Columns, "experts.gate_up_proj", "experts.down_proj");
+    d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+    let groups = c.signed(&["router_n_groups"], -1)?;
+    if let Ok(groups @ 1..) = usize::try_from(groups) {
+        d.spec.router.select = Select::PerGroup(groups);
+    }
     Ok(d)
 }
 

@@ -149,6 +149,11 @@ fn losses_sum(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
 fn logits(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
     let (e, slots) = (d.gate.experts, per_slot(d.gate.top_k));
     let [logits, clean, noise] = all_logits(d);
+    // The cap's slope is that of the capped logits, and noise is added behind the cap.
+    let clean = clean.or_else(|| {
+        let clean = Param::read("clean_logits", F32, per_expert(d));
+        when(d.caps_clean_logits(), clean)
+    });
     let [sequence_slopes, sequence_first] = sequence_slopes(d, Access::Read);
     let scaled = d.gate.router.expert_scale;
     let slopes = format!("[{}, {e}]", d.slopes.len());

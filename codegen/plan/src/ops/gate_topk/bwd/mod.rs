@@ -115,6 +115,11 @@ impl GateTopkBwdDesc {
         self.losses.iter().any(|loss| loss.kind.needs_noise())
     }
 
+    /// Returns whether noise is added to capped logits, whose slope follows from those without.
+    pub fn caps_clean_logits(&self) -> bool {
+        self.gate.router.logit_softcap.is_some() && self.gate.noisy()
+    }
+
     /// Returns whether there are logits, hence `dlogits`.
     pub fn logits(&self) -> bool {
         self.gate.logits != Logits::None

@@ -1,0 +1,101 @@
+//! The command line.
+
+use crate::sampling::Sampling;
+use std::path::PathBuf;
+
+pub const HELP: &str = "\
+Generates text with a mixture-of-experts model: attention by candle, experts by moesaic.
+
+usage: generate --model DIR --prompt TEXT [options]
+
+  --model DIR        folder with config.json, safetensors files and tokenizer.json, of a
+                     Qwen3-MoE, Mixtral, OLMoE or gpt-oss; experts may be quantized
+  --prompt TEXT      the text that the model goes on with, as it is: no chat template
+  --tokens N         generate at most N tokens (64)
+  --temperature X    0 takes the likeliest token each time (0)
+  --top-k N          sample from the N likeliest tokens
+  --top-p X          sample from the likeliest tokens that have the share X together
+  --seed N           start of the random numbers (0)
+  --help             print this text
+
+Attention, embeddings and the last projection become f32 when they are read: they take twice the
+bytes of a bf16 file. Experts keep the type that the file holds them in.
+RAYON_NUM_THREADS sets candle's threads; kernels of experts take all cores that are free.
+";
+
+/// What the command line asks for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Args {
+    pub model: PathBuf,
+    pub prompt: String,
+    pub tokens: usize,
+    pub sampling: Sampling,
+}
+
+impl Args {
+    /// Reads the words of a command line, without the program's name. `None` asks for the help.
+    ///
+    /// # Errors
+    /// An option is unknown, lacks its value or has one that does not fit.
+    pub fn read(words: impl IntoIterator<Item = String>) -> Result<Option<Args>, String> {
+        let mut words = words.into_iter();
+        let (mut model, mut prompt) = (None, None);
+        let mut tokens = 64;
+        let mut sampling = Sampling {
+            temperature: 0.0,
+            top_k: None,
+            top_p: None,
+            seed: 0,
+        };
+        while let Some(option) = words.next() {
+            if option == "--help" || option == "-h" {
+                return Ok(None);
+            }
+            let known = HELP.contains(&format!("  {option} ")) && option.starts_with("--");
+            if !known {
+                return Err(format!("`{option}` is no option, see --help"));
+            }
+            let value = words.next();
+            let value = value.ok_or_else(|| format!("`{option}` needs a value"))?;
+            match option.as_str() {
+                "--model" => model = Some(PathBuf::from(value)),
+                "--prompt" => prompt = Some(value),
+                "--tokens" => tokens = number(&option, &value)?,
+                "--temperature" => sampling.temperature = number(&option, &value)?,
+                "--top-k" => sampling.top_k = Some(number(&option, &value)?),
+                "--top-p" => sampling.top_p = Some(number(&option, &value)?),
+                _ => sampling.seed = number(&option, &value)?,
+            }
+        }
+        check(&sampling)?;
+        let needed = |option| format!("`{option}` is missing, see --help");
+        Ok(Some(Args {
+            model: model.ok_or_else(|| needed("--model"))?,
+            prompt: prompt.ok_or_else(|| needed("--prompt"))?,
+            tokens,
+            sampling,
+        }))
+    }
+}
+
+fn number<N: std::str::FromStr>(option: &str, value: &str) -> Result<N, String> {
+    let none = |_| format!("`{option} {value}` is no number that fits");
+    value.parse().map_err(none)
+}
+
+fn check(sampling: &Sampling) -> Result<(), String> {
+    if !sampling.temperature.is_finite() || sampling.temperature < 0.0 {
+        return Err("`--temperature` is 0 or more".to_string());
+    }
+    if sampling.top_k == Some(0) {
+        return Err("`--top-k` is 1 or more".to_string());
+    }
+    if sampling.top_p.is_some_and(|p| !(p > 0.0 && p <= 1.0)) {
+        return Err("`--top-p` is above 0 and at most 1".to_string());
+    }
+    let samples = sampling.top_k.is_some() || sampling.top_p.is_some();
+    if samples && sampling.temperature == 0.0 {
+        return Err("`--top-k` and `--top-p` need a `--temperature` above 0".to_string());
+    }
+    Ok(())
+}

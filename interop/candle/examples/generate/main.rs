@@ -1,0 +1,70 @@
+//! Generates text with a whole model: attention, norms and the cache by candle, experts by moesaic.
+//!
+//! ```sh
+//! cargo run --release --manifest-path interop/candle/Cargo.toml --example generate -- \
+//!     --model ~/models/qwen3-30b-a3b --prompt "The capital of France is"
+//! ```
+//! `-- --help` lists the options.
+
+mod args;
+mod attention;
+mod config;
+mod model;
+mod rope;
+mod sampling;
+mod text;
+mod weights;
+
+use args::{Args, HELP};
+use candle_core::{Error, Result};
+use model::Model;
+use moesaic::Engine;
+use sampling::Sampler;
+use std::io::{Write, stdout};
+use std::process::ExitCode;
+use std::time::Instant;
+
+fn main() -> ExitCode {
+    let done = match Args::read(std::env::args().skip(1)) {
+        Ok(Some(args)) => run(&args).map_err(|error| error.to_string()),
+        Ok(None) => {
+            print!("{HELP}");
+            Ok(())
+        }
+        Err(error) => Err(error),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<()> {
+    let start = Instant::now();
+    let tokenizer = text::tokenizer(&args.model)?;
+    let encoded = tokenizer.encode(args.prompt.as_str(), true);
+    let encoded = encoded.map_err(Error::wrap)?;
+    let prompt = encoded.get_ids();
+    let engine = Engine::cpu().map_err(Error::wrap)?;
+    let mut model = Model::load(&engine, &args.model, prompt.len() + args.tokens)?;
+    eprintln!("loaded in {:.1} s", start.elapsed().as_secs_f64());
+    print!("{}", args.prompt);
+    let mut sampler = Sampler::new(args.sampling);
+    let mut piece = text::pieces(&tokenizer, prompt)?;
+    let show = |token| {
+        print!("{}", piece(token)?);
+        Ok(stdout().flush()?)
+    };
+    let generated = text::generate(&mut model, &mut sampler, prompt, args.tokens, show)?;
+    println!();
+    let [prefill, decode] = generated.speeds(prompt.len());
+    eprintln!(
+        "prefill: {} tokens, {prefill:.1} tokens/s; decode: {} tokens, {decode:.1} tokens/s",
+        prompt.len(),
+        generated.tokens.len(),
+    );
+    Ok(())
+}
