@@ -206,6 +206,93 @@ fn modules_of_the_engine_import_from_those_below() {
     }
 }
 
+/// The modules of layers over ranks, `runtime/engine/src/mesh`, by duty: each imports from those
+/// before it.
+const MESH: &[&str] = &[
+    // Process groups, and how ranks share a parameter.
+    "process_group",
+    "sharding",
+    "workspace_pool",
+    "groups",
+    "ranks",
+    "gpus",
+    "timestamp",
+    // Weights of a rank.
+    "shard",
+    "part",
+    "replicas",
+    "collect",
+    // Counts and layouts as plain data.
+    "rows",
+    "tp_peers",
+    "settings",
+    "all_to_all",
+    "transfers",
+    "routing",
+    // What a layer binds.
+    "comm_cast",
+    "shadow_weights",
+    "passes",
+    "plan_part",
+    "bound_plan",
+    "layer",
+    "weights",
+    "reduce",
+    // Requests in flight.
+    "in_flight",
+    "mesh_call",
+    "waits",
+    // Counts.
+    "counts",
+    "global_routing",
+    "applied_routing",
+    "losses",
+    // Transfers of rows and weights.
+    "sums",
+    "cast_rows",
+    "gathered_weights",
+    "shadows",
+    "raw",
+    // The passes.
+    "executor",
+    "calls",
+];
+
+#[test]
+fn modules_of_a_mesh_import_from_those_below() {
+    let place = |module: &str| MESH.iter().position(|known| *known == module);
+    let source = root().join("runtime/engine/src/mesh");
+    for path in files(&source, &[".rs"]) {
+        let module = path.file_stem().expect("a name").to_string_lossy();
+        if module == "mod" {
+            continue;
+        }
+        let own = place(&module).unwrap_or_else(|| panic!("{module} has no place in the order"));
+        let text = read(&path);
+        let code = text.split("#[cfg(test)]\nmod ").next().unwrap_or_default();
+        let lines = code.lines().filter(|line| !line.trim().starts_with("//"));
+        for line in lines {
+            // A way around the order, and one that names no module.
+            assert!(
+                !line.contains("crate::mesh") && !line.contains("super::{"),
+                "{module} imports `{}`; name one module by `super::`",
+                line.trim()
+            );
+            let visible = line.replace("pub(super)", "");
+            for used in visible.split("super::").skip(1) {
+                let used = used
+                    .split(|c: char| !c.is_alphanumeric() && c != '_')
+                    .next();
+                let used = used.unwrap_or_default();
+                assert!(
+                    place(used).is_some_and(|place| place < own),
+                    "{module} imports `super::{used}`, which is not below it"
+                );
+            }
+        }
+    }
+}
+
 /// Modules of the command line import each other in one direction. `lib.rs` is above all of them;
 /// tests in modules may look at everything.
 #[test]

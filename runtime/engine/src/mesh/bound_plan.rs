@@ -2,8 +2,7 @@
 //! number of shadows.
 
 use super::passes::{Launched, Passes, SHADOWED, SHARDED, Segment, segments};
-use super::raw::exchanged;
-use super::shadows::IdleWeights;
+use super::shadow_weights::IdleWeights;
 use crate::device_layer::DeviceLayer;
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -259,4 +258,18 @@ fn sharing(engine: &Engine, texts: &Texts, of: &DeviceLayer) -> Result<DeviceLay
         layer.share_gradients(gradients)?;
     }
     Ok(layer.taking_turns(of.turn()))
+}
+
+/// Returns the tensors of the dispatch part that exchanges move, or that the host reads for them.
+fn exchanged(plan: &RankPlan) -> BTreeSet<TensorId> {
+    let steps = plan.steps.iter().chain(&plan.evaluation);
+    let exchanges = steps.chain(&plan.backward).filter_map(RankStep::exchange);
+    let moved = exchanges.flat_map(|exchange| [exchange.reads(), exchange.writes()]);
+    let moved = moved
+        .flatten()
+        .filter(|at| at.part == plan::PlanPart::Dispatch);
+    let moved = moved.map(|at| at.tensor);
+    let read = ["offsets", "row_slots"];
+    let read = read.into_iter().filter_map(|name| plan.tokens.id(name));
+    moved.chain(read).collect()
 }

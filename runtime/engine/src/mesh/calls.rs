@@ -3,14 +3,13 @@
 use super::bound_plan::{BoundPlan, PlanKey};
 use super::comm_cast::{CastCall, Packing, counted};
 use super::layer::{Choice, RankLayer};
-use super::mesh_call::MeshCall;
+use super::mesh_call::{CallerTensors, MeshCall};
 use super::passes::{Passes, Segment};
 use super::plan_part::PartCall;
-use super::raw::CallerTensors;
 use super::routing::Routing;
 use super::rows::Rows;
 use super::settings::Settings;
-use super::shadows::ShadowWeights;
+use super::shadow_weights::ShadowWeights;
 use super::tp_peers::TpPeers;
 use crate::call::{BackwardArgs, CallArgs, Output, RawCall, RngKey};
 use crate::error::EngineError;

@@ -1,6 +1,7 @@
 //! Saving: the first rank writes the tensors of all ranks as those of one process.
 
-use super::ranks::{ProcessGroup, Ranks};
+use super::process_group::ProcessGroup;
+use super::ranks::Ranks;
 use super::shard;
 use super::sharding::Sharding;
 use crate::error::EngineError;

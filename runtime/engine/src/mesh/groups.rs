@@ -1,5 +1,7 @@
 //! A mesh and its process groups.
 
+use super::process_group::ProcessGroup;
+use super::sharding::placement_of;
 use super::workspace_pool::WorkspacePool;
 use crate::error::EngineError;
 use moesaic_collectives::topology::host_name;
@@ -26,18 +28,6 @@ pub struct Mesh {
     /// Whether layers store experts' weights unpacked, so that other ranks can gather them.
     unpacked: bool,
     scope: TokenScope,
-}
-
-/// Returns the placement of experts on the groups of a mesh, if one exists.
-pub(super) fn placement_of(
-    mesh: Parallel,
-    placement: Option<&Placement>,
-    experts: usize,
-) -> Option<Placement> {
-    match placement {
-        Some(placement) => (placement.experts() == experts).then(|| placement.clone()),
-        None => (experts >= mesh.ep).then(|| Placement::contiguous(mesh.ep, experts)),
-    }
 }
 
 /// Process groups. All ranks of a group call its operations in the same order.
@@ -84,6 +74,17 @@ impl Groups {
             // A degree without groups of its own equals the stored shards, whose groups serve for
             // it. What a rank does alone takes no communicator.
             _ => &mut *self.expert_tp,
+        }
+    }
+
+    /// Returns the communicator of a process group.
+    pub fn process_group(&mut self, in_group: ProcessGroup) -> &mut dyn Collectives {
+        match in_group {
+            ProcessGroup::World => &mut *self.world,
+            ProcessGroup::Ep => &mut *self.ep,
+            ProcessGroup::ExpertTp => &mut *self.expert_tp,
+            ProcessGroup::ExpertDp => &mut *self.expert_dp,
+            ProcessGroup::EpDp => &mut **self.ep_dp.as_mut().unwrap_or(&mut self.world),
         }
     }
 

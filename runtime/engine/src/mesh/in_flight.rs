@@ -1,11 +1,9 @@
-//! Exchanges in flight, and when a call waits for them.
+//! Exchanges in flight: their requests, and what they write.
 
 use super::comm_cast::IncomingRows;
-use super::mesh_call::MeshCall;
-use crate::error::EngineError;
-use crate::trace::{Activity, Lane};
+use crate::trace::Activity;
 use moesaic_collectives::{Handle, Slice, Transfer};
-use moesaic_plan::{Exchange, PlanPart, TensorId};
+use moesaic_plan::{PlanPart, TensorId};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -56,130 +54,16 @@ impl Written {
 
 /// The activity that a recorder saw begin, and when.
 pub(super) struct Recording {
-    activity: Activity,
-    begin: Instant,
+    pub activity: Activity,
+    pub begin: Instant,
 }
 
 /// An exchange that nobody has waited for yet.
 pub(super) struct InFlight {
-    handle: Handle,
+    pub handle: Handle,
     /// The rows that it writes, for each tensor.
-    writes: Vec<Written>,
-    recorded: Option<Recording>,
+    pub writes: Vec<Written>,
+    pub recorded: Option<Recording>,
     /// The cast rows to cast back when the exchange has ended.
-    incoming: Option<IncomingRows>,
-}
-
-impl MeshCall<'_> {
-    /// Reports the start of an exchange to the recorder, if there is one.
-    pub(super) fn begins(&self, exchange: &Exchange) -> Option<Recording> {
-        let recorder = self.recorder?;
-        let activity = Activity {
-            lane: Lane::Exchange,
-            name: exchange.name.clone(),
-            chunk: exchange.chunk,
-            bytes: 0,
-        };
-        recorder.begins(&activity);
-        let begin = Instant::now();
-        Some(Recording { activity, begin })
-    }
-
-    /// Waits until launches that follow see the result. The exchange of a chunk is waited for only
-    /// when something needs its rows, and one in stream order only when the pass has been launched.
-    pub(super) fn keep(
-        &mut self,
-        exchange: &Exchange,
-        request: Request,
-        writes: Vec<Written>,
-        recorded: Option<Recording>,
-    ) -> Result<(), EngineError> {
-        let Request {
-            handle,
-            bytes,
-            incoming,
-        } = request;
-        let recorded = recorded.map(|mut recording| {
-            recording.activity.bytes = bytes;
-            recording
-        });
-        let in_stream = handle.is_in_stream();
-        let later = in_stream || handle.is_overlapped() || exchange.chunk.is_some();
-        let mut in_flight = InFlight {
-            handle,
-            writes,
-            recorded,
-            incoming,
-        };
-        if in_stream {
-            // In stream order the cast back is simply the next launch; waiting here would stall the
-            // host for nothing.
-            self.unpack(in_flight.incoming.take())?;
-        }
-        if later {
-            self.in_flight.push(in_flight)
-        } else {
-            self.wait(in_flight)?
-        }
-        Ok(())
-    }
-
-    /// Waits until launches that follow see the result of an exchange that is not recorded.
-    pub(super) fn complete(&mut self, request: Request) -> Result<(), EngineError> {
-        let handle = request.handle;
-        if !handle.is_in_stream() {
-            return Ok(handle.wait()?);
-        }
-        self.in_flight.push(InFlight {
-            handle,
-            writes: Vec::new(),
-            recorded: None,
-            incoming: None,
-        });
-        Ok(())
-    }
-
-    /// Waits for the exchanges that write what `needed` selects. An exchange in the order of the
-    /// device's stream needs no wait. For one on another stream the device's stream waits, and the
-    /// host does not.
-    pub(super) fn wait_for(
-        &mut self,
-        needed: impl Fn(&Written) -> bool,
-    ) -> Result<(), EngineError> {
-        let needed = |one: &InFlight| !one.handle.is_in_stream() && one.writes.iter().any(&needed);
-        while let Some(at) = self.in_flight.iter().position(needed) {
-            if !self.in_flight[at].handle.is_overlapped() {
-                let one = self.in_flight.remove(at);
-                self.wait(one)?;
-                continue;
-            }
-            let one = &mut self.in_flight[at];
-            // On a second stream only the device waits: `join` makes its own stream wait for the
-            // exchange. The handle stays in flight, because an error is only known at its end.
-            one.handle.join()?;
-            one.writes.clear();
-            let incoming = one.incoming.take();
-            self.unpack(incoming)?;
-        }
-        Ok(())
-    }
-
-    /// Waits for all exchanges in flight.
-    pub(super) fn finish_all(&mut self) -> Result<(), EngineError> {
-        let all = std::mem::take(&mut self.in_flight);
-        all.into_iter().try_for_each(|one| self.wait(one))
-    }
-
-    fn wait(&mut self, one: InFlight) -> Result<(), EngineError> {
-        let end = one.handle.wait_timed()?;
-        self.ended(one.recorded, end);
-        self.unpack(one.incoming)
-    }
-
-    /// Reports the end of an exchange to the recorder.
-    pub(super) fn ended(&self, recorded: Option<Recording>, end: Instant) {
-        if let (Some(recorder), Some(Recording { activity, begin })) = (self.recorder, recorded) {
-            recorder.ended(&activity, begin, end);
-        }
-    }
+    pub incoming: Option<IncomingRows>,
 }

@@ -1,10 +1,10 @@
 //! One rank's part of any tensors that are named like weights: a model's, their master copies, the
 //! state of an optimizer.
 
-use super::groups::{Mesh, placement_of};
-use super::ranks::ProcessGroup;
+use super::groups::Mesh;
+use super::process_group::ProcessGroup;
 use super::shard::{concat, sharded};
-use super::sharding::Sharding;
+use super::sharding::{Sharding, placement_of, runs};
 use crate::error::EngineError;
 use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Placement, RankCoords};
@@ -178,13 +178,6 @@ pub fn part_of_placed(
         Some(dimension) if dimension > 0 => sharded(&part, dimension, &slice(dimension)),
         _ => part,
     })
-}
-
-/// Returns the runs of consecutive numbers.
-pub(super) fn runs(numbers: &[usize]) -> Vec<Range<usize>> {
-    let next = |a: &usize, b: &usize| a + 1 == *b;
-    let runs = numbers.chunk_by(next);
-    runs.map(|run| run[0]..run[0] + run.len()).collect()
 }
 
 /// Reads rows of a tensor, joining them if they come in several runs.

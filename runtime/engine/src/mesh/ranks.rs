@@ -1,43 +1,13 @@
 //! Exchanges of host memory between the ranks of a mesh: sums, gathers and broadcasts for training.
 
-use super::groups::{Groups, Mesh};
-use super::sharding::Sharding;
+use super::groups::Mesh;
+use super::process_group::ProcessGroup;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Element, Reduction, Slice, Transfer,
-};
-use moesaic_plan::Parallel;
+use moesaic_collectives::{Algorithm, Call, CollectiveError, Element, Reduction, Slice, Transfer};
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
-
-/// A process group of a mesh.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ProcessGroup {
-    /// All ranks. They hold the same router, the same whole shared experts, and the same parameters
-    /// of a model around its layers.
-    World,
-    /// Ranks that hold all experts once.
-    Ep,
-    /// Ranks with the shards of the same experts.
-    ExpertTp,
-    /// Ranks with the same shards of the same experts, and so the same expert weights.
-    ExpertDp,
-    /// Ranks with shards of the same index, whatever their experts. They hold the same shards of
-    /// shared experts.
-    EpDp,
-}
-
-impl ProcessGroup {
-    /// Returns the group of ranks that hold the same values of a parameter, by its name. A name
-    /// with `experts.` in it belongs to experts; a name with `shared.0.` in it, apart from
-    /// `shared.0.router.`, belongs to a shard of a shared expert where the mesh shards these
-    /// ([`SharedExperts`](moesaic_plan::SharedExperts)); all ranks hold every other parameter.
-    pub fn of(mesh: Parallel, name: &str) -> ProcessGroup {
-        Sharding::of(mesh, name).among
-    }
-}
 
 /// A handle to exchange host memory with other ranks. All ranks of the group make every call, in
 /// the same order and with the same text for `what`, which errors repeat. Cheap to clone.
@@ -52,18 +22,6 @@ impl Engine {
     /// device, which must be the mesh's.
     pub fn ranks(&self, mesh: &Mesh) -> Ranks {
         Ranks::new(mesh, self.device())
-    }
-}
-
-impl Groups {
-    pub fn process_group(&mut self, in_group: ProcessGroup) -> &mut dyn Collectives {
-        match in_group {
-            ProcessGroup::World => &mut *self.world,
-            ProcessGroup::Ep => &mut *self.ep,
-            ProcessGroup::ExpertTp => &mut *self.expert_tp,
-            ProcessGroup::ExpertDp => &mut *self.expert_dp,
-            ProcessGroup::EpDp => &mut **self.ep_dp.as_mut().unwrap_or(&mut self.world),
-        }
     }
 }
 

@@ -5,22 +5,13 @@
 //! few tensors that exchanges move are copied on the device, in stream order: `x` and `dy` where
 //! shared experts are sharded, and numbers such as `counts`.
 
-use super::mesh_call::MeshCall;
-use super::shadows::Bytes;
+use super::mesh_call::{Bytes, MeshCall};
 use crate::call::input_error;
 use crate::error::EngineError;
-use moesaic_plan::{PlanPart, RankPlan, RankStep, Role, SATURATED, TensorId};
+use moesaic_plan::{Role, SATURATED, TensorId};
 use moesaic_target::{Buffer, Ptr};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-
-/// The caller's memory for tensors of the dispatch part that kernels use in the layer's memory.
-#[derive(Default)]
-pub(super) struct CallerTensors {
-    tensors: Vec<(TensorId, Arc<Buffer>)>,
-    /// The caller's memory for [`SATURATED`], which is no tensor of the layer.
-    saturated: Option<Arc<Buffer>>,
-}
 
 impl MeshCall<'_> {
     /// Takes the caller's tensors of some roles, for `tokens` tokens, before memory is reserved.
@@ -143,16 +134,4 @@ const NULL_ADDRESS: &str = "lies at address 0, where no memory is";
 /// Wraps a caller's memory; dropping the buffer frees nothing.
 fn theirs(address: Ptr, bytes: u64) -> Arc<Buffer> {
     Arc::new(Buffer::new(address, bytes as usize, Box::new(())))
-}
-
-/// Returns the tensors of the dispatch part that exchanges move, or that the host reads for them.
-pub(super) fn exchanged(plan: &RankPlan) -> BTreeSet<TensorId> {
-    let steps = plan.steps.iter().chain(&plan.evaluation);
-    let exchanges = steps.chain(&plan.backward).filter_map(RankStep::exchange);
-    let moved = exchanges.flat_map(|exchange| [exchange.reads(), exchange.writes()]);
-    let moved = moved.flatten().filter(|at| at.part == PlanPart::Dispatch);
-    let moved = moved.map(|at| at.tensor);
-    let read = ["offsets", "row_slots"];
-    let read = read.into_iter().filter_map(|name| plan.tokens.id(name));
-    moved.chain(read).collect()
 }

@@ -2,7 +2,7 @@
 
 use super::groups::Mesh;
 use super::layer::RankLayer;
-use super::ranks::ProcessGroup;
+use super::process_group::ProcessGroup;
 use super::replicas::OnDevice;
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;

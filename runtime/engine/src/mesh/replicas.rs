@@ -1,6 +1,7 @@
 //! Replicas of experts: groups sum their gradients, and the owner's values go to all of them.
 
-use super::ranks::{ProcessGroup, Ranks};
+use super::process_group::ProcessGroup;
+use super::ranks::Ranks;
 use crate::error::EngineError;
 use bytemuck::cast_slice;
 use moesaic_plan::{Parallel, Placement};

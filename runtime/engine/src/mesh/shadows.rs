@@ -5,10 +5,11 @@
 //! same counts, so all choose alike.
 
 use super::in_flight::Request;
-use super::mesh_call::MeshCall;
+use super::mesh_call::{Bytes, MeshCall};
 use super::passes::SHADOWED;
 use super::plan_part::PartCall;
 use super::rows::row_tiles;
+use super::shadow_weights::ShadowWeights;
 use super::transfers::element;
 use super::workspace_pool::clear;
 use crate::error::EngineError;
@@ -19,65 +20,7 @@ use moesaic_dist::{CollectiveOp, OpGroup};
 use moesaic_plan::{
     self as plan, FromTo, LayerPlan, RankStep, Role, ShadowModel, TensorId, shadows,
 };
-use moesaic_target::{Buffer, Device, RowCopy};
-use std::sync::{Arc, Mutex};
-
-/// A buffer and a byte offset in it.
-#[derive(Clone, Copy)]
-pub(super) struct Bytes<'b> {
-    buffer: &'b Arc<Buffer>,
-    offset: usize,
-}
-
-impl<'b> Bytes<'b> {
-    pub fn at(buffer: &'b Arc<Buffer>, offset: usize) -> Bytes<'b> {
-        Bytes { buffer, offset }
-    }
-}
-
-/// Weights of shadows that live from a training forward pass until its saved state is dropped.
-/// Their memory then serves the next such pass.
-pub(super) struct ShadowWeights {
-    buffers: Buffers,
-    idle: Arc<IdleWeights>,
-}
-
-/// Memory for weights of shadows that no call uses now.
-pub(super) type IdleWeights = Mutex<Vec<Buffers>>;
-
-impl ShadowWeights {
-    fn take(
-        of: &LayerPlan,
-        idle: &Arc<IdleWeights>,
-        device: &dyn Device,
-    ) -> Result<ShadowWeights, EngineError> {
-        // All shadow weights of a plan have the same sizes, so any free set will do.
-        let free = idle.lock().ok().and_then(|mut idle| idle.pop());
-        let buffers = match free {
-            Some(buffers) => buffers,
-            None => memory_of_weights(of, device)?,
-        };
-        let idle = Arc::clone(idle);
-        Ok(ShadowWeights { buffers, idle })
-    }
-}
-
-impl Drop for ShadowWeights {
-    fn drop(&mut self) {
-        if let Ok(mut idle) = self.idle.lock() {
-            idle.push(std::mem::take(&mut self.buffers));
-        }
-    }
-}
-
-fn memory_of_weights(of: &LayerPlan, device: &dyn Device) -> Result<Buffers, EngineError> {
-    let mut buffers = Buffers::default();
-    let tensors = (0..of.tensors.len()).map(TensorId);
-    for id in tensors.filter(|id| of.is_multiplied(*id)) {
-        buffers.push(id, device.alloc(of[id].bytes(0) as usize)?);
-    }
-    Ok(buffers)
-}
+use std::sync::Arc;
 
 impl MeshCall<'_> {
     /// Chooses the shadowed experts and reserves memory for their weights; returns how many rows of
@@ -311,25 +254,6 @@ impl MeshCall<'_> {
 
     fn shadow_plan(&self) -> &LayerPlan {
         self.plan.shadows.as_ref().expect(SHADOWED)
-    }
-
-    pub(super) fn copy_bytes(
-        &self,
-        from: Bytes<'_>,
-        to: Bytes<'_>,
-        bytes: usize,
-    ) -> Result<(), EngineError> {
-        let copy = RowCopy {
-            from: from.buffer,
-            from_offset: from.offset,
-            from_stride: bytes,
-            to: to.buffer,
-            to_offset: to.offset,
-            to_stride: bytes,
-            rows: 1,
-            row_bytes: bytes,
-        };
-        Ok(self.owned.device.copy_rows(&copy)?)
     }
 }
 

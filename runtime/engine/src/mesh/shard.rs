@@ -1,8 +1,6 @@
 //! One rank's weights, out of those of the whole layer.
 
-use super::groups::placement_of;
-use super::part::runs;
-use super::sharding::{Sharding, shared_part};
+use super::sharding::{Sharding, placement_of, runs, shared_part};
 use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Placement, RankCoords};
 use moesaic_spec::LayerSpec;

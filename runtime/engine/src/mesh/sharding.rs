@@ -1,7 +1,8 @@
 //! The sharing of parameters between ranks, by name.
 
-use super::ranks::ProcessGroup;
-use moesaic_plan::Parallel;
+use super::process_group::ProcessGroup;
+use moesaic_plan::{Parallel, Placement};
+use std::ops::Range;
 
 /// The way ranks share a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +50,35 @@ impl Sharding {
     pub fn is_everywhere(&self) -> bool {
         self.among == ProcessGroup::World
     }
+}
+
+impl ProcessGroup {
+    /// Returns the group of ranks that hold the same values of a parameter, by its name. A name
+    /// with `experts.` in it belongs to experts; a name with `shared.0.` in it, apart from
+    /// `shared.0.router.`, belongs to a shard of a shared expert where the mesh shards these
+    /// ([`SharedExperts`](moesaic_plan::SharedExperts)); all ranks hold every other parameter.
+    pub fn of(mesh: Parallel, name: &str) -> ProcessGroup {
+        Sharding::of(mesh, name).among
+    }
+}
+
+/// Returns the placement of experts on the groups of a mesh, if one exists.
+pub(super) fn placement_of(
+    mesh: Parallel,
+    placement: Option<&Placement>,
+    experts: usize,
+) -> Option<Placement> {
+    match placement {
+        Some(placement) => (placement.experts() == experts).then(|| placement.clone()),
+        None => (experts >= mesh.ep).then(|| Placement::contiguous(mesh.ep, experts)),
+    }
+}
+
+/// Returns the runs of consecutive numbers.
+pub(super) fn runs(numbers: &[usize]) -> Vec<Range<usize>> {
+    let next = |a: &usize, b: &usize| a + 1 == *b;
+    let runs = numbers.chunk_by(next);
+    runs.map(|run| run[0]..run[0] + run.len()).collect()
 }
 
 /// The bias after an expert's last GEMM.

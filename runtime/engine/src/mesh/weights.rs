@@ -1,7 +1,8 @@
 //! Weights and gradients of one rank's part of a layer, all parts under one set of names.
 
 use super::layer::RankLayer;
-use super::ranks::{ProcessGroup, Ranks};
+use super::process_group::ProcessGroup;
+use super::ranks::Ranks;
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use moesaic_spec::canonical_tensors;
