@@ -25,11 +25,14 @@
 //! # Ok::<(), moesaic_train::replay::ReplayError>(())
 //! ```
 
+mod error;
 mod npy;
 
-use moesaic_spec::{Chooser, LayerSpec, LogitsFormula, Router, RouterKind, Select};
+pub use error::ReplayError;
+
+use moesaic_spec::{Chooser, LayerSpec, LogitsFormula, NoiseKind, Router, RouterKind, Select};
 use moesaic_tensor::Tensor;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The name of the weight that [`Replay::table`] is.
 pub const TABLE: &str = "router.table";
@@ -73,72 +76,6 @@ pub struct Replay {
     /// Its weight [`TABLE`], `[tokens, top_k]` of i32. `token_ids` are rows of it, so a
     /// micro-batch passes the places of its tokens in the record.
     pub table: Tensor<'static>,
-}
-
-/// The reason a record cannot be read, written or replayed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ReplayError {
-    /// The file cannot be read or written.
-    #[error("{}: {source}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// The reason.
-        source: std::io::Error,
-    },
-    /// The bytes are not an array of ids.
-    #[error("not a record of routed experts: {0}")]
-    Format(String),
-    /// The number of ids is another than the sizes say.
-    #[error("{found} expert ids are not [tokens, layers, top_k] = {wanted:?}")]
-    Count {
-        /// The sizes.
-        wanted: [usize; 3],
-        /// The number of ids.
-        found: usize,
-    },
-    /// The layer is not in the record.
-    #[error("the record has layers 0 to {} and not {layer}", .layers.saturating_sub(1))]
-    Layer {
-        /// The layer asked for.
-        layer: usize,
-        /// The layers of the record.
-        layers: usize,
-    },
-    /// The record has another number of experts for each token.
-    #[error("the record has {found} experts for each token, and the layer has top_k = {wanted}")]
-    TopK {
-        /// The layer's.
-        wanted: usize,
-        /// The record's.
-        found: usize,
-    },
-    /// An id is not one of an expert, or too large for the type.
-    #[error("token {token}, layer {layer}: expert {id} is not from 0 to {}", .experts - 1)]
-    Expert {
-        /// The token.
-        token: usize,
-        /// The layer in the record.
-        layer: usize,
-        /// The id.
-        id: i64,
-        /// The number of experts that there are.
-        experts: usize,
-    },
-    /// The weights of this router do not follow from the experts alone.
-    #[error(
-        "router.{key} = {value} cannot be replayed: {because}; a linear router that takes the \
-         best scores can"
-    )]
-    Router {
-        /// The key of the spec.
-        key: &'static str,
-        /// Its value.
-        value: String,
-        /// The reason.
-        because: &'static str,
-    },
 }
 
 impl IdType {
@@ -209,7 +146,8 @@ impl RoutedExperts {
             top_k,
         };
         let mut ids = Vec::with_capacity(layers.iter().map(Vec::len).sum());
-        if let Some(other) = layers.iter().find(|layer| layer.len() != tokens * top_k) {
+        let each = tokens.checked_mul(top_k);
+        if let Some(other) = layers.iter().find(|layer| Some(layer.len()) != each) {
             let wanted = [tokens, 1, top_k];
             let found = other.len();
             return Err(ReplayError::Count { wanted, found });
@@ -316,9 +254,10 @@ impl RoutedExperts {
     /// of a token's slots is the record's.
     ///
     /// # Errors
-    /// [`ReplayError::Layer`], [`ReplayError::TopK`] and [`ReplayError::Expert`] if the record is
-    /// not of such a layer; [`ReplayError::Router`] for routers other than linear ones, and for
-    /// selections whose weights follow from more than the chosen experts.
+    /// [`ReplayError::Layer`], [`ReplayError::TopK`], [`ReplayError::Expert`] and
+    /// [`ReplayError::Twice`] if the record is not of such a layer; [`ReplayError::Router`] for
+    /// routers other than linear ones, and where weights follow from more than the chosen experts;
+    /// [`ReplayError::Spec`] if a table router cannot have the layer's other options.
     pub fn replay(&self, spec: &LayerSpec, layer: usize) -> Result<Replay, ReplayError> {
         let (wanted, found) = (spec.shape.top_k, self.shape.top_k);
         let ids = self.layer(layer)?;
@@ -327,6 +266,7 @@ impl RoutedExperts {
         }
         let experts = spec.routed_experts();
         self.check(&ids, experts, |place| (place / wanted, layer))?;
+        check_twice(&ids, wanted, layer)?;
         let tokens = self.shape.tokens;
         Ok(Replay {
             spec: looked_up(spec, tokens)?,
@@ -358,6 +298,18 @@ impl RoutedExperts {
     }
 }
 
+/// Checks that no token has an expert twice.
+fn check_twice(ids: &[i32], top_k: usize, layer: usize) -> Result<(), ReplayError> {
+    for (token, ids) in ids.chunks(top_k.max(1)).enumerate() {
+        let twice = (1..ids.len()).find(|&slot| ids[..slot].contains(&ids[slot]));
+        if let Some(slot) = twice {
+            let id = ids[slot];
+            return Err(ReplayError::Twice { token, layer, id });
+        }
+    }
+    Ok(())
+}
+
 fn file(path: &Path, source: std::io::Error) -> ReplayError {
     let path = path.to_path_buf();
     ReplayError::File { path, source }
@@ -377,21 +329,15 @@ fn looked_up(spec: &LayerSpec, rows: usize) -> Result<LayerSpec, ReplayError> {
             because: "a table's weights come from linear logits",
         });
     }
-    let because = match router.select {
-        Select::TopK | Select::PerGroup(_) | Select::Sinkhorn(_) => None,
-        Select::SparseMixer(_) => Some("a weight depends on which choice was first"),
-        Select::ExpertChoice(_) => Some("a token has as many experts as choose it"),
-    };
-    if let Some(because) = because {
-        let value = format!("{:?}", router.select);
+    if let Some((key, value, because)) = beyond_choice(router) {
         return Err(ReplayError::Router {
-            key: "select",
+            key,
             value,
             because,
         });
     }
     let default = Router::default();
-    Ok(LayerSpec {
+    let replayed = LayerSpec {
         router: Router {
             kind: RouterKind::Table,
             table_rows: Some(rows),
@@ -401,12 +347,42 @@ fn looked_up(spec: &LayerSpec, rows: usize) -> Result<LayerSpec, ReplayError> {
             groups: None,
             blocks: None,
             always_chosen: default.always_chosen,
-            random_second: false,
             noise: default.noise,
             noise_kind: default.noise_kind,
             ..router.clone()
         },
         ..spec.clone()
+    };
+    match replayed.validate() {
+        Ok(()) => Ok(replayed),
+        Err(problems) => {
+            let problems: Vec<String> = problems.iter().map(ToString::to_string).collect();
+            Err(ReplayError::Spec(problems.join("; ")))
+        }
+    }
+}
+
+/// Returns an option by which weights follow from more than the chosen experts: its key, its value
+/// and the reason.
+fn beyond_choice(router: &Router) -> Option<(&'static str, String, &'static str)> {
+    let select = |because| Some(("select", format!("{:?}", router.select), because));
+    match router.select {
+        Select::SparseMixer(_) => return select("a weight depends on which choice was first"),
+        Select::ExpertChoice(_) => return select("a token has as many experts as choose it"),
+        Select::TopK | Select::PerGroup(_) | Select::Sinkhorn(_) => {}
+    }
+    let chooses = matches!(
+        router.noise_kind,
+        NoiseKind::Gumbel | NoiseKind::GumbelSecond
+    );
+    if router.noise != 0.0 && !chooses {
+        let value = format!("{:?}", router.noise);
+        return Some(("noise", value, "this noise changes weights, too"));
+    }
+    let random = router.random_second;
+    random.then(|| {
+        let because = "a second choice may be dropped, which a record does not say";
+        ("random_second", "true".to_string(), because)
     })
 }
 
@@ -515,8 +491,24 @@ mod tests {
         record().replay(&few, 0).unwrap();
         let cosine = spec("kind = \"cosine\", projection_dim = 4");
         assert!(said(&cosine, 0).contains("router.kind = \"cosine\" cannot be replayed"));
-        let mixer = spec("select = { sparse-mixer = 0.1 }");
-        assert!(said(&mixer, 0).contains("cannot be replayed"));
+        let refused = [
+            "select = { sparse-mixer = 0.1 }",
+            "noise = 0.5",
+            "random_second = true, renormalize = \"sum\"",
+        ];
+        for router in refused {
+            assert!(
+                said(&spec(router), 0).contains("cannot be replayed"),
+                "{router}"
+            );
+        }
+        let twice = RoutedExperts::of_layers(2, 2, &[vec![0, 1, 3, 3]]).unwrap();
+        let twice = twice.replay(&spec("renormalize = \"sum\""), 0).unwrap_err();
+        assert_eq!(
+            twice.to_string(),
+            "token 1, layer 0: expert 3 is there twice"
+        );
+        assert!(RoutedExperts::of_layers(usize::MAX, 2, &[vec![]]).is_err());
     }
 
     #[test]
