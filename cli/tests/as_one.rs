@@ -124,3 +124,27 @@ fn losses_gradients_and_places_are_those_of_one_process() {
         }
     }
 }
+
+/// Blocks go over the ranks' borders, whether or not the record asks for what the tokens of all
+/// ranks decide.
+#[test]
+fn blocks_of_tokens_are_those_of_one_process() {
+    let router = "router = { blocks = { tokens = 3, experts = 2 } }";
+    let small = Small::of(&format!("{SHAPE}{router}\n"));
+    save(small.dir.path(), "x.safetensors", &input());
+    let one = small.dir.path().join("one");
+    small.run(&["--grad"]).ok();
+    fs::rename(&small.output, &one).unwrap();
+    let record = small.dir.path().join("record").display().to_string();
+    for grid in GRIDS {
+        for more in [&["--grad"][..], &["--grad", "--record", &record]] {
+            small.run(&[more, &["--mesh", grid]].concat()).ok();
+            same(
+                &small.output,
+                &one,
+                None,
+                &format!("{more:?} --mesh {grid}"),
+            );
+        }
+    }
+}

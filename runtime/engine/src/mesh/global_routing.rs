@@ -25,7 +25,7 @@ fn looks_at_all(spec: &LayerSpec, trains: bool) -> bool {
         Select::Sinkhorn(_) => trains,
         Select::TopK | Select::SparseMixer(_) | Select::PerGroup(_) => false,
     };
-    selects || spec.capacity.mode != CapacityMode::Dropless
+    selects || spec.router.blocks.is_some() || spec.capacity.mode != CapacityMode::Dropless
 }
 
 impl RankLayer {
