@@ -75,7 +75,7 @@ fn gate(d: &GateTopkDesc) -> GateText {
         choice: d.expert_choice().is_some(),
         per_group: d.per_group().is_some(),
         blocks: d.blocks().is_some(),
-        compares_logits: d.compares_logits(),
+        compares_logits: d.router.compares_logits(),
         relative: d.relative_scores(),
         sinkhorn: d.sinkhorn().is_some(),
         guided: d.router.entropy.is_some(),

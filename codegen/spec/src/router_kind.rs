@@ -2,7 +2,7 @@
 //! reference, readers of checkpoints and the command line read it; only the operators that compute
 //! logits know a formula by its name.
 
-use crate::{LayerSpec, MAX_DIM, MAX_TABLE_ROWS, Router, Score};
+use crate::{BiasedValues, LayerSpec, MAX_DIM, MAX_TABLE_ROWS, Router, Score};
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
 
@@ -298,6 +298,16 @@ impl Router {
     pub fn own_size(&self) -> Option<usize> {
         let size = self.kind.def().size.as_ref()?;
         (size.value)(self)
+    }
+
+    /// Returns true if selection compares logits instead of scores. Without a bias and groups they
+    /// have the order of the scores, and not the ties that rounding would add to these.
+    pub fn compares_logits(&self) -> bool {
+        if self.select_bias {
+            self.select_bias_on == BiasedValues::Logits
+        } else {
+            self.groups.is_none()
+        }
     }
 }
 

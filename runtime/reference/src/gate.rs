@@ -7,8 +7,8 @@ use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
 use crate::{Input, Weights};
 use moesaic_spec::{
-    BiasedValues, Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind,
-    Renormalize, RouterInput, Score, Select,
+    Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind, Renormalize,
+    RouterInput, Score, Select, TokenBlocks,
 };
 
 /// The result of the gate.
@@ -206,20 +206,22 @@ fn choose(spec: &LayerSpec, weights: &Weights, input: &Input, logits: Option<&[f
         }
         _ => None,
     };
+    let agreed = match (spec.router.blocks, logits) {
+        (Some(blocks), Some(logits)) => Some(best_of_blocks(spec, weights, input, logits, blocks)),
+        _ => None,
+    };
     let active = active_k(spec, input);
     let mut all = Vec::new();
     for t in 0..input.tokens {
         let row = || &logits.expect("a router that selects has logits")[t * width..][..width];
-        let mut ids = match (spec.router.kind.chooser(), &columns) {
-            (Chooser::Table, _) => looked_up(weights, input, t),
-            (Chooser::Scores, None) if spec.router.blocks.is_some() => {
-                agreed_best(spec, weights, input, t, logits.unwrap_or_default())
-            }
-            (_, Some(columns)) => {
+        let mut ids = match (spec.router.kind.chooser(), &columns, &agreed) {
+            (Chooser::Table, ..) => looked_up(weights, input, t),
+            (_, _, Some(agreed)) => agreed[t].clone(),
+            (_, Some(columns), _) => {
                 let keys = exponentials(row()).into_iter().zip(columns);
                 best(&keys.map(|(k, c)| k * c).collect::<Vec<f64>>(), k)
             }
-            (_, None) => noisy_best(spec, weights, input, t, row()),
+            _ => noisy_best(spec, weights, input, t, row()),
         };
         // Slots from here on are masked: all of a masked token, or those beyond `active_k`.
         let masked = if live(spec, input, t) { active } else { 0 };
@@ -292,7 +294,7 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
         return sparse_mixer(logits, k, eps);
     }
     let scores = scores_row(spec, logits);
-    let keys = selection_keys(spec, weights, logits);
+    let keys = selection_keys(spec, weights, logits, &scores);
     let r = &spec.router;
     let ids = match &r.groups {
         Some(groups) => best_of_groups(&keys, groups, k),
@@ -305,22 +307,11 @@ pub fn select_row(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> (Vec<i
     (ids, chosen)
 }
 
-/// Returns the values by which a token's experts are compared.
-fn selection_keys(spec: &LayerSpec, weights: &Weights, logits: &[f64]) -> Vec<f64> {
-    // Biased scores choose; the weight is gathered from the unbiased ones. Without bias and groups
-    // the logits choose: they have the order of the scores, without the ties that rounding would
-    // add.
-    let r = &spec.router;
-    let on_logits = if r.select_bias {
-        r.select_bias_on == BiasedValues::Logits
-    } else {
-        r.groups.is_none()
-    };
-    let mut keys = if on_logits {
-        logits.to_vec()
-    } else {
-        scores_row(spec, logits)
-    };
+/// Returns the values by which a token's experts are compared: its logits or scores, with the bias
+/// that chooses and does not weigh.
+fn selection_keys(spec: &LayerSpec, weights: &Weights, logits: &[f64], scores: &[f64]) -> Vec<f64> {
+    let on_logits = spec.router.compares_logits();
+    let mut keys = if on_logits { logits } else { scores }.to_vec();
     if spec.router.select_bias {
         let bias = &weights.get("router.select_bias").data;
         keys.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
@@ -439,34 +430,37 @@ fn best_of_groups(keys: &[f64], groups: &Groups, k: usize) -> Vec<i32> {
     order.take(k).map(|e| e as i32).collect()
 }
 
-/// Returns the best experts of token `t` among those that its block agrees on: the experts whose
-/// key is best at any token of the block.
-fn agreed_best(
+/// Returns each token's best experts among those that its block agrees on: the experts whose key is
+/// best at any token of the block.
+fn best_of_blocks(
     spec: &LayerSpec,
     weights: &Weights,
     input: &Input,
-    t: usize,
     logits: &[f64],
-) -> Vec<i32> {
-    let Some(blocks) = spec.router.blocks else {
-        return Vec::new();
-    };
+    blocks: TokenBlocks,
+) -> Vec<Vec<i32>> {
     let width = spec.routed_experts();
-    let keys = |t: usize| selection_keys(spec, weights, &logits[t * width..][..width]);
-    let first = t / blocks.tokens * blocks.tokens;
-    let last = (first + blocks.tokens).min(input.tokens);
-    let rows: Vec<Vec<f64>> = (first..last)
-        .filter(|&t| live(spec, input, t))
-        .map(keys)
-        .collect();
-    let most = |e: usize| {
-        let column: Vec<f64> = rows.iter().map(|row| row[e]).collect();
-        rank(&column).first().map_or(f64::NAN, |&best| column[best])
-    };
-    let most: Vec<f64> = (0..width).map(most).collect();
-    let agreed = &rank(&most)[..blocks.experts];
-    let own = rank(&keys(t)).into_iter().filter(|e| agreed.contains(e));
-    own.take(spec.shape.top_k).map(|e| e as i32).collect()
+    let keys = logits
+        .chunks(width)
+        .map(|row| selection_keys(spec, weights, row, &scores_row(spec, row)));
+    let keys: Vec<Vec<f64>> = keys.collect();
+    let mut best = Vec::new();
+    for (block, rows) in keys.chunks(blocks.tokens).enumerate() {
+        let first = block * blocks.tokens;
+        let most = |e: usize| {
+            let rows = rows.iter().enumerate();
+            let heard = rows.filter(|(at, _)| live(spec, input, first + at));
+            let column: Vec<f64> = heard.map(|(_, row)| row[e]).collect();
+            rank(&column).first().map_or(f64::NAN, |&best| column[best])
+        };
+        let most: Vec<f64> = (0..width).map(most).collect();
+        let agreed = &rank(&most)[..blocks.experts];
+        best.extend(rows.iter().map(|row| {
+            let own = rank(row).into_iter().filter(|e| agreed.contains(e));
+            own.take(spec.shape.top_k).map(|e| e as i32).collect()
+        }));
+    }
+    best
 }
 
 /// Returns the last `always` experts in order, then the best of the others.

@@ -10,8 +10,8 @@ pub(crate) use steps::selection_tensors;
 use super::{Core, Machine, Op, Operator};
 use moesaic_kernel::{DType, Entry};
 use moesaic_spec::{
-    BiasedValues, CapacityOrder, Chooser, LayerSpec, LogitsFormula, Loss, LossKind, NoiseKind,
-    Renormalize, Router, RouterInput, Score, Select, SharedGate, TokenBlocks,
+    CapacityOrder, Chooser, LayerSpec, LogitsFormula, Loss, LossKind, NoiseKind, Renormalize,
+    Router, RouterInput, Score, Select, SharedGate, TokenBlocks,
 };
 use serde::{Deserialize, Serialize};
 
@@ -278,16 +278,6 @@ impl GateTopkDesc {
         match self.router.select {
             Select::PerGroup(groups) if self.select => Some(groups),
             _ => None,
-        }
-    }
-
-    /// Returns whether logits are what selection compares: scores rise with them, and rounding
-    /// makes ties of scores.
-    pub fn compares_logits(&self) -> bool {
-        if self.router.select_bias {
-            self.router.select_bias_on == BiasedValues::Logits
-        } else {
-            self.router.groups.is_none()
         }
     }
 
