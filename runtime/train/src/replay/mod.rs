@@ -8,12 +8,12 @@
 //!
 //! ```
 //! use moesaic_spec::LayerSpec;
-//! use moesaic_train::replay::{IdType, RoutedExperts, Shape};
+//! use moesaic_train::replay::{IdType, RoutedExperts, RecordShape};
 //!
 //! let spec = LayerSpec::from_toml("shape = { model_dim = 64, hidden_dim = 32, experts = 8, top_k = 2 }")
 //!     .expect("a valid spec");
 //! // Three tokens of a model with one layer.
-//! let shape = Shape { tokens: 3, layers: 1, top_k: 2 };
+//! let shape = RecordShape { tokens: 3, layers: 1, top_k: 2 };
 //! let record = RoutedExperts::new(shape, vec![7, 0, 1, 2, 3, 7])?;
 //! let again = RoutedExperts::from_npy(&record.to_npy(IdType::U8)?)?;
 //! assert_eq!(again, record);
@@ -40,14 +40,14 @@ pub const TABLE: &str = "router.table";
 /// The experts that every layer of a model chose for each token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RoutedExperts {
-    shape: Shape,
+    shape: RecordShape,
     /// `[tokens, layers, top_k]`.
     ids: Vec<i32>,
 }
 
 /// The sizes of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct RecordShape {
     /// Tokens, those of all requests in a row.
     pub tokens: usize,
     /// Layers. vLLM counts all of a model's, dense ones too.
@@ -88,7 +88,7 @@ impl IdType {
         }
     }
 
-    /// Returns the smallest type for a number of experts, as vLLM chooses it.
+    /// Returns the smallest type that holds the ids of a number of experts.
     pub fn for_experts(experts: usize) -> IdType {
         let types = [IdType::U8, IdType::U16];
         let fits = types
@@ -98,7 +98,7 @@ impl IdType {
     }
 }
 
-impl Shape {
+impl RecordShape {
     fn sizes(self) -> [usize; 3] {
         [self.tokens, self.layers, self.top_k]
     }
@@ -115,7 +115,7 @@ impl RoutedExperts {
     ///
     /// # Errors
     /// [`ReplayError::Count`] if that is not their number.
-    pub fn new(shape: Shape, ids: Vec<i32>) -> Result<RoutedExperts, ReplayError> {
+    pub fn new(shape: RecordShape, ids: Vec<i32>) -> Result<RoutedExperts, ReplayError> {
         let wanted = shape.sizes();
         let product = wanted
             .iter()
@@ -140,7 +140,7 @@ impl RoutedExperts {
         top_k: usize,
         layers: &[Vec<i32>],
     ) -> Result<RoutedExperts, ReplayError> {
-        let shape = Shape {
+        let shape = RecordShape {
             tokens,
             layers: layers.len(),
             top_k,
@@ -161,7 +161,7 @@ impl RoutedExperts {
     }
 
     /// Returns the sizes.
-    pub fn shape(&self) -> Shape {
+    pub fn shape(&self) -> RecordShape {
         self.shape
     }
 
@@ -175,7 +175,7 @@ impl RoutedExperts {
     /// # Errors
     /// [`ReplayError::Layer`] if there is none.
     pub fn layer(&self, layer: usize) -> Result<Vec<i32>, ReplayError> {
-        let Shape { layers, top_k, .. } = self.shape;
+        let RecordShape { layers, top_k, .. } = self.shape;
         if layer >= layers {
             return Err(ReplayError::Layer { layer, layers });
         }
@@ -199,7 +199,7 @@ impl RoutedExperts {
                 "its shape is {found:?}, not [tokens, layers, top_k]"
             )));
         };
-        let shape = Shape {
+        let shape = RecordShape {
             tokens,
             layers,
             top_k,
@@ -227,7 +227,7 @@ impl RoutedExperts {
     /// [`ReplayError::Expert`] for an id that does not fit.
     pub fn to_npy(&self, element: IdType) -> Result<Vec<u8>, ReplayError> {
         let experts = element.experts();
-        self.check(&self.ids, experts, |place| self.shape.at(place))?;
+        check_ids(&self.ids, experts, |place| self.shape.at(place))?;
         Ok(npy::write(&self.ids, self.shape, element))
     }
 
@@ -265,7 +265,7 @@ impl RoutedExperts {
             return Err(ReplayError::TopK { wanted, found });
         }
         let experts = spec.routed_experts();
-        self.check(&ids, experts, |place| (place / wanted, layer))?;
+        check_ids(&ids, experts, |place| (place / wanted, layer))?;
         check_twice(&ids, wanted, layer)?;
         let tokens = self.shape.tokens;
         Ok(Replay {
@@ -273,27 +273,26 @@ impl RoutedExperts {
             table: Tensor::owned(&[tokens, wanted], ids),
         })
     }
+}
 
-    /// Checks that each id is below a number of experts.
-    fn check(
-        &self,
-        ids: &[i32],
-        experts: usize,
-        at: impl Fn(usize) -> (usize, usize),
-    ) -> Result<(), ReplayError> {
-        let fits = |id: i32| usize::try_from(id).is_ok_and(|id| id < experts);
-        match ids.iter().position(|&id| !fits(id)) {
-            None => Ok(()),
-            Some(place) => {
-                let (token, layer) = at(place);
-                let id = i64::from(ids[place]);
-                Err(ReplayError::Expert {
-                    token,
-                    layer,
-                    id,
-                    experts,
-                })
-            }
+/// Checks that each id is below a number of experts. `at` returns the token and the layer of a place.
+fn check_ids(
+    ids: &[i32],
+    experts: usize,
+    at: impl Fn(usize) -> (usize, usize),
+) -> Result<(), ReplayError> {
+    let fits = |id: i32| usize::try_from(id).is_ok_and(|id| id < experts);
+    match ids.iter().position(|&id| !fits(id)) {
+        None => Ok(()),
+        Some(place) => {
+            let (token, layer) = at(place);
+            let id = i64::from(ids[place]);
+            Err(ReplayError::Expert {
+                token,
+                layer,
+                id,
+                experts,
+            })
         }
     }
 }

@@ -1,7 +1,7 @@
 //! NumPy's format of one array, as far as records of integers need it: versions 1 to 3, little
 //! endian, in C order ([source](https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html)).
 
-use super::{IdType, ReplayError, Shape};
+use super::{IdType, RecordShape, ReplayError};
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 /// Headers are padded so that elements begin at a multiple of this.
@@ -142,13 +142,13 @@ fn shape(header: &str) -> Result<Vec<usize>, ReplayError> {
 }
 
 /// Writes ids that fit into the type.
-pub(super) fn write(ids: &[i32], shape: Shape, element: IdType) -> Vec<u8> {
+pub(super) fn write(ids: &[i32], shape: RecordShape, element: IdType) -> Vec<u8> {
     let descr = match element {
         IdType::U8 => "|u1",
         IdType::U16 => "<u2",
         IdType::I32 => "<i4",
     };
-    let Shape {
+    let RecordShape {
         tokens,
         layers,
         top_k,
