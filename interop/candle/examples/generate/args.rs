@@ -23,7 +23,7 @@ bytes of a bf16 file. Experts keep the type that the file holds them in.
 RAYON_NUM_THREADS sets candle's threads; kernels of experts take all cores that are free.
 ";
 
-/// What the command line asks for.
+/// The request of a command line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Args {
     pub model: PathBuf,
@@ -51,20 +51,17 @@ impl Args {
             if option == "--help" || option == "-h" {
                 return Ok(None);
             }
-            let known = HELP.contains(&format!("  {option} ")) && option.starts_with("--");
-            if !known {
-                return Err(format!("`{option}` is no option, see --help"));
-            }
             let value = words.next();
-            let value = value.ok_or_else(|| format!("`{option}` needs a value"))?;
+            let value = || value.ok_or_else(|| format!("`{option}` needs a value"));
             match option.as_str() {
-                "--model" => model = Some(PathBuf::from(value)),
-                "--prompt" => prompt = Some(value),
-                "--tokens" => tokens = number(&option, &value)?,
-                "--temperature" => sampling.temperature = number(&option, &value)?,
-                "--top-k" => sampling.top_k = Some(number(&option, &value)?),
-                "--top-p" => sampling.top_p = Some(number(&option, &value)?),
-                _ => sampling.seed = number(&option, &value)?,
+                "--model" => model = Some(PathBuf::from(value()?)),
+                "--prompt" => prompt = Some(value()?),
+                "--tokens" => tokens = number(&option, &value()?)?,
+                "--temperature" => sampling.temperature = number(&option, &value()?)?,
+                "--top-k" => sampling.top_k = Some(number(&option, &value()?)?),
+                "--top-p" => sampling.top_p = Some(number(&option, &value()?)?),
+                "--seed" => sampling.seed = number(&option, &value()?)?,
+                _ => return Err(format!("`{option}` is no option, see --help")),
             }
         }
         check(&sampling)?;
