@@ -1,5 +1,5 @@
-//! What routers of this year's models compute: each layer forward and backward on a CPU, on a
-//! simulator of each family of GPUs and over ranks, and the reference against plain loops.
+//! Routers of this year's models: each layer forward and backward on a CPU, on a simulator of each
+//! family of GPUs and over ranks, and the reference against plain loops.
 
 use super::Case;
 use super::cases::small;
@@ -101,7 +101,7 @@ fn ranked(keys: &[f64], takes: impl Fn(usize) -> bool) -> Vec<usize> {
     order
 }
 
-/// What a plain loop after each model's own code chooses and weighs, for one token of a call.
+/// Chooses and weighs experts for one token of a call, by a plain loop after each model's own code.
 fn by_hand(case: &Case, logits: &[f64], t: usize) -> (Vec<usize>, Vec<f64>) {
     let (spec, e) = (&case.spec, case.spec.shape.experts);
     let k = spec.shape.top_k;

@@ -147,8 +147,8 @@ fn the_page_says_which_published_configurations_are_read() {
     let (table, count) = table();
     let complete = count.all - count.incomplete;
     let counted = format!(
-        "Of {} configurations {} are incomplete. Of the other {complete}, {} are read, {:.0} %,\n\
-         {} of them with experts as codes.\n\n",
+        "The table has {} configurations, and {} of them are incomplete. `--hf` reads {} of the other\n\
+         {complete}, {:.0} %; {} with experts as codes.\n\n",
         count.all,
         count.incomplete,
         count.read,
