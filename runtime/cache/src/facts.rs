@@ -1,7 +1,7 @@
 //! Small remembered facts, such as the version of a compiler.
 
 use crate::files::{self, Care};
-use crate::{Store, StoreError, store};
+use crate::{Store, StoreError, hash, store};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -39,7 +39,7 @@ impl Store {
     }
 
     fn fact_path(&self, name: &str) -> PathBuf {
-        let hex = blake3::hash(name.as_bytes()).to_hex();
+        let hex = hash::to_hex(&hash::of([name.as_bytes()]));
         self.layout.facts().join(format!("{}.json", &hex[..32]))
     }
 }

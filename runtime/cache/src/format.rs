@@ -5,14 +5,14 @@
 //!  8   4  format version
 //! 12   4  length of the header
 //! 16   8  length of the binary
-//! 24  32  blake3 of the key, bytes 0..24, the header and the binary
+//! 24  32  SHA-256 of the key, bytes 0..24, the header and the binary
 //! 56      header (JSON), then binary
 //! ```
 //!
 //! Integers are little-endian. The hash covers the key but the file does not contain it, so an
 //! entry under a wrong name is detected like a flipped bit.
 
-use crate::KernelKey;
+use crate::{KernelKey, hash};
 use moesaic_kernel::{Entry, KernelSource, Language, Stem, Target};
 use moesaic_target::{Artifact, Report};
 use serde::{Deserialize, Serialize};
@@ -43,7 +43,7 @@ pub struct KernelInfo {
     pub entries: Vec<Entry>,
     /// Facts about the binary.
     pub report: Report,
-    /// blake3 of the source, in hex.
+    /// SHA-256 of the source, in hex.
     pub source_hash: String,
 }
 
@@ -74,7 +74,7 @@ impl StoredKernel {
 
 /// Hashes a source as [`KernelInfo::source_hash`] holds it.
 pub fn hash_source(text: &str) -> String {
-    blake3::hash(text.as_bytes()).to_hex().to_string()
+    hash::to_hex(&hash::of([text.as_bytes()]))
 }
 
 /// Returns the bytes of a kernel's file.
@@ -86,7 +86,7 @@ pub(crate) fn encode(key: &KernelKey, stored: &StoredKernel) -> Result<Vec<u8>, 
     file.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
     file.extend_from_slice(&(header.len() as u32).to_le_bytes());
     file.extend_from_slice(&(binary.len() as u64).to_le_bytes());
-    let sum = hash(key, &file, &[&header, binary]);
+    let sum = checksum(key, &file, &[&header, binary]);
     file.extend_from_slice(&sum);
     file.extend_from_slice(&header);
     file.extend_from_slice(binary);
@@ -97,7 +97,7 @@ pub(crate) fn encode(key: &KernelKey, stored: &StoredKernel) -> Result<Vec<u8>, 
 pub(crate) fn decode(key: &KernelKey, mut file: Vec<u8>) -> Result<StoredKernel, String> {
     let (header, _) = lengths(&file)?;
     let (prefix, body) = file.split_at(PREFIX);
-    if hash(key, &prefix[..24], &[body]) != prefix[24..] {
+    if checksum(key, &prefix[..24], &[body]) != prefix[24..] {
         return Err("its contents do not match its hash".to_string());
     }
     let binary = file.split_off(PREFIX + header);
@@ -138,11 +138,7 @@ fn field<const N: usize>(prefix: &[u8; PREFIX], at: usize) -> [u8; N] {
     std::array::from_fn(|i| prefix[at + i])
 }
 
-fn hash(key: &KernelKey, prefix: &[u8], rest: &[&[u8]]) -> [u8; 32] {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(key.bytes()).update(prefix);
-    for part in rest {
-        hasher.update(part);
-    }
-    *hasher.finalize().as_bytes()
+fn checksum(key: &KernelKey, prefix: &[u8], rest: &[&[u8]]) -> [u8; 32] {
+    let start = [key.bytes(), prefix];
+    hash::of(start.into_iter().chain(rest.iter().copied()))
 }

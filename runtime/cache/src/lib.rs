@@ -23,6 +23,7 @@ mod facts;
 mod fetch;
 mod files;
 mod format;
+mod hash;
 mod home;
 mod key;
 mod layout;
