@@ -21,7 +21,11 @@ pub struct Finished {
 /// open.
 ///
 /// The error is a sentence for people.
-pub fn run(command: &mut Command, folder: &Path, limit: Duration) -> Result<Finished, String> {
+pub(crate) fn run(
+    command: &mut Command,
+    folder: &Path,
+    limit: Duration,
+) -> Result<Finished, String> {
     let (stdout, stderr) = (folder.join("stdout.txt"), folder.join("stderr.txt"));
     let program = command.get_program().to_string_lossy().into_owned();
     let start = |error: io::Error| format!("`{program}` could not be started: {error}");

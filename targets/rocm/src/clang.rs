@@ -145,7 +145,7 @@ impl ClangTool {
 impl Clang {
     /// Asks `tool` for its version, its AMD processors and its linker, unless
     /// the answers are known.
-    pub fn ask(tool: ClangTool) -> Result<Clang, String> {
+    pub(crate) fn ask(tool: ClangTool) -> Result<Clang, String> {
         let facts = match &tool.facts {
             Some(facts) => facts.clone(),
             None => facts(&tool)?,

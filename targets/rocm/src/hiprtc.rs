@@ -113,7 +113,7 @@ pub fn maybe_run_child() {
 
 impl Hiprtc {
     /// Starts a child to ask for the version of the clang.
-    pub fn ask() -> Result<Hiprtc, String> {
+    pub(crate) fn ask() -> Result<Hiprtc, String> {
         if !HOOKED.load(Ordering::Relaxed) {
             return Err("this program does not call `maybe_run_child` first".to_string());
         }
