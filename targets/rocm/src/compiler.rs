@@ -82,10 +82,10 @@ impl RocmCompiler {
         }
         Hiprtc::ask()
             .map(|hiprtc| RocmCompiler::of(Tool::Hiprtc(hiprtc)))
-            .map_err(|reason| {
+            .map_err(|error| {
                 refused.push(Refused {
                     place: "HIPRTC".to_string(),
-                    reason,
+                    reason: error.to_string(),
                 });
                 no_compiler(&refused)
             })
