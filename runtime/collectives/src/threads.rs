@@ -247,3 +247,33 @@ impl Drop for Threads {
             .store(state, Ordering::Release);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_size_than_announced_is_an_error() {
+        let [mut first, mut second] = <[Threads; 2]>::try_from(world(2)).ok().unwrap();
+        let (mut sent, mut found) = ([1u8; 8], [0u8; 4]);
+        let range = |bytes: &mut [u8]| MemoryRange {
+            address: bytes.as_mut_ptr(),
+            bytes: bytes.len(),
+        };
+        // SAFETY: both arrays live until the transports have revoked the message.
+        let (_, awaited) = unsafe {
+            (
+                first.send(1, 0, &[range(&mut sent)]).unwrap(),
+                second.receive(0, 0, &[range(&mut found)]).unwrap(),
+            )
+        };
+        let size = TransportError::Size {
+            peer: 0,
+            sent: 8,
+            announced: 4,
+        };
+        assert_eq!(second.finished(awaited), Err(size));
+        assert!(first.revoke() && second.revoke());
+        assert_eq!(found, [0; 4]);
+    }
+}
