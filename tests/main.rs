@@ -4,6 +4,7 @@
 
 mod compared;
 mod conformance;
+mod errors;
 mod golden;
 mod golden_files;
 mod mutants;

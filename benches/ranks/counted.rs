@@ -1,7 +1,7 @@
 //! An engine of ranks that counts what goes through it.
 
 use moesaic::collectives::Transport;
-use moesaic::collectives::transport::{MemoryRange, Request};
+use moesaic::collectives::transport::{MemoryRange, Request, TransportError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -54,13 +54,13 @@ impl<E: Transport> Transport for Counted<E> {
         self.transport.last_tag()
     }
 
-    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), TransportError> {
         add(&self.counts.eager, 1);
         add(&self.counts.eager_bytes, message.len());
         self.transport.send_eager(to, message)
     }
 
-    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, TransportError> {
         self.transport.receive_eager()
     }
 
@@ -69,7 +69,7 @@ impl<E: Transport> Transport for Counted<E> {
         to: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         add(&self.counts.rendezvous, 1);
         let bytes = parts.iter().map(|part| part.bytes).sum();
         add(&self.counts.rendezvous_bytes, bytes);
@@ -82,12 +82,12 @@ impl<E: Transport> Transport for Counted<E> {
         from: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         // SAFETY: passed on.
         unsafe { self.transport.receive(from, tag, parts) }
     }
 
-    fn finished(&mut self, ticket: Request) -> Result<bool, String> {
+    fn finished(&mut self, ticket: Request) -> Result<bool, TransportError> {
         self.transport.finished(ticket)
     }
 
@@ -103,7 +103,7 @@ impl<E: Transport> Transport for Counted<E> {
         self.transport.unsent_eager()
     }
 
-    fn close(&mut self) -> Result<(), String> {
+    fn close(&mut self) -> Result<(), TransportError> {
         self.transport.close()
     }
 }

@@ -1,5 +1,6 @@
 //! Lists of token counts.
 
+use std::fmt;
 use std::str::FromStr;
 
 /// The form of a list, for help pages.
@@ -19,10 +20,39 @@ impl Counts {
     }
 }
 
-impl FromStr for Counts {
-    type Err = String;
+/// A text that is no list of token counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ParseCountsError {
+    /// A range that ends before it begins.
+    Empty { from: usize, to: usize },
+    /// More numbers than a list may have.
+    TooMany,
+    /// A word in the place of a number.
+    NoNumber(String),
+}
 
-    fn from_str(text: &str) -> Result<Counts, String> {
+impl fmt::Display for ParseCountsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ParseCountsError::Empty { from, to } => {
+                write!(f, "the range {from}-{to} is empty; write {to}-{from}")
+            }
+            ParseCountsError::TooMany => {
+                write!(f, "more than {MOST} numbers; list some of them")
+            }
+            ParseCountsError::NoNumber(word) => {
+                write!(f, "`{word}` is no number; write it as 1,64 or 1-64")
+            }
+        }
+    }
+}
+
+impl std::error::Error for ParseCountsError {}
+
+impl FromStr for Counts {
+    type Err = ParseCountsError;
+
+    fn from_str(text: &str) -> Result<Counts, ParseCountsError> {
         let mut counts = Vec::new();
         for part in text.split(',') {
             let (from, to) = match part.split_once('-') {
@@ -30,10 +60,10 @@ impl FromStr for Counts {
                 None => (count(part)?, count(part)?),
             };
             if from > to {
-                return Err(format!("the range {part} is empty; write {to}-{from}"));
+                return Err(ParseCountsError::Empty { from, to });
             }
             if to - from >= MOST - counts.len().min(MOST) {
-                return Err(format!("more than {MOST} numbers; list some of them"));
+                return Err(ParseCountsError::TooMany);
             }
             counts.extend(from..=to);
         }
@@ -41,10 +71,10 @@ impl FromStr for Counts {
     }
 }
 
-fn count(text: &str) -> Result<usize, String> {
+fn count(text: &str) -> Result<usize, ParseCountsError> {
     text.trim()
         .parse()
-        .map_err(|_| format!("`{text}` is no number; write it as 1,64 or 1-64"))
+        .map_err(|_| ParseCountsError::NoNumber(text.to_string()))
 }
 
 #[cfg(test)]
@@ -56,11 +86,12 @@ mod tests {
         let read = |text: &str| text.parse::<Counts>();
         assert_eq!(read("64"), Ok(Counts(vec![64])));
         assert_eq!(read("1-3, 64,5-5"), Ok(Counts(vec![1, 2, 3, 64, 5])));
-        assert!(read("8-1").unwrap_err().ends_with("write 1-8"));
-        assert!(read("1-1000000").unwrap_err().contains("more than 4096"));
+        let refusal = |text: &str| read(text).unwrap_err().to_string();
+        assert!(refusal("8-1").ends_with("write 1-8"));
+        assert!(refusal("1-1000000").contains("more than 4096"));
         assert!(read("0-4095").is_ok() && read("1,0-4095").is_err());
         for odd in ["", "x", "-1", "1-", "1-2-3", "1,,2"] {
-            assert!(read(odd).unwrap_err().contains("write it as"), "{odd}");
+            assert!(refusal(odd).contains("write it as"), "{odd}");
         }
     }
 }

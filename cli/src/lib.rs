@@ -58,13 +58,14 @@ use failure::{Failure, Result};
 use palette::ColorChoice;
 use std::any::Any;
 use std::ffi::OsString;
+use std::fmt;
 use std::process::ExitCode;
 
 /// Parses a command line, whose first word is the program's name, before the program looks at any
 /// file or device. Returns everything that was parsed, as text.
 ///
 /// # Errors
-/// Returns the program's error message for a command line that it refuses.
+/// [`CommandLineError`] for a command line that the program refuses.
 ///
 /// ```
 /// let words = ["moesaic", "bench", "--spec", "a.toml", "--tokens", "1,64"].map(Into::into);
@@ -74,15 +75,38 @@ use std::process::ExitCode;
 /// ```
 pub fn understands(
     words: impl IntoIterator<Item = OsString>,
-) -> std::result::Result<String, String> {
-    let said = |error: clap::Error| error.to_string();
-    let matches = Cli::command().try_get_matches_from(words).map_err(said)?;
-    let cli = Cli::from_arg_matches(&matches).map_err(said)?;
+) -> std::result::Result<String, CommandLineError> {
+    let refused = CommandLineError::Words;
+    let matches = Cli::command()
+        .try_get_matches_from(words)
+        .map_err(refused)?;
+    let cli = Cli::from_arg_matches(&matches).map_err(refused)?;
     let targets = targets::resolve(&named_targets(&matches));
-    let targets = targets.map_err(|failure| failure.message)?;
+    let targets = targets.map_err(|failure| CommandLineError::Target(failure.message))?;
     let targets: Vec<String> = targets.iter().map(|target| target.to_string()).collect();
     Ok(format!("{:?} for {targets:?}", cli.command))
 }
+
+/// A command line that the program refuses. Its text is the program's error message.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum CommandLineError {
+    /// Words that no command takes.
+    Words(clap::Error),
+    /// A target that does not exist.
+    Target(String),
+}
+
+impl fmt::Display for CommandLineError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CommandLineError::Words(error) => error.fmt(f),
+            CommandLineError::Target(message) => f.write_str(message),
+        }
+    }
+}
+
+impl std::error::Error for CommandLineError {}
 
 /// Returns the `--target` values of a command, except names that stand for a device.
 fn named_targets(matches: &clap::ArgMatches) -> Vec<String> {

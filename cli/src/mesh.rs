@@ -14,7 +14,7 @@ pub struct Part<'t> {
 }
 
 /// Splits a mesh into its parts. A name that is there twice is an error.
-pub fn parts(text: &str) -> impl Iterator<Item = Result<Part<'_>, String>> {
+pub(crate) fn parts(text: &str) -> impl Iterator<Item = Result<Part<'_>, String>> {
     let mut seen = Vec::new();
     text.split(',').map(move |text| {
         let (name, value) = text.split_once('=').unwrap_or((text, ""));
@@ -28,7 +28,7 @@ pub fn parts(text: &str) -> impl Iterator<Item = Result<Part<'_>, String>> {
 }
 
 /// Parses a mesh such as `ep=4,expert_tp=2,shared=sharded`.
-pub fn parse(text: &str) -> Result<Parallel, String> {
+pub(crate) fn parse(text: &str) -> Result<Parallel, String> {
     let mut mesh = Parallel::default();
     for part in parts(text) {
         let Part { text, name, value } = part?;
@@ -49,7 +49,7 @@ pub fn parse(text: &str) -> Result<Parallel, String> {
 }
 
 /// Parses the layout of shared experts: `whole` or `sharded`.
-pub fn parse_shared(text: &str) -> Result<SharedExperts, String> {
+pub(crate) fn parse_shared(text: &str) -> Result<SharedExperts, String> {
     match text {
         "whole" => Ok(SharedExperts::Whole),
         "sharded" => Ok(SharedExperts::Sharded),

@@ -90,7 +90,7 @@ fn scaled(mut n: f64, by: f64, units: &[&str]) -> String {
 }
 
 /// Parses a size such as `500MB`, `2 GiB`, `1.5k` or `4096`.
-pub fn parse_bytes(text: &str) -> Result<u64, String> {
+pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
     let (number, unit) = split(text);
     let factor = factor(unit)?;
     let whole = number.parse::<u64>().ok();
@@ -121,7 +121,7 @@ fn factor(unit: &str) -> Result<u64, String> {
 }
 
 /// Parses a duration such as `30d`, `12h`, `90m` or `45s`.
-pub fn parse_duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     let (number, unit) = split(text);
     let factor = match unit {
         "s" => 1.0,

@@ -6,7 +6,7 @@ use super::mesh::{
     Grid, compare, evaluated, layer_on, mesh, part, sharded, shares, spec, specs, trained,
 };
 use super::simulated::open;
-use moesaic::collectives::transport::{MemoryRange, Request, Transport};
+use moesaic::collectives::transport::{MemoryRange, Request, Transport, TransportError};
 use moesaic::collectives::{Call, Communicator, threads};
 use moesaic::mesh::OverlapBy;
 use moesaic::trace::{Activity, Chunk, Lane, Recorded, Recorder, Trace, chrome_trace};
@@ -190,11 +190,11 @@ impl Transport for Slow {
         self.threads.last_tag()
     }
 
-    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), TransportError> {
         self.threads.send_eager(to, message)
     }
 
-    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, TransportError> {
         self.threads.receive_eager()
     }
 
@@ -203,7 +203,7 @@ impl Transport for Slow {
         to: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         // SAFETY: as the caller says.
         unsafe { self.threads.send(to, tag, parts) }
     }
@@ -213,14 +213,14 @@ impl Transport for Slow {
         from: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         // SAFETY: as the caller says.
         let request = unsafe { self.threads.receive(from, tag, parts) }?;
         self.received.push(request);
         Ok(request)
     }
 
-    fn finished(&mut self, request: Request) -> Result<bool, String> {
+    fn finished(&mut self, request: Request) -> Result<bool, TransportError> {
         let second = self.received.get(1) == Some(&request);
         if second && !self.meeting.launched.load(Ordering::SeqCst) {
             return Ok(false);

@@ -79,12 +79,12 @@ trait Words: Copy + PartialEq {
             .map_or("", |(word, _)| word)
     }
 
-    fn read(text: &str) -> Result<Self, String> {
+    fn read(text: &str) -> Result<Self, ParseStrategyError> {
         let found = Self::all().find(|(word, _)| *word == text);
         let words = || Self::all().map(|(word, _)| word).collect::<Vec<_>>();
         found
             .map(|(_, value)| value)
-            .ok_or_else(|| format!("`{text}` is none of {}", words().join(", ")))
+            .ok_or_else(|| ParseStrategyError::unknown(text, words().join(", ")))
     }
 }
 
@@ -107,17 +107,17 @@ impl Words for CommDtype {
 }
 
 impl FromStr for AllToAll {
-    type Err = String;
+    type Err = ParseStrategyError;
 
-    fn from_str(text: &str) -> Result<AllToAll, String> {
+    fn from_str(text: &str) -> Result<AllToAll, ParseStrategyError> {
         AllToAll::read(text)
     }
 }
 
 impl FromStr for CommDtype {
-    type Err = String;
+    type Err = ParseStrategyError;
 
-    fn from_str(text: &str) -> Result<CommDtype, String> {
+    fn from_str(text: &str) -> Result<CommDtype, ParseStrategyError> {
         CommDtype::read(text)
     }
 }
@@ -182,7 +182,10 @@ impl fmt::Display for Strategy {
 }
 
 /// `a/b`, or one value for both.
-fn both<T: Copy>(text: &str, read: impl Fn(&str) -> Result<T, String>) -> Result<Both<T>, String> {
+fn both<T: Copy>(
+    text: &str,
+    read: impl Fn(&str) -> Result<T, ParseStrategyError>,
+) -> Result<Both<T>, ParseStrategyError> {
     match text.split_once('/') {
         None => read(text).map(Both::same),
         Some((forward, backward)) => Ok(Both {
@@ -192,15 +195,16 @@ fn both<T: Copy>(text: &str, read: impl Fn(&str) -> Result<T, String>) -> Result
     }
 }
 
-fn number(text: &str) -> Result<usize, String> {
-    text.parse()
-        .map_err(|_| format!("`{text}` is not a whole number"))
+fn number(text: &str) -> Result<usize, ParseStrategyError> {
+    text.parse().map_err(|_| ParseStrategyError::NotWhole {
+        word: text.to_string(),
+    })
 }
 
 impl FromStr for Strategy {
-    type Err = String;
+    type Err = ParseStrategyError;
 
-    fn from_str(text: &str) -> Result<Strategy, String> {
+    fn from_str(text: &str) -> Result<Strategy, ParseStrategyError> {
         let mut strategy = Strategy::default();
         let mut seen = Vec::new();
         if text == "default" {
@@ -211,7 +215,9 @@ impl FromStr for Strategy {
             let (name, value) = (name.trim(), value.trim());
             // Taking the last one would hide which of the two a run had.
             if seen.contains(&name) {
-                return Err(format!("`{name}` is given twice"));
+                return Err(ParseStrategyError::Twice {
+                    name: name.to_string(),
+                });
             }
             seen.push(name);
             match name {
@@ -223,11 +229,46 @@ impl FromStr for Strategy {
                 "shadows" => strategy.shadows = number(value)?,
                 other => {
                     let names = "r, overlap_degree, overlap_by, all_to_all, comm_dtype, shadows";
-                    return Err(format!("`{other}` is none of {names}"));
+                    return Err(ParseStrategyError::unknown(other, names.to_string()));
                 }
             }
         }
         Ok(strategy)
+    }
+}
+
+/// A text that is no strategy, or none of its parts.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParseStrategyError {
+    /// A name or a word that does not exist.
+    #[error("`{word}` is none of {known}")]
+    Unknown {
+        /// The word in the text.
+        word: String,
+        /// The words that exist.
+        known: String,
+    },
+    /// A value that is not a whole number.
+    #[error("`{word}` is not a whole number")]
+    NotWhole {
+        /// The word in the text.
+        word: String,
+    },
+    /// A part that is there twice.
+    #[error("`{name}` is given twice")]
+    Twice {
+        /// The part's name.
+        name: String,
+    },
+}
+
+impl ParseStrategyError {
+    fn unknown(word: &str, known: String) -> ParseStrategyError {
+        ParseStrategyError::Unknown {
+            word: word.to_string(),
+            known,
+        }
     }
 }
 

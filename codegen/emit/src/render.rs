@@ -4,7 +4,7 @@ use crate::expression::{self, Notation};
 use crate::gate::GateText;
 use crate::gemm::GemmText;
 use crate::signature::EntryText;
-use crate::{Prelude, language};
+use crate::{EmitError, Prelude, language};
 use moesaic_kernel::{ArchCaps, Entry, Language, Target};
 use moesaic_plan::{KernelPlan, Op};
 use moesaic_spec::Expression;
@@ -117,7 +117,11 @@ fn dialect(target: Target, prelude: Prelude) -> &'static str {
 }
 
 /// Renders the template of a kernel.
-pub fn render(kernel: &KernelPlan, target: Target, prelude: Prelude) -> Result<String, String> {
+pub(crate) fn render(
+    kernel: &KernelPlan,
+    target: Target,
+    prelude: Prelude,
+) -> Result<String, String> {
     let context = offered(kernel, target, prelude);
     let text = engine(target)?
         .render(&template(&kernel.op, target), &context)
@@ -170,9 +174,16 @@ fn parts(op: &Op) -> Vec<Entry> {
 /// # Errors
 ///
 /// When the template needs more than `d` and `c`.
-pub fn part(name: &str, op: &Op, target: Target) -> Result<String, String> {
-    let text = engine(target)?.render(name, &context(op));
-    text.map_err(|error| error.to_string())
+pub fn part(name: &str, op: &Op, target: Target) -> Result<String, EmitError> {
+    let text = engine(target).and_then(|engine| {
+        let text = engine.render(name, &context(op));
+        text.map_err(|error| error.to_string())
+    });
+    text.map_err(|reason| EmitError {
+        kernel: name.to_string(),
+        target: target.to_string(),
+        reason,
+    })
 }
 
 /// Returns a function for each entry that runs a grid of it on the host.

@@ -47,23 +47,18 @@ impl Capacity {
         matches!(self.mode, CapacityMode::Factor | CapacityMode::Bounded)
     }
 
-    /// Checks that a call may use this factor. `Err` holds a sentence for people.
+    /// Checks that a call may use this factor.
     ///
     /// # Errors
     /// If the rule has no factor, or the number is not finite or too large.
-    pub fn check_factor(&self, factor: f64) -> Result<(), String> {
+    pub fn check_factor(&self, factor: f64) -> Result<(), FactorError> {
         if !self.has_factor() {
-            let mode = crate::write::word(&self.mode);
-            return Err(format!(
-                "mode = \"{mode}\" has no factor; modes \"factor\" and \"bounded\" have one"
-            ));
+            return Err(FactorError::NoFactor { mode: self.mode });
         }
         if factor.abs() <= MAX_CAPACITY_FACTOR {
             Ok(())
         } else {
-            Err(format!(
-                "it must be between -{MAX_CAPACITY_FACTOR} and {MAX_CAPACITY_FACTOR}"
-            ))
+            Err(FactorError::OutOfRange { factor })
         }
     }
 
@@ -74,6 +69,27 @@ impl Capacity {
             _ => self.factor,
         }
     }
+}
+
+/// A capacity factor that a call cannot have.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FactorError {
+    /// The rule has no factor.
+    #[error(
+        "mode = \"{}\" has no factor; modes \"factor\" and \"bounded\" have one",
+        crate::write::word(mode)
+    )]
+    NoFactor {
+        /// The rule of the spec.
+        mode: CapacityMode,
+    },
+    /// The number is not finite or too large.
+    #[error("it must be between -{MAX_CAPACITY_FACTOR} and {MAX_CAPACITY_FACTOR}")]
+    OutOfRange {
+        /// The factor that was asked for.
+        factor: f64,
+    },
 }
 
 /// The capacity rule.

@@ -36,7 +36,7 @@ mod write;
 pub use activation::{Activation, ClampSite};
 pub use around::{Latent, SharedExpert, SharedGate};
 pub use biases::Biases;
-pub use capacity::{Capacity, CapacityMode, CapacityOrder};
+pub use capacity::{Capacity, CapacityMode, CapacityOrder, FactorError};
 pub use diagnostic::{Problem, Related, SpecError};
 pub use expression::{Expression, ExpressionError};
 pub use limits::*;

@@ -477,7 +477,7 @@ impl Collectives for Communicator {
         checks::transfers(kind, own, sends, receives)?;
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);
-        let plan = plan.map_err(|reason| checks::invalid(kind, reason))?;
+        let plan = plan.map_err(|error| checks::invalid(kind, error.to_string()))?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let draft = OperationDraft {
             signature: Signature {

@@ -1,5 +1,6 @@
 //! Errors of operations, and the operation and rank they happened on.
 
+use crate::transport::TransportError;
 use std::fmt;
 use std::time::Duration;
 
@@ -127,8 +128,9 @@ pub enum CollectiveError {
         at: Box<At>,
         /// The transport's name and version: `MPI (Open MPI 4.1.4)`.
         transport: String,
-        /// The transport's own message.
-        reason: String,
+        /// The failure.
+        #[source]
+        reason: TransportError,
     },
     /// The device failed to read or write data.
     #[error("{at}: {reason}")]

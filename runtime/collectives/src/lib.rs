@@ -70,5 +70,5 @@ pub use moesaic_dist::{Levels, MOST_LEVELS, NodeRank, NodeShape};
 pub use progress_thread::ProgressThread;
 pub use slice::Slice;
 pub use topology::{Topology, agree};
-pub use transport::Transport;
+pub use transport::{Transport, TransportError};
 pub use world::{Launcher, World};

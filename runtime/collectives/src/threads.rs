@@ -1,6 +1,6 @@
 //! A transport between threads of one process.
 
-use crate::transport::{MemoryRange, Request, Transport};
+use crate::transport::{MemoryRange, Request, Transport, TransportError};
 use crate::{CollectiveError, Communicator};
 use moesaic_target::Device;
 use std::collections::{HashMap, VecDeque};
@@ -112,7 +112,7 @@ impl Threads {
 
     /// Copies a rendezvous message that another rank has left here. Returns false if there is
     /// none yet.
-    fn take(&self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<bool, String> {
+    fn take(&self, from: usize, tag: u32, parts: &[MemoryRange]) -> Result<bool, TransportError> {
         let Some(rendezvous) = lock(&self.mailboxes[self.rank].rendezvous).remove(&(from, tag))
         else {
             return Ok(false);
@@ -125,10 +125,11 @@ impl Threads {
             |parts: &[MemoryRange]| -> Vec<usize> { parts.iter().map(|p| p.bytes).collect() };
         if sizes(sent) != sizes(parts) {
             let [sent, announced] = [sent, parts].map(MemoryRange::total);
-            return Err(format!(
-                "rank {from} sent a rendezvous of {sent} bytes where {announced} were announced, \
-                 or in other parts"
-            ));
+            return Err(TransportError::Size {
+                peer: from,
+                sent,
+                announced,
+            });
         }
         for (from, to) in sent.iter().zip(parts) {
             // SAFETY: the sender keeps its memory until the offer is taken, and the lock prevents
@@ -157,12 +158,12 @@ impl Transport for Threads {
         u32::MAX
     }
 
-    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), TransportError> {
         lock(&self.mailboxes[to].eager).push_back(message.to_vec());
         Ok(())
     }
 
-    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, TransportError> {
         Ok(lock(&self.mailboxes[self.rank].eager).pop_front())
     }
 
@@ -171,7 +172,7 @@ impl Transport for Threads {
         to: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         let rendezvous = Arc::new(Rendezvous(Mutex::new(Offer::Offered(parts.to_vec()))));
         lock(&self.mailboxes[to].rendezvous).insert((self.rank, tag), Arc::clone(&rendezvous));
         Ok(self.begin(Pending::Sent {
@@ -186,12 +187,12 @@ impl Transport for Threads {
         from: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         let parts = parts.to_vec();
         Ok(self.begin(Pending::Awaited { from, tag, parts }))
     }
 
-    fn finished(&mut self, request: Request) -> Result<bool, String> {
+    fn finished(&mut self, request: Request) -> Result<bool, TransportError> {
         let done = match self.pending.get(&request.0) {
             // The receiver holds the lock while it copies; try again later, since other work may
             // be possible.
@@ -244,5 +245,35 @@ impl Drop for Threads {
         self.mailboxes[self.rank]
             .state
             .store(state, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_size_than_announced_is_an_error() {
+        let [mut first, mut second] = <[Threads; 2]>::try_from(world(2)).ok().unwrap();
+        let (mut sent, mut found) = ([1u8; 8], [0u8; 4]);
+        let range = |bytes: &mut [u8]| MemoryRange {
+            address: bytes.as_mut_ptr(),
+            bytes: bytes.len(),
+        };
+        // SAFETY: both arrays live until the transports have revoked the message.
+        let (_, awaited) = unsafe {
+            (
+                first.send(1, 0, &[range(&mut sent)]).unwrap(),
+                second.receive(0, 0, &[range(&mut found)]).unwrap(),
+            )
+        };
+        let size = TransportError::Size {
+            peer: 0,
+            sent: 8,
+            announced: 4,
+        };
+        assert_eq!(second.finished(awaited), Err(size));
+        assert!(first.revoke() && second.revoke());
+        assert_eq!(found, [0; 4]);
     }
 }

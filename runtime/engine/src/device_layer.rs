@@ -258,7 +258,7 @@ impl DeviceLayer {
         };
         tensor
             .check(plan.dtype, &shape_for(plan, 0))
-            .map_err(problem)?;
+            .map_err(|differs| problem(differs.to_string()))?;
         let table;
         let tensor = if name == TABLE {
             table = checked_table(&self.plan().spec, tensor, 0)?;

@@ -3,6 +3,7 @@
 use moesaic_collectives::CollectiveError;
 use moesaic_emit::EmitError;
 use moesaic_plan::PlanError;
+use moesaic_spec::FactorError;
 use moesaic_target::{CompileError, DeviceError};
 use moesaic_tensor::SourceError;
 use std::fmt;
@@ -156,7 +157,8 @@ pub enum EngineError {
         /// The thing that was asked for.
         factor: f64,
         /// The reason, and what is possible.
-        problem: String,
+        #[source]
+        problem: FactorError,
     },
     /// An evaluation was asked for what only training computes.
     #[error("`{name}` is what training computes; ask `forward_train` for it")]

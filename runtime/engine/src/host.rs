@@ -167,7 +167,7 @@ impl DeviceLayer {
         // Zero tokens have no width of their own.
         if input.tokens > 0 || !host.data.is_empty() {
             host.check(tensor.dtype, &shape)
-                .map_err(|problem| input_error(&tensor.name, problem))?;
+                .map_err(|differs| input_error(&tensor.name, differs.to_string()))?;
         }
         check_counts(&tensor.name, host, input.tokens)?;
         let Some((least, most)) = self.range(&tensor.name) else {

@@ -123,7 +123,7 @@ impl<'a> Weight<'a> {
             shape: &sizes,
         };
         let same = check_kind(found, TensorKind { dtype, shape });
-        same.map_err(|problem| weight.problem(problem))?;
+        same.map_err(|differs| weight.problem(differs.to_string()))?;
         Ok(weight)
     }
 
@@ -183,7 +183,7 @@ impl<'a> Weight<'a> {
             *count = given.clamp(1, rows.len());
         }
         let checked = read.check(self.tensor.dtype, &shape);
-        checked.map_err(|problem| self.problem(problem))?;
+        checked.map_err(|differs| self.problem(differs.to_string()))?;
         Ok(read)
     }
 

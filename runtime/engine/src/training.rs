@@ -407,6 +407,6 @@ impl DeviceLayer {
             return Ok(());
         }
         dy.check(plan.dtype, &shape_for(plan, tokens))
-            .map_err(|problem| input_error("dy", problem))
+            .map_err(|differs| input_error("dy", differs.to_string()))
     }
 }

@@ -59,15 +59,27 @@ impl fmt::Display for Skew {
     }
 }
 
-impl FromStr for Skew {
-    type Err = String;
+/// A text that is no [`Skew`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParseSkewError;
 
-    fn from_str(text: &str) -> Result<Skew, String> {
+impl fmt::Display for ParseSkewError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("it is `uniform` or `zipf:S` with an exponent S of 0 to 20")
+    }
+}
+
+impl std::error::Error for ParseSkewError {}
+
+impl FromStr for Skew {
+    type Err = ParseSkewError;
+
+    fn from_str(text: &str) -> Result<Skew, ParseSkewError> {
         let exponent = text.strip_prefix("zipf:").and_then(|s| s.parse().ok());
         match (text, exponent) {
             ("uniform", _) => Ok(Skew::Uniform),
             (_, Some(s)) if (0.0..=20.0).contains(&s) => Ok(Skew::Zipf(s)),
-            _ => Err("it is `uniform` or `zipf:S` with an exponent S of 0 to 20".to_string()),
+            _ => Err(ParseSkewError),
         }
     }
 }

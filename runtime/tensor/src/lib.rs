@@ -30,5 +30,5 @@ pub use element::{Element, read_float, read_int, round_float, write_f32s, write_
 pub use map::Map;
 pub use sink::{Described, WeightSink};
 pub use source::{SourceError, WeightSource};
-pub use tensor::{Tensor, TensorKind, check_kind};
+pub use tensor::{Tensor, TensorError, TensorKind, check_kind};
 pub use tensors::Tensors;

@@ -90,12 +90,12 @@ impl<'a> Tensor<'a> {
     /// tensor without dimensions is one row.
     ///
     /// # Errors
-    /// A sentence for people, if the tensor has fewer rows, or bytes that do not fit its shape.
-    pub fn rows(&self, rows: Range<usize>) -> Result<Tensor<'_>, String> {
+    /// [`TensorError`], if the tensor has fewer rows, or bytes that do not fit its shape.
+    pub fn rows(&self, rows: Range<usize>) -> Result<Tensor<'_>, TensorError> {
         self.check_length()?;
         let count = self.shape.first().copied().unwrap_or(1);
         if rows.start > rows.end || rows.end > count {
-            return Err(format!("has {count} rows, not those of {rows:?}"));
+            return Err(TensorError::Rows { count, asked: rows });
         }
         let row = self.shape.iter().skip(1).product::<usize>() * self.dtype.size();
         let mut shape = self.shape.clone();
@@ -167,8 +167,8 @@ impl<'a> Tensor<'a> {
     /// Checks dtype, shape and length.
     ///
     /// # Errors
-    /// A sentence for people: the actual and the expected values.
-    pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), String> {
+    /// [`TensorError`] has the actual and the expected values.
+    pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), TensorError> {
         let found = TensorKind {
             dtype: self.dtype,
             shape: &self.shape,
@@ -177,14 +177,52 @@ impl<'a> Tensor<'a> {
         self.check_length()
     }
 
-    fn check_length(&self) -> Result<(), String> {
+    fn check_length(&self) -> Result<(), TensorError> {
         let (found, needed) = (self.data.len(), self.elements() * self.dtype.size());
         if found == needed {
             Ok(())
         } else {
-            Err(format!("has {found} bytes, its shape needs {needed}"))
+            Err(TensorError::Length { found, needed })
         }
     }
+}
+
+/// A tensor that is not as it is wanted. The text belongs after the tensor's name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TensorError {
+    /// It has another element type.
+    #[error("is {found}, expected {wanted}")]
+    DType {
+        /// The tensor's element type.
+        found: DType,
+        /// The expected one.
+        wanted: DType,
+    },
+    /// It has another shape.
+    #[error("has shape {found:?}, expected {wanted:?}")]
+    Shape {
+        /// The tensor's shape.
+        found: Vec<usize>,
+        /// The expected one.
+        wanted: Vec<usize>,
+    },
+    /// Its bytes are more or fewer than its shape needs.
+    #[error("has {found} bytes, its shape needs {needed}")]
+    Length {
+        /// The bytes that are there.
+        found: usize,
+        /// The bytes of its shape.
+        needed: usize,
+    },
+    /// It lacks some of the rows that were asked for.
+    #[error("has {count} rows, not those of {asked:?}")]
+    Rows {
+        /// The rows that it has.
+        count: usize,
+        /// The rows that were asked for.
+        asked: Range<usize>,
+    },
 }
 
 /// The element type and shape of a tensor.
@@ -199,14 +237,19 @@ pub struct TensorKind<'a> {
 /// Checks an element type and a shape against the wanted ones.
 ///
 /// # Errors
-/// A sentence for people, to put after a tensor's name.
-pub fn check_kind(found: TensorKind<'_>, wanted: TensorKind<'_>) -> Result<(), String> {
+/// [`TensorError`], whose text belongs after the tensor's name.
+pub fn check_kind(found: TensorKind<'_>, wanted: TensorKind<'_>) -> Result<(), TensorError> {
     if found.dtype != wanted.dtype {
-        return Err(format!("is {}, expected {}", found.dtype, wanted.dtype));
+        return Err(TensorError::DType {
+            found: found.dtype,
+            wanted: wanted.dtype,
+        });
     }
     if found.shape != wanted.shape {
-        let (found, wanted) = (found.shape, wanted.shape);
-        return Err(format!("has shape {found:?}, expected {wanted:?}"));
+        return Err(TensorError::Shape {
+            found: found.shape.to_vec(),
+            wanted: wanted.shape.to_vec(),
+        });
     }
     Ok(())
 }

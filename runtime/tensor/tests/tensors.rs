@@ -3,7 +3,8 @@
 use half::{bf16, f16};
 use moesaic_kernel::DType;
 use moesaic_tensor::{
-    Bytes, Map, Tensor, Tensors, WeightSource, read_float, round_float, write_f32s, write_float,
+    Bytes, Map, Tensor, TensorError, Tensors, WeightSource, read_float, round_float, write_f32s,
+    write_float,
 };
 use std::io::Write;
 use std::sync::Arc;
@@ -93,7 +94,8 @@ fn values_are_rounded_to_nearest() {
 #[test]
 fn what_does_not_fit_is_said() {
     let tensor = Tensor::zeros(DType::I32, &[3, 2]);
-    let said = |found: Result<Tensor<'_>, String>| found.expect_err("it cannot be");
+    let said =
+        |found: Result<Tensor<'_>, TensorError>| found.expect_err("it cannot be").to_string();
     assert_eq!(said(tensor.rows(2..4)), "has 3 rows, not those of 2..4");
     let short = Tensor {
         shape: vec![4, 2],
@@ -101,10 +103,14 @@ fn what_does_not_fit_is_said() {
     };
     assert_eq!(said(short.rows(0..1)), "has 24 bytes, its shape needs 32");
     let other = tensor.check(DType::F32, &[3, 2]);
-    assert_eq!(other.expect_err("a type"), "is i32, expected f32");
+    let expected = TensorError::DType {
+        found: DType::I32,
+        wanted: DType::F32,
+    };
+    assert_eq!(other.expect_err("a type"), expected);
     let other = tensor.check(DType::I32, &[6]);
     let expected = "has shape [3, 2], expected [6]";
-    assert_eq!(other.expect_err("a shape"), expected);
+    assert_eq!(other.expect_err("a shape").to_string(), expected);
 }
 
 #[test]

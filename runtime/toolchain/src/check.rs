@@ -35,7 +35,7 @@ pub struct Working {
 
 /// Compiles a trivial kernel with the compiler in `folder`, or starts two processes with the MPI
 /// there. The error states why it cannot be used.
-pub fn check(kind: ToolKind, folder: &Path) -> Result<Working, String> {
+pub(crate) fn check(kind: ToolKind, folder: &Path) -> Result<Working, String> {
     let words = |error: CompileError| error.to_string();
     match kind {
         ToolKind::Cuda => compile(

@@ -129,7 +129,7 @@ impl Python {
 
     /// Returns pip's version line, such as `pip 24.0 from ...`. The error states why pip does not
     /// run.
-    pub fn pip_version(&self) -> Result<String, String> {
+    pub(crate) fn pip_version(&self) -> Result<String, String> {
         let output = self.command().args(["-m", "pip", "--version"]).output();
         let output = output.map_err(|error| self.cannot_run(&error))?;
         if output.status.success() {

@@ -107,7 +107,7 @@ pub fn clip_norm(gradients: &mut Tensors<'_>, most: f32) -> Result<f64, TrainErr
 /// Returns the elements of a tensor, which must be f32.
 pub(crate) fn floats<'t>(name: &str, tensor: &'t Tensor<'_>) -> Result<Cow<'t, [f32]>, TrainError> {
     let checked = tensor.check(DType::F32, &tensor.shape);
-    checked.map_err(|problem| TrainError::tensor(name, problem))?;
+    checked.map_err(|differs| TrainError::tensor(name, differs.to_string()))?;
     Ok(tensor.values().unwrap_or_default())
 }
 

@@ -1,9 +1,9 @@
 //! Experts' matrices as codes: the canonical tensors of a quantized matrix, made from the bytes of
 //! the checkpoint without decoding them.
 
-use crate::WeightsError;
 use crate::quantized::{Decoder, Quantized};
 use crate::weight::{Elements, Weight};
+use crate::{CodesError, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::format::{
     Blocks, CodeOrder, LARGEST, Matrices, PublishedCodes, ScaleBlock, ScaleType,
@@ -57,9 +57,9 @@ impl Published {
     }
 
     /// Returns the canonical format that holds the matrix exactly, or the reason that none does.
-    pub fn stored(self) -> Result<WeightFormat, String> {
+    pub fn stored(self) -> Result<WeightFormat, CodesError> {
         match self {
-            Published::Matrices(codes) => codes.stored(),
+            Published::Matrices(codes) => Ok(codes.stored()?),
             Published::Blocks(blocks) => Ok(blocks.stored()),
         }
     }
@@ -96,22 +96,21 @@ struct View<'q, 'a> {
 impl<'a> Weight<'a> {
     /// Returns what the canonical format of all experts' matrices depends on. `None` if some are
     /// not quantized. The error says why a layer cannot take the codes.
-    pub fn published(&self) -> Result<Option<Published>, String> {
+    pub fn published(&self) -> Result<Option<Published>, CodesError> {
         let mut all: Option<Published> = None;
         for expert in 0..self.shape.first().copied().unwrap_or(0) {
             let Some(view) = self.view(expert) else {
                 return Ok(None);
             };
             if self.columns.is_some() {
-                return Err("its columns have factors of their own".to_string());
+                return Err(CodesError::ColumnFactors);
             }
             let own = view.published()?;
             let merged = match all {
                 None => Some(own),
                 Some(all) => all.merged(own),
             };
-            let differ = || "experts are quantized in different ways".to_string();
-            all = Some(merged.ok_or_else(differ)?);
+            all = Some(merged.ok_or(CodesError::DifferentExperts)?);
         }
         Ok(all)
     }
@@ -143,12 +142,12 @@ impl<'a> Weight<'a> {
 impl View<'_, '_> {
     /// Returns what the canonical format of the matrix depends on, or why a layer cannot take its
     /// codes.
-    fn published(&self) -> Result<Published, String> {
+    fn published(&self) -> Result<Published, CodesError> {
         match &self.from.decoder {
             Decoder::Blocks(blocks) if self.whole_rows(self.from.shape.last()) => {
                 Ok(Published::Blocks(blocks))
             }
-            Decoder::Blocks(_) => Err(not_whole()),
+            Decoder::Blocks(_) => Err(CodesError::PartsOfRows),
             Decoder::Matrices(matrices) => {
                 let codes = PublishedCodes {
                     format: matrices.format,
@@ -171,7 +170,7 @@ impl View<'_, '_> {
     }
 
     /// Returns the rows and columns that share a scale; 0 columns for a whole row.
-    fn block(&self, matrices: &Matrices<'_>) -> Result<[usize; 2], String> {
+    fn block(&self, matrices: &Matrices<'_>) -> Result<[usize; 2], CodesError> {
         let [rows, columns] = matrices.size.map(|size| size.max(1));
         let [down, across] = matrices.scales.block;
         let first = self.start / columns % rows;
@@ -191,7 +190,7 @@ impl View<'_, '_> {
             (_, true) if self.along.is_multiple_of(columns) => Ok([1, 0]),
             (true, false) if (self.start % columns).is_multiple_of(across) => Ok([across, down]),
             (true, false) => Ok([1, down]),
-            _ => Err(not_whole()),
+            _ => Err(CodesError::PartsOfRows),
         }
     }
 
@@ -199,10 +198,6 @@ impl View<'_, '_> {
     fn index(&self, row: usize, column: usize) -> usize {
         self.start + row * self.down + column * self.along
     }
-}
-
-fn not_whole() -> String {
-    "its rows are not whole rows of the file's matrices".to_string()
 }
 
 impl<'a> CodeWeight<'a> {
@@ -356,17 +351,19 @@ impl<'a> CodeWeight<'a> {
 
 /// Returns the matrices of a weight as a format describes them, or the reason that it does not hold
 /// them exactly.
-fn held_by(numbers: &Weight<'_>, format: WeightFormat) -> Result<Published, String> {
+fn held_by(numbers: &Weight<'_>, format: WeightFormat) -> Result<Published, CodesError> {
     let own = numbers.published()?;
-    let own = own.ok_or_else(|| "is not quantized".to_string())?;
+    let own = own.ok_or(CodesError::NotQuantized)?;
     match own.held_by(format) {
         Some(held) => Ok(held),
-        None => Err(format!("has codes of the format {}", own.stored()?)),
+        None => Err(CodesError::OtherFormat {
+            format: own.stored()?.to_string(),
+        }),
     }
 }
 
 /// Returns the error for a weight whose codes a format cannot hold.
-fn no_codes(numbers: &Weight<'_>, format: WeightFormat, reason: String) -> WeightsError {
+fn no_codes(numbers: &Weight<'_>, format: WeightFormat, reason: CodesError) -> WeightsError {
     let from = numbers.parts.first().map(|part| part.from);
     WeightsError::NoCodes {
         tensor: from.map_or("", |from| from.name).to_string(),
@@ -405,7 +402,7 @@ struct Part<'p, 'q, 'a> {
 
 impl Part<'_, '_, '_> {
     /// Writes the tensor. The error is the reason that its type cannot hold a number of the file.
-    fn fill(&self, out: &mut [u8]) -> Result<(), String> {
+    fn fill(&self, out: &mut [u8]) -> Result<(), CodesError> {
         let row = self.tensor.shape[1] * self.tensor.dtype.size();
         let rows = out.chunks_exact_mut(row.max(1)).enumerate();
         match (&self.view.from.decoder, self.of.published) {
@@ -496,7 +493,7 @@ impl Part<'_, '_, '_> {
         codes: &[u8; 256],
         row: usize,
         out: &mut [u8],
-    ) -> Result<(), String> {
+    ) -> Result<(), CodesError> {
         let (view, format) = (self.view, &self.of.format);
         let first = view.index(row, 0) / blocks.elements;
         let count = view.size[1] / blocks.elements;
@@ -564,7 +561,7 @@ fn pad(bits: usize, columns: usize, zero: u8, out: &mut [u8]) {
 }
 
 /// Writes a scale or an offset. The error says that the type cannot hold it.
-fn put(kind: ScaleType, number: f32, out: &mut [u8]) -> Result<(), String> {
+fn put(kind: ScaleType, number: f32, out: &mut [u8]) -> Result<(), CodesError> {
     match kind {
         ScaleType::F32 => write_float(DType::F32, f64::from(number), out),
         ScaleType::F16 => write_float(DType::F16, f64::from(number), out),
@@ -576,7 +573,5 @@ fn put(kind: ScaleType, number: f32, out: &mut [u8]) -> Result<(), String> {
     if read == number || read.is_nan() && number.is_nan() {
         return Ok(());
     }
-    Err(format!(
-        "has a scale of {number:e}, which the format cannot hold"
-    ))
+    Err(CodesError::Scale { number })
 }

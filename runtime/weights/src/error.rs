@@ -1,5 +1,6 @@
 //! Errors of weight files.
 
+use moesaic_spec::format::StoredError;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
@@ -95,7 +96,8 @@ pub enum WeightsError {
         /// The format in the spec.
         format: String,
         /// The reason.
-        reason: String,
+        #[source]
+        reason: CodesError,
     },
 
     /// A tensor fits with and without a transpose, and no other tensor decides.
@@ -225,6 +227,39 @@ pub enum WeightsError {
         value: i64,
         /// The accepted range.
         expected: String,
+    },
+}
+
+/// A matrix of the file whose codes a layer cannot take as they are.
+#[derive(Clone, Debug, PartialEq, Error)]
+#[non_exhaustive]
+pub enum CodesError {
+    /// It is numbers.
+    #[error("is not quantized")]
+    NotQuantized,
+    /// Every column is multiplied by a number.
+    #[error("its columns have factors of their own")]
+    ColumnFactors,
+    /// The experts of a layer have different formats.
+    #[error("experts are quantized in different ways")]
+    DifferentExperts,
+    /// The layer's rows begin or end within rows of the file.
+    #[error("its rows are not whole rows of the file's matrices")]
+    PartsOfRows,
+    /// No format of codes holds it exactly.
+    #[error(transparent)]
+    NoFormat(#[from] StoredError),
+    /// Another format holds it.
+    #[error("has codes of the format {format}")]
+    OtherFormat {
+        /// Its own format.
+        format: String,
+    },
+    /// The format's type of scales cannot hold one of the file.
+    #[error("has a scale of {number:e}, which the format cannot hold")]
+    Scale {
+        /// The scale in the file.
+        number: f32,
     },
 }
 

@@ -2,7 +2,7 @@
 
 use crate::codes::Published;
 use crate::weight::Weight;
-use crate::{Checkpoint, LayerReader, LoadOptions};
+use crate::{Checkpoint, CodesError, LayerReader, LoadOptions};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::{Import, QUANTIZED_NOTE};
 use moesaic_spec::{LayerSpec, TensorSpec, WeightFormat, canonical_tensors};
@@ -140,7 +140,7 @@ impl<'a> Found<'a> {
             let Some(weight) = self.0.get(*name) else {
                 continue;
             };
-            let of = |reason: String| format!("of `{name}` {reason}");
+            let of = |reason: CodesError| format!("of `{name}` {reason}");
             let own = weight.published().map_err(of)?;
             let own = own.ok_or_else(|| format!("`{name}` is not all codes"))?;
             let merged = match all {
@@ -151,7 +151,7 @@ impl<'a> Found<'a> {
             all = Some(merged.ok_or_else(differ)?);
         }
         let all = all.ok_or_else(|| "there are no experts".to_string())?;
-        all.stored()
+        all.stored().map_err(|reason| reason.to_string())
     }
 }
 

@@ -34,7 +34,7 @@ mod write;
 mod writer;
 
 pub use checkpoint::{Checkpoint, TensorRef};
-pub use error::WeightsError;
+pub use error::{CodesError, WeightsError};
 pub use experts::{ExpertFormats, dequantized, set_expert_formats};
 pub use keys::{KeyOptions, load_keys};
 pub use load::{LoadOptions, load_canonical, load_import, load_sources};

@@ -23,7 +23,7 @@ impl Layout {
 
     /// Returns the layout after a step that reorders elements; other steps leave it unchanged. The
     /// error is the shape that the step needs.
-    pub fn apply(mut self, step: &TensorStep) -> Result<Layout, String> {
+    pub(crate) fn apply(mut self, step: &TensorStep) -> Result<Layout, String> {
         match step {
             TensorStep::Reshape(shape) => {
                 let count = |shape: &[usize]| {

@@ -1,5 +1,6 @@
 //! Compiled kernels and the facts in their binaries.
 
+use crate::SignatureError;
 use moesaic_kernel::{Entry, KernelSource, ParamType, Scalar};
 use serde::{Deserialize, Serialize};
 
@@ -83,21 +84,27 @@ impl KernelReport {
     /// signatures. A source without entries gets all of them.
     ///
     /// # Errors
-    /// A sentence that names the missing kernel or the
+    /// [`SignatureError`] names the missing kernel or the
     /// [`disagreement`](KernelReport::disagreement).
     pub fn of_entries(
         source: &KernelSource,
         found: Vec<KernelReport>,
-    ) -> Result<Vec<KernelReport>, String> {
+    ) -> Result<Vec<KernelReport>, SignatureError> {
         if source.entries.is_empty() {
             return Ok(found);
         }
         let one = |entry: &Entry| {
             let kernel = found.iter().find(|kernel| kernel.symbol == entry.symbol);
-            let kernel = kernel.ok_or_else(|| format!("it holds no kernel `{}`", entry.symbol))?;
-            kernel
-                .disagreement(entry)
-                .map_or_else(|| Ok(kernel.clone()), Err)
+            let kernel = kernel.ok_or_else(|| SignatureError::Missing {
+                symbol: entry.symbol.clone(),
+            })?;
+            match kernel.disagreement(entry) {
+                None => Ok(kernel.clone()),
+                Some(disagreement) => Err(SignatureError::Disagrees {
+                    symbol: entry.symbol.clone(),
+                    disagreement,
+                }),
+            }
         };
         source.entries.iter().map(one).collect()
     }

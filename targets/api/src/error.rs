@@ -92,6 +92,27 @@ pub enum CompileError {
     },
 }
 
+/// A binary whose kernels are not those that its source declares.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SignatureError {
+    /// The binary lacks a kernel.
+    #[error("it holds no kernel `{symbol}`")]
+    Missing {
+        /// The symbol of the entry.
+        symbol: String,
+    },
+    /// A kernel has another signature than its entry.
+    #[error("{disagreement}")]
+    Disagrees {
+        /// The symbol of the entry.
+        symbol: String,
+        /// The difference, as [`KernelReport::disagreement`](crate::KernelReport::disagreement)
+        /// describes it.
+        disagreement: String,
+    },
+}
+
 /// The reason a device operation failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

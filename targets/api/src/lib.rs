@@ -25,6 +25,6 @@ pub use compiler::{CompileOptions, Compiler};
 pub use counters::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
 pub use device::{Arg, Buffer, Device, DeviceInfo, FunctionId, LaunchDims, Module, Ptr};
 pub use device::{RowCopy, RowSpan};
-pub use error::{CompileError, DeviceError};
+pub use error::{CompileError, DeviceError, SignatureError};
 pub use scratch::Scratch;
 pub use stream::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, StreamDevice};

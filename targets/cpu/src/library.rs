@@ -1,6 +1,6 @@
 //! Loads a shared object from bytes.
 
-use moesaic_dl::Library;
+use moesaic_dl::{DlError, Library};
 use moesaic_target::Scratch;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -21,27 +21,38 @@ enum Backing {
     Disk(#[expect(dead_code, reason = "removed on drop")] Scratch),
 }
 
+/// A shared object that cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// Neither memory nor the disk takes its bytes.
+    #[error("no place for it: {0}")]
+    NoPlace(#[source] io::Error),
+    /// The loader refuses it.
+    #[error(transparent)]
+    Refused(#[from] DlError),
+}
+
 /// Loads `binary` from memory if the system can, else from a temporary file,
 /// because some systems forbid running code from memory files. Every call loads
 /// the object anew, with data of its own.
 ///
 /// # Errors
-/// The message of the loader.
-pub fn load(binary: &[u8]) -> Result<Loaded, String> {
+/// [`LoadError`] has the message of the loader.
+pub fn load(binary: &[u8]) -> Result<Loaded, LoadError> {
     let from_memory = in_memory(binary).ok().and_then(|place| open(place).ok());
     match from_memory {
         Some(loaded) => Ok(loaded),
-        None => open(on_disk(binary).map_err(|error| format!("no place for it: {error}"))?),
+        None => open(on_disk(binary).map_err(LoadError::NoPlace)?),
     }
 }
 
-fn open((path, backing): (PathBuf, Backing)) -> Result<Loaded, String> {
-    Library::open_path("a compiled kernel", &path)
-        .map(|library| Loaded {
-            library,
-            _file: backing,
-        })
-        .map_err(|error| error.to_string())
+fn open((path, backing): (PathBuf, Backing)) -> Result<Loaded, LoadError> {
+    let library = Library::open_path("a compiled kernel", &path)?;
+    Ok(Loaded {
+        library,
+        _file: backing,
+    })
 }
 
 #[cfg(target_os = "linux")]
@@ -78,7 +89,7 @@ mod tests {
 
     #[test]
     fn garbage_is_refused_with_the_loaders_words() {
-        let error = load(b"not a shared object").err().unwrap();
+        let error = load(b"not a shared object").err().unwrap().to_string();
         assert!(
             error.contains("too short") || error.contains("invalid ELF"),
             "{error}"

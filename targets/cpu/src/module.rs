@@ -34,7 +34,8 @@ impl CpuModule {
         executor: Arc<Executor>,
     ) -> Result<CpuModule, DeviceError> {
         let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
-        let loaded = library::load(&artifact.binary).map_err(|reason| error(kernel, reason))?;
+        let loaded = library::load(&artifact.binary)
+            .map_err(|refused| error(kernel, refused.to_string()))?;
         let functions = entries.iter().map(|entry| function(&loaded, entry));
         let functions = functions.collect::<Result<_, _>>()?;
         Ok(CpuModule {

@@ -9,6 +9,26 @@ use std::time::{Duration, Instant};
 /// Interval between two looks at a running child.
 const POLL: Duration = Duration::from_millis(2);
 
+/// A child that did not end by itself.
+#[derive(Debug, thiserror::Error)]
+#[error("`{program}` {failure}")]
+pub struct ChildError {
+    /// The program, as it was named.
+    pub program: String,
+    pub failure: ChildFailure,
+}
+
+/// The reason that a child did not end by itself.
+#[derive(Debug, thiserror::Error)]
+pub enum ChildFailure {
+    #[error("could not be started: {0}")]
+    Start(io::Error),
+    #[error("could not be waited for: {0}")]
+    Wait(io::Error),
+    #[error("did not finish within {} s and was stopped", limit.as_secs_f64())]
+    TimedOut { limit: Duration },
+}
+
 /// A child that ended by itself.
 pub struct Finished {
     pub status: ExitStatus,
@@ -19,12 +39,14 @@ pub struct Finished {
 /// Runs `command` in `folder` for at most `limit`. The output goes to files of
 /// that folder, so a grandchild that outlives a killed child cannot keep a pipe
 /// open.
-///
-/// The error is a sentence for people.
-pub fn run(command: &mut Command, folder: &Path, limit: Duration) -> Result<Finished, String> {
+pub fn run(command: &mut Command, folder: &Path, limit: Duration) -> Result<Finished, ChildError> {
     let (stdout, stderr) = (folder.join("stdout.txt"), folder.join("stderr.txt"));
     let program = command.get_program().to_string_lossy().into_owned();
-    let start = |error: io::Error| format!("`{program}` could not be started: {error}");
+    let failed = |failure| ChildError {
+        program: program.clone(),
+        failure,
+    };
+    let start = |error| failed(ChildFailure::Start(error));
     let mut child = command
         .current_dir(folder)
         .stdin(Stdio::null())
@@ -32,7 +54,7 @@ pub fn run(command: &mut Command, folder: &Path, limit: Duration) -> Result<Fini
         .stderr(File::create(&stderr).map_err(start)?)
         .spawn()
         .map_err(start)?;
-    let status = wait(&mut child, limit).map_err(|error| format!("`{program}` {error}"))?;
+    let status = wait(&mut child, limit).map_err(failed)?;
     let read =
         |path: &Path| std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     Ok(Finished {
@@ -42,27 +64,26 @@ pub fn run(command: &mut Command, folder: &Path, limit: Duration) -> Result<Fini
     })
 }
 
-fn wait(child: &mut Child, limit: Duration) -> Result<ExitStatus, String> {
+fn wait(child: &mut Child, limit: Duration) -> Result<ExitStatus, ChildFailure> {
     let start = Instant::now();
     loop {
         match child.try_wait() {
             Ok(Some(status)) => return Ok(status),
             Ok(None) if start.elapsed() < limit => std::thread::sleep(POLL),
-            Ok(None) => return Err(stop(child, limit)),
-            Err(error) => return Err(format!("could not be waited for: {error}")),
+            Ok(None) => {
+                stop(child);
+                return Err(ChildFailure::TimedOut { limit });
+            }
+            Err(error) => return Err(ChildFailure::Wait(error)),
         }
     }
 }
 
 /// Kills and reaps the child. A failure to kill means that the child has just
 /// ended.
-fn stop(child: &mut Child, limit: Duration) -> String {
+fn stop(child: &mut Child) {
     let _ = child.kill();
     let _ = child.wait();
-    format!(
-        "did not finish within {} s and was stopped",
-        limit.as_secs_f64()
-    )
 }
 
 /// Describes the end of a child that did not end well: `crashed with signal 6`.
@@ -81,7 +102,7 @@ pub fn ending(status: ExitStatus) -> String {
 mod tests {
     use super::*;
 
-    fn shell(script: &str, limit_ms: u64) -> Result<Finished, String> {
+    fn shell(script: &str, limit_ms: u64) -> Result<Finished, ChildError> {
         let folder = tempfile::tempdir().unwrap();
         let mut command = Command::new("sh");
         run(
@@ -113,7 +134,8 @@ mod tests {
         let Err(error) = shell("sleep 30", 50) else {
             panic!("a sleep of 30 s ended early")
         };
-        assert_eq!(error, "`sh` did not finish within 0.05 s and was stopped");
+        let expected = "`sh` did not finish within 0.05 s and was stopped";
+        assert_eq!(error.to_string(), expected);
         assert!(start.elapsed() < Duration::from_secs(10));
     }
 
@@ -124,9 +146,7 @@ mod tests {
         let Err(error) = run(&mut command, folder.path(), Duration::from_secs(1)) else {
             panic!("ran a program that does not exist")
         };
-        assert!(
-            error.starts_with("`/no/such/clang` could not be started: "),
-            "{error}"
-        );
+        assert_eq!(error.program, "/no/such/clang");
+        assert!(matches!(error.failure, ChildFailure::Start(_)), "{error}");
     }
 }

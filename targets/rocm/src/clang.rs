@@ -1,10 +1,11 @@
 //! A clang with the AMDGPU target and the LLVM linker.
 
-use crate::child;
+use crate::child::{self, ChildError};
 use moesaic_kernel::RocmArch;
 use moesaic_target::Scratch;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -82,6 +83,26 @@ pub struct ClangFacts {
     pub processors: Vec<String>,
 }
 
+/// A program that is no clang for AMD GPUs.
+#[derive(Debug, thiserror::Error)]
+pub enum ClangError {
+    /// There is no folder for its output.
+    #[error(transparent)]
+    Scratch(#[from] io::Error),
+    /// It did not answer.
+    #[error(transparent)]
+    Child(#[from] ChildError),
+    /// It refused the question; these are its words.
+    #[error("{0}")]
+    Refused(String),
+    #[error("it does not say its version as clang does")]
+    NoVersion,
+    #[error("it has no AMDGPU target")]
+    NoTarget,
+    #[error("it finds no linker `lld`; install the lld package of the same version")]
+    NoLinker,
+}
+
 /// A clang that has answered.
 #[derive(Clone, Debug)]
 pub struct Clang {
@@ -130,14 +151,15 @@ impl ClangTool {
         std::env::join_paths(folders).ok()
     }
 
-    fn ask(&self, args: &[&str]) -> Result<String, String> {
-        let folder = Scratch::new().map_err(|error| error.to_string())?;
+    fn ask(&self, args: &[&str]) -> Result<String, ClangError> {
+        let folder = Scratch::new()?;
         let done = child::run(self.command().args(args), folder.path(), ASK)?;
         let text = done.stdout + &done.stderr;
         if done.status.success() {
             Ok(text)
         } else {
-            Err(text.lines().next().unwrap_or("it said nothing").to_string())
+            let words = text.lines().next().unwrap_or("it said nothing");
+            Err(ClangError::Refused(words.to_string()))
         }
     }
 }
@@ -145,7 +167,7 @@ impl ClangTool {
 impl Clang {
     /// Asks `tool` for its version, its AMD processors and its linker, unless
     /// the answers are known.
-    pub fn ask(tool: ClangTool) -> Result<Clang, String> {
+    pub fn ask(tool: ClangTool) -> Result<Clang, ClangError> {
         let facts = match &tool.facts {
             Some(facts) => facts.clone(),
             None => facts(&tool)?,
@@ -184,19 +206,17 @@ impl Clang {
     }
 }
 
-fn facts(tool: &ClangTool) -> Result<ClangFacts, String> {
+fn facts(tool: &ClangTool) -> Result<ClangFacts, ClangError> {
     let text = tool.ask(&["--target=amdgcn-amd-amdhsa", "--print-supported-cpus"])?;
     let version = text.lines().find(|line| line.contains("clang version"));
-    let version = version.ok_or("it does not say its version as clang does")?;
+    let version = version.ok_or(ClangError::NoVersion)?;
     let processors = processors(&text);
     if processors.is_empty() {
-        return Err("it has no AMDGPU target".to_string());
+        return Err(ClangError::NoTarget);
     }
     let linker = tool.ask(&["-print-prog-name=lld"])?;
     if !Path::new(linker.trim()).is_absolute() {
-        return Err(
-            "it finds no linker `lld`; install the lld package of the same version".to_string(),
-        );
+        return Err(ClangError::NoLinker);
     }
     Ok(ClangFacts {
         version: version.trim().to_string(),

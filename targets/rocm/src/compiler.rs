@@ -82,10 +82,10 @@ impl RocmCompiler {
         }
         Hiprtc::ask()
             .map(|hiprtc| RocmCompiler::of(Tool::Hiprtc(hiprtc)))
-            .map_err(|reason| {
+            .map_err(|error| {
                 refused.push(Refused {
                     place: "HIPRTC".to_string(),
-                    reason,
+                    reason: error.to_string(),
                 });
                 no_compiler(&refused)
             })
@@ -176,7 +176,7 @@ impl RocmCompiler {
         arch: RocmArch,
         binary: &[u8],
     ) -> Result<Vec<KernelReport>, CompileError> {
-        let bad = |reason| CompileError::BadBinary {
+        let bad = |reason: String| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
             reason,
@@ -187,7 +187,7 @@ impl RocmCompiler {
             .into_iter()
             .map(|kernel| kernel.report)
             .collect::<Vec<_>>();
-        KernelReport::of_entries(source, reports).map_err(bad)
+        KernelReport::of_entries(source, reports).map_err(|error| bad(error.to_string()))
     }
 }
 

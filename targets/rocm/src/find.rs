@@ -1,6 +1,6 @@
 //! Finds a clang with the AMDGPU target.
 
-use crate::clang::{Clang, ClangTool};
+use crate::clang::{Clang, ClangError, ClangTool};
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -53,10 +53,12 @@ pub fn first(tools: Vec<ClangTool>) -> Result<Clang, Vec<Refused>> {
         let place = tool.program.display().to_string();
         match Clang::ask(tool) {
             Ok(clang) => return Ok(clang),
-            Err(reason) => {
-                // The reason may name the program, as the place does.
-                let own = format!("`{place}` ");
-                let reason = reason.strip_prefix(&own).unwrap_or(&reason).to_string();
+            Err(error) => {
+                let reason = match error {
+                    // The place names the program already.
+                    ClangError::Child(child) => child.failure.to_string(),
+                    other => other.to_string(),
+                };
                 refused.push(Refused { place, reason });
             }
         }

@@ -5,13 +5,14 @@
 //! work in the copy. A program whose `main` does not call that function first
 //! gets no HIPRTC.
 
-use crate::child;
+use crate::child::{self, ChildError};
 use crate::clang::{COMMON, OUTPUT, UNROLL};
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_kernel::RocmArch;
 use moesaic_target::Scratch;
 use object::{Object, ObjectSection};
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
+use std::io;
 use std::path::PathBuf;
 use std::process::Command;
 use std::ptr;
@@ -87,6 +88,25 @@ pub struct Hiprtc {
     release: u32,
 }
 
+/// The reason that there is no HIPRTC.
+#[derive(Debug, thiserror::Error)]
+pub enum HiprtcError {
+    #[error("this program does not call `maybe_run_child` first")]
+    NotHooked,
+    /// The system does not name this program, or has no folder for its output.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    #[error(transparent)]
+    Child(#[from] ChildError),
+    /// The child found no library, or the library failed.
+    #[error("the child {ending}: {words}")]
+    Ended { ending: String, words: String },
+    #[error("the child does not say which clang it is")]
+    NoName,
+    #[error("`{clang}` has no release")]
+    NoRelease { clang: String },
+}
+
 /// Does a child's work and ends the process, if a
 /// [`RocmCompiler`](crate::RocmCompiler) started this process as one; else
 /// returns at once.
@@ -113,22 +133,23 @@ pub fn maybe_run_child() {
 
 impl Hiprtc {
     /// Starts a child to ask for the version of the clang.
-    pub fn ask() -> Result<Hiprtc, String> {
+    pub fn ask() -> Result<Hiprtc, HiprtcError> {
         if !HOOKED.load(Ordering::Relaxed) {
-            return Err("this program does not call `maybe_run_child` first".to_string());
+            return Err(HiprtcError::NotHooked);
         }
-        let program = std::env::current_exe().map_err(|error| error.to_string())?;
-        let folder = Scratch::new().map_err(|error| error.to_string())?;
+        let program = std::env::current_exe()?;
+        let folder = Scratch::new()?;
         let done = child::run(Command::new(&program).env(ROLE, "name"), folder.path(), ASK)?;
         if !done.status.success() {
-            return Err(format!(
-                "the child {}: {}",
-                child::ending(done.status),
-                done.stderr.trim()
-            ));
+            return Err(HiprtcError::Ended {
+                ending: child::ending(done.status),
+                words: done.stderr.trim().to_string(),
+            });
         }
-        let clang = read_name(&done.stdout).ok_or("the child does not say which clang it is")?;
-        let release = release(&clang).ok_or_else(|| format!("`{clang}` has no release"))?;
+        let clang = read_name(&done.stdout).ok_or(HiprtcError::NoName)?;
+        let Some(release) = release(&clang) else {
+            return Err(HiprtcError::NoRelease { clang });
+        };
         Ok(Hiprtc {
             program,
             clang,

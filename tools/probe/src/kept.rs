@@ -73,7 +73,7 @@ impl Compiler for Kept {
     fn compile(&self, source: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
         let path = self.folder.join(file_name(source));
         let binary = fs::read(&path).map_err(|error| failed(self.name(), source, &path, &error))?;
-        let bad = |reason| CompileError::BadBinary {
+        let bad = |reason: String| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
             reason,
@@ -81,7 +81,8 @@ impl Compiler for Kept {
         let found = read_cubin(&binary).map_err(|error| bad(error.to_string()))?;
         let report = Report {
             compiler: self.name(),
-            kernels: KernelReport::of_entries(source, found).map_err(bad)?,
+            kernels: KernelReport::of_entries(source, found)
+                .map_err(|error| bad(error.to_string()))?,
             ..Report::default()
         };
         Ok(Artifact { binary, report })

@@ -8,7 +8,7 @@ use super::dedup_dispatch::{DedupMap, RowBytes, dedup_indices};
 use super::{
     BufferRef, Copy, GroupRank, HopSchedule, Message, Plan, Schedule, Span, Step, offsets, others,
 };
-use super::{Element, Reduction};
+use super::{Element, Reduction, ScheduleError};
 use crate::NodeRank;
 use std::sync::Arc;
 
@@ -67,7 +67,7 @@ impl Schedule for DedupCombine {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, String> {
+    ) -> Result<Plan, ScheduleError> {
         self.schedule.check(own, sends, receives)?;
         let bytes = RowBytes::same(self.bytes);
         let from = self.dedup.rows(sends, BufferRef::Input, bytes);
@@ -129,7 +129,7 @@ impl Schedule for IntraNodeCombine {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, String> {
+    ) -> Result<Plan, ScheduleError> {
         let DedupCombine { dedup, bytes, .. } = &self.0;
         let bytes = RowBytes::same(*bytes);
         let from = dedup.rows(sends, BufferRef::Input, bytes);
@@ -148,9 +148,11 @@ impl Schedule for IntraNodeCombine {
             };
             let outputs = planning.to[peer].len();
             if outputs != sums {
-                return Err(format!(
-                    "{outputs} outputs for sums for rank {peer}, there are {sums} sums"
-                ));
+                return Err(ScheduleError::Sums {
+                    peer,
+                    outputs,
+                    sums,
+                });
             }
         }
         Ok(planning.plan_inside_nodes())

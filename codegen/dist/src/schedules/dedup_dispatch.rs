@@ -4,6 +4,7 @@
 //! That rank forwards it to every rank of the node that gets a row of the token. Rows for the own
 //! node go directly. The received rows equal those of an exchange without deduplication.
 
+use super::ScheduleError;
 use super::{
     Block, BufferRef, Copy, GroupRank, HopCounts, HopSchedule, Message, Plan, Schedule, Span, Step,
     others,
@@ -283,7 +284,7 @@ impl Schedule for DedupDispatch {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, String> {
+    ) -> Result<Plan, ScheduleError> {
         self.schedule.check(own, sends, receives)?;
         let planning = DispatchPlanning {
             dedup: &self.dedup,

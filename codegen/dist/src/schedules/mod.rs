@@ -30,7 +30,7 @@ pub use hop_order::{HopOrder, HopSchedule};
 pub use over_hops::{Endpoints, all_to_all_with, exchange_over_hops, exchange_with};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
 pub use ring::Ring;
-pub use schedule::Schedule;
+pub use schedule::{Schedule, ScheduleError};
 pub use trees::{barrier, broadcast};
 
 use std::ops::Range;

@@ -3,23 +3,64 @@
 use super::{GroupRank, HopSchedule, Plan, exchange_with};
 use std::collections::HashMap;
 
+/// Messages that differ from the exchanged counts.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ScheduleError {
+    /// The counts belong to another rank.
+    #[error("the counts are of rank {counted} of {ranks}, this is rank {rank} of {size}")]
+    OtherRank {
+        /// The rank that has the counts.
+        counted: usize,
+        /// The number of ranks that they are of.
+        ranks: usize,
+        /// This rank.
+        rank: usize,
+        /// The size of its group.
+        size: usize,
+    },
+    /// The messages to or from a rank have other sizes.
+    #[error(
+        "messages {direction} rank {peer} have {given:?} bytes, the exchanged counts say {counted:?}"
+    )]
+    Messages {
+        /// `to` or `from`.
+        direction: &'static str,
+        /// The other rank.
+        peer: usize,
+        /// The sizes that the caller gave.
+        given: Vec<usize>,
+        /// The sizes by the counts.
+        counted: Vec<usize>,
+    },
+    /// The sums for a rank have more or fewer outputs.
+    #[error("{outputs} outputs for sums for rank {peer}, there are {sums} sums")]
+    Sums {
+        /// The rank that gets the sums.
+        peer: usize,
+        /// The outputs that the caller gave.
+        outputs: usize,
+        /// The sums that there are.
+        sums: usize,
+    },
+}
+
 /// A schedule of messages over intermediate ranks, made from exchanged counts.
 pub trait Schedule {
     /// Returns a number that is equal on all ranks of an exchange and different for every other
     /// path.
     fn code(&self) -> u64;
 
-    /// Plans the exchange of a rank, Q are peer and
-    /// bytes: input `i` goes to rank `sends[i].0`, output `j` comes from rank `receives[j].0`.
+    /// Plans the exchange of a rank. `sends` and `receives` are peers and bytes: input `i` goes to rank `sends[i].0`, output `j` comes from rank `receives[j].0`.
     ///
     /// # Errors
-    /// A description of messages that differ from the exchanged counts.
+    /// [`ScheduleError`] names the messages that differ from the exchanged counts.
     fn plan(
         &self,
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, String>;
+    ) -> Result<Plan, ScheduleError>;
 }
 
 impl Schedule for HopSchedule {
@@ -32,7 +73,7 @@ impl Schedule for HopSchedule {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, String> {
+    ) -> Result<Plan, ScheduleError> {
         self.check(own, sends, receives)?;
         Ok(exchange_with(self, sends, receives))
     }
@@ -45,7 +86,7 @@ impl HopSchedule {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<(), String> {
+    ) -> Result<(), ScheduleError> {
         self.check_from(own, sends, receives, &|_| true)
     }
 
@@ -56,14 +97,16 @@ impl HopSchedule {
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
         from: &dyn Fn(usize) -> bool,
-    ) -> Result<(), String> {
+    ) -> Result<(), ScheduleError> {
         let ranks = self.hops.ranks();
         let GroupRank { rank, size } = own;
         if self.rank != rank || ranks != size {
-            let counted = self.rank;
-            return Err(format!(
-                "the counts are of rank {counted} of {ranks}, this is rank {rank} of {size}"
-            ));
+            return Err(ScheduleError::OtherRank {
+                counted: self.rank,
+                ranks,
+                rank,
+                size,
+            });
         }
         compare_blocks("to", sends, 0..size, &|peer| self.sent(peer))?;
         let peers = (0..size).filter(|peer| from(*peer));
@@ -72,11 +115,11 @@ impl HopSchedule {
 }
 
 fn compare_blocks<'j>(
-    direction: &str,
+    direction: &'static str,
     messages: &[(usize, usize)],
     mut peers: impl Iterator<Item = usize>,
     counted: &dyn Fn(usize) -> &'j [usize],
-) -> Result<(), String> {
+) -> Result<(), ScheduleError> {
     let mut given: HashMap<usize, Vec<usize>> = HashMap::new();
     // Empty blocks have no message, and callers may still pass empty messages, so both sides
     // leave them out.
@@ -88,11 +131,11 @@ fn compare_blocks<'j>(
     let other = peers.find(|peer| !counted(*peer).eq(given(peer).iter().copied()));
     match other {
         None => Ok(()),
-        Some(peer) => {
-            let (counted, given) = (counted(peer).collect::<Vec<_>>(), given(&peer));
-            Err(format!(
-                "messages {direction} rank {peer} have {given:?} bytes, the exchanged counts say {counted:?}"
-            ))
-        }
+        Some(peer) => Err(ScheduleError::Messages {
+            direction,
+            peer,
+            given: given(&peer).to_vec(),
+            counted: counted(peer).collect(),
+        }),
     }
 }

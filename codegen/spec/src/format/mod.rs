@@ -29,7 +29,7 @@ pub(crate) use blocks::NONLINEAR;
 pub use blocks::{BLOCKS, BlockScales, Blocks, LARGEST};
 pub use encode::{EncodeError, EncodeOptions, Encoded};
 pub use matrices::{Matrices, Scales, Zeros};
-pub use stored::{PublishedCodes, StoredMatrix};
+pub use stored::{PublishedCodes, StoredError, StoredMatrix};
 
 /// A format of quantized matrices `[rows, columns]`, where rows are output features.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

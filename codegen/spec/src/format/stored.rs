@@ -34,17 +34,32 @@ pub struct PublishedCodes {
     pub in_order: bool,
 }
 
+/// Published codes that no canonical format holds exactly.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoredError {
+    /// Columns that share a scale are not consecutive.
+    #[error(
+        "columns share scales in no order (act-order), and codes of a layer share them in blocks"
+    )]
+    Unordered,
+    /// The format that describes them is none that a layer can take.
+    #[error("{problem}")]
+    NoFormat {
+        /// The rule of [`WeightFormat`] that it breaks.
+        problem: String,
+    },
+}
+
 impl PublishedCodes {
     /// Returns the canonical format that holds these codes exactly.
     ///
     /// # Errors
     ///
-    /// The reason that there is none.
-    pub fn stored(&self) -> Result<WeightFormat, String> {
+    /// [`StoredError`] says why there is none.
+    pub fn stored(&self) -> Result<WeightFormat, StoredError> {
         if !self.in_order {
-            let reason = "columns share scales in no order (act-order), and codes of a layer share \
-                          them in blocks";
-            return Err(reason.to_string());
+            return Err(StoredError::Unordered);
         }
         let stored = WeightFormat {
             code: self.code(),
@@ -57,7 +72,7 @@ impl PublishedCodes {
         };
         match stored.problem() {
             None => Ok(stored.recognised()),
-            Some(problem) => Err(problem),
+            Some(problem) => Err(StoredError::NoFormat { problem }),
         }
     }
 

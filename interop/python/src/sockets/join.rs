@@ -35,7 +35,7 @@ pub fn listen(host: &str) -> std::io::Result<TcpListener> {
 ///
 /// # Errors
 /// The rank that cannot be reached in time, with the reason.
-pub fn join(
+pub(crate) fn join(
     listener: &TcpListener,
     own: &Hello,
     addresses: &[String],
@@ -43,11 +43,11 @@ pub fn join(
 ) -> Result<Sockets, String> {
     let until = Instant::now() + timeout;
     let mut peers: Vec<Option<Peer>> = addresses.iter().map(|_| None).collect();
-    let new = |stream| Peer::new(stream).map_err(|error| error.to_string());
+    let new = |rank, stream| Peer::new(rank, stream).map_err(|error| error.to_string());
     for (rank, address) in addresses.iter().enumerate().take(own.rank) {
         let stream = call(address, own, until);
         let stream = stream.map_err(|error| format!("rank {rank} at {address}: {error}"))?;
-        peers[rank] = Some(new(stream)?);
+        peers[rank] = Some(new(rank, stream)?);
     }
     while let Some(missing) = (own.rank + 1..peers.len()).find(|rank| peers[*rank].is_none()) {
         if Instant::now() > until {
@@ -59,7 +59,7 @@ pub fn join(
         };
         let place = peers.get_mut(rank).filter(|_| rank > own.rank);
         match place {
-            Some(place @ None) => *place = Some(new(stream)?),
+            Some(place @ None) => *place = Some(new(rank, stream)?),
             _ => {
                 return Err(format!(
                     "rank {rank} has come twice, or is none of the group"

@@ -7,10 +7,11 @@
 mod join;
 mod peer;
 
-pub use join::{Hello, join, listen};
+pub(crate) use join::join;
+pub use join::{Hello, listen};
 
 use moesaic::collectives::Transport;
-use moesaic::collectives::transport::{MemoryRange, Request};
+use moesaic::collectives::transport::{MemoryRange, Request, TransportError};
 use peer::Peer;
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -45,19 +46,19 @@ impl Connections {
     }
 
     /// Moves whatever can move without waiting.
-    fn progress(&mut self) -> Result<(), String> {
-        for (rank, peer) in self.peers.iter_mut().enumerate() {
-            let Some(peer) = peer else { continue };
-            let moved = peer.progress(&mut self.eager, &mut self.open);
-            moved.map_err(|problem| format!("rank {rank}: {problem}"))?;
+    fn progress(&mut self) -> Result<(), TransportError> {
+        for peer in self.peers.iter_mut().flatten() {
+            peer.progress(&mut self.eager, &mut self.open)?;
         }
         Ok(())
     }
 
-    fn peer(&mut self, rank: usize) -> Result<&mut Peer, String> {
-        let own = self.rank;
-        let peer = self.peers.get_mut(rank).and_then(Option::as_mut);
-        peer.ok_or_else(|| format!("rank {own} has no connection with rank {rank}"))
+    fn peer(&mut self, rank: usize) -> Result<&mut Peer, TransportError> {
+        let found = self.peers.get_mut(rank).and_then(Option::as_mut);
+        found.ok_or(TransportError::NotConnected {
+            rank: self.rank,
+            peer: rank,
+        })
     }
 
     fn begin(&mut self) -> u64 {
@@ -135,7 +136,7 @@ impl Transport for Sockets {
         u32::MAX
     }
 
-    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), TransportError> {
         let mut own = self.lock();
         if to == own.rank {
             own.eager.push_back(message.to_vec());
@@ -145,7 +146,7 @@ impl Transport for Sockets {
         own.progress()
     }
 
-    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, TransportError> {
         let mut own = self.lock();
         own.progress()?;
         Ok(own.eager.pop_front())
@@ -156,7 +157,7 @@ impl Transport for Sockets {
         to: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         let mut own = self.lock();
         let id = own.begin();
         own.peer(to)?.send(id, tag, parts);
@@ -169,7 +170,7 @@ impl Transport for Sockets {
         from: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         let mut own = self.lock();
         let id = own.begin();
         let there = own.peer(from)?.receive(id, tag, parts)?;
@@ -179,7 +180,7 @@ impl Transport for Sockets {
         Ok(Request(id))
     }
 
-    fn finished(&mut self, request: Request) -> Result<bool, String> {
+    fn finished(&mut self, request: Request) -> Result<bool, TransportError> {
         let mut own = self.lock();
         own.progress()?;
         Ok(!own.open.contains(&request.0))
@@ -311,10 +312,12 @@ mod tests {
                 }
             });
             let problem = problem.unwrap_err();
-            assert!(
-                problem.contains("8 bytes where 4 were announced"),
-                "{problem}"
-            );
+            let size = TransportError::Size {
+                peer: 0,
+                sent: 8,
+                announced: 4,
+            };
+            assert_eq!(problem, size);
         }
         assert!(sockets[0].revoke() && sockets[1].revoke());
     }

@@ -3,7 +3,7 @@
 //! A frame is a kind, a tag and a length, then so many bytes. The receiver of a rendezvous message
 //! reads it into the caller's memory if it has been asked for, else into memory of its own.
 
-use moesaic::collectives::transport::MemoryRange;
+use moesaic::collectives::transport::{MemoryRange, TransportError};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -94,6 +94,8 @@ enum Target {
 
 /// One connection.
 pub struct Peer {
+    /// The rank at its other end.
+    rank: usize,
     stream: TcpStream,
     out: VecDeque<Frame>,
     header: [u8; HEADER],
@@ -107,11 +109,12 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Takes a connection whose two ends have greeted each other.
-    pub fn new(stream: TcpStream) -> std::io::Result<Peer> {
+    /// Takes a connection with `rank` whose two ends have greeted each other.
+    pub fn new(rank: usize, stream: TcpStream) -> std::io::Result<Peer> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         Ok(Peer {
+            rank,
             stream,
             out: VecDeque::new(),
             header: [0; HEADER],
@@ -152,12 +155,17 @@ impl Peer {
     }
 
     /// Receives into memory of the caller's. Returns whether the message was there already.
-    pub fn receive(&mut self, id: u64, tag: u32, parts: &[MemoryRange]) -> Result<bool, String> {
+    pub fn receive(
+        &mut self,
+        id: u64,
+        tag: u32,
+        parts: &[MemoryRange],
+    ) -> Result<bool, TransportError> {
         let Some(bytes) = self.arrived.remove(&tag) else {
             self.awaited.insert(tag, (id, parts.to_vec()));
             return Ok(false);
         };
-        scatter(&bytes, parts)?;
+        scatter(self.rank, &bytes, parts)?;
         Ok(true)
     }
 
@@ -178,7 +186,7 @@ impl Peer {
         &mut self,
         eager: &mut VecDeque<Vec<u8>>,
         open: &mut HashSet<u64>,
-    ) -> Result<(), String> {
+    ) -> Result<(), TransportError> {
         self.write(open)?;
         let mut turn = 0;
         while !self.ended && turn < TURN {
@@ -190,7 +198,7 @@ impl Peer {
         Ok(())
     }
 
-    fn write(&mut self, open: &mut HashSet<u64>) -> Result<(), String> {
+    fn write(&mut self, open: &mut HashSet<u64>) -> Result<(), TransportError> {
         while let Some(frame) = self.out.front_mut() {
             let rest = frame.rest();
             if rest.is_empty() {
@@ -208,7 +216,7 @@ impl Peer {
                     self.out.clear();
                     return Ok(());
                 }
-                Err(error) => return Err(format!("cannot be sent to: {error}")),
+                Err(error) => return Err(broken(self.rank, "cannot be sent to", &error)),
             }
         }
         Ok(())
@@ -219,7 +227,7 @@ impl Peer {
         &mut self,
         eager: &mut VecDeque<Vec<u8>>,
         open: &mut HashSet<u64>,
-    ) -> Result<usize, String> {
+    ) -> Result<usize, TransportError> {
         let space: &mut [u8] = match &mut self.incoming {
             None => &mut self.header[self.header_bytes..],
             Some(Incoming {
@@ -251,7 +259,7 @@ impl Peer {
                 self.ended = true;
                 return Ok(0);
             }
-            Err(error) => return Err(format!("cannot be received from: {error}")),
+            Err(error) => return Err(broken(self.rank, "cannot be received from", &error)),
         };
         match &mut self.incoming {
             None => self.header_bytes += bytes,
@@ -269,7 +277,7 @@ impl Peer {
     }
 
     /// Returns the frame that the header announces.
-    fn announced(&mut self) -> Result<Incoming, String> {
+    fn announced(&mut self) -> Result<Incoming, TransportError> {
         let [kind, tag @ .., _, _, _, _, _, _, _, _] = self.header;
         let mut length = [0; 8];
         length.copy_from_slice(&self.header[HEADER - 8..]);
@@ -277,12 +285,12 @@ impl Peer {
         let awaited = match kind {
             EAGER => None,
             RENDEZVOUS => self.awaited.remove(&tag),
-            _ => return Err("sends what is no frame".to_string()),
+            _ => return Err(TransportError::NoFrame { peer: self.rank }),
         };
         let to = match awaited {
             None => Target::Own(vec![0; length]),
             Some((id, parts)) => {
-                check(length, &parts)?;
+                check(self.rank, length, &parts)?;
                 Target::Caller(id, parts)
             }
         };
@@ -301,7 +309,7 @@ impl Peer {
         incoming: Incoming,
         eager: &mut VecDeque<Vec<u8>>,
         open: &mut HashSet<u64>,
-    ) -> Result<(), String> {
+    ) -> Result<(), TransportError> {
         match (incoming.kind, incoming.to) {
             (EAGER, Target::Own(bytes)) => eager.push_back(bytes),
             (_, Target::Caller(id, _)) => {
@@ -310,7 +318,7 @@ impl Peer {
             // It may have been asked for while it came.
             (_, Target::Own(bytes)) => match self.awaited.remove(&incoming.tag) {
                 Some((id, parts)) => {
-                    scatter(&bytes, &parts)?;
+                    scatter(self.rank, &bytes, &parts)?;
                     open.remove(&id);
                 }
                 None => {
@@ -334,15 +342,28 @@ fn is_end(kind: ErrorKind) -> bool {
     )
 }
 
-fn check(length: usize, parts: &[MemoryRange]) -> Result<(), String> {
-    match MemoryRange::total(parts) {
-        wanted if wanted == length => Ok(()),
-        wanted => Err(format!("sent {length} bytes where {wanted} were announced")),
+fn broken(peer: usize, problem: &'static str, error: &std::io::Error) -> TransportError {
+    TransportError::Connection {
+        peer,
+        problem,
+        kind: error.kind(),
+        message: error.to_string(),
     }
 }
 
-fn scatter(bytes: &[u8], parts: &[MemoryRange]) -> Result<(), String> {
-    check(bytes.len(), parts)?;
+fn check(peer: usize, sent: usize, parts: &[MemoryRange]) -> Result<(), TransportError> {
+    match MemoryRange::total(parts) {
+        announced if announced == sent => Ok(()),
+        announced => Err(TransportError::Size {
+            peer,
+            sent,
+            announced,
+        }),
+    }
+}
+
+fn scatter(peer: usize, bytes: &[u8], parts: &[MemoryRange]) -> Result<(), TransportError> {
+    check(peer, bytes.len(), parts)?;
     let mut rest = bytes;
     for part in parts.iter().filter(|part| part.bytes > 0) {
         let (own, more) = rest.split_at(part.bytes);

@@ -5,6 +5,7 @@ use crate::CollectiveError;
 use crate::eager::EagerMessage;
 use crate::error::{At, Missing};
 use crate::operation::Operation;
+use crate::transport::TransportError;
 use std::time::{Duration, Instant};
 
 /// The time for which a rank that gives up keeps trying to notify the others.
@@ -120,7 +121,7 @@ impl Core {
         }
     }
 
-    pub(super) fn transport_error(&self, at: Box<At>, reason: String) -> CollectiveError {
+    pub(super) fn transport_error(&self, at: Box<At>, reason: TransportError) -> CollectiveError {
         CollectiveError::Transport {
             at,
             transport: self.transport.name(),

@@ -14,7 +14,7 @@ use crate::error::At;
 use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
 use crate::progress_thread::{Bell, ProgressThread};
-use crate::transport::{MemoryRange, Transport};
+use crate::transport::{MemoryRange, Transport, TransportError};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -123,7 +123,9 @@ impl Core {
         }
         let ended = |reason: String| CollectiveError::Setup { reason };
         self.failure = Some(ended("the world was ended by `finish`".to_string()));
-        self.transport.close().map_err(ended)
+        self.transport
+            .close()
+            .map_err(|error| ended(error.to_string()))
     }
 
     /// Pretends that something failed before the operations in flight began.
@@ -337,7 +339,7 @@ impl Core {
         Ok(())
     }
 
-    fn send(&mut self, operation: &mut Operation, bundle: &Bundle) -> Result<(), String> {
+    fn send(&mut self, operation: &mut Operation, bundle: &Bundle) -> Result<(), TransportError> {
         let inline = bundle.sizes.bytes <= INLINE_BYTES as u64;
         let tag = self.tags[bundle.peer];
         let body = if inline {
@@ -385,8 +387,7 @@ impl Core {
                 }))
             }
             None => {
-                let reason = "a message cannot be read: the ranks run different versions";
-                let error = self.transport_error(self.nowhere(), reason.to_string());
+                let error = self.transport_error(self.nowhere(), TransportError::Unreadable);
                 Err(OpError::of_all(error))
             }
         }

@@ -12,6 +12,7 @@ mod table;
 mod transport;
 mod watch;
 
+use crate::transport::TransportError;
 use crate::world::World;
 use crate::{CollectiveError, Communicator, DEADLINE};
 use moesaic_target::Device;
@@ -79,14 +80,19 @@ pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator,
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
     let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
     let path = calls.library().to_string();
-    let setup = |reason| CollectiveError::Setup { reason };
-    let version = transport::version(&*calls).map_err(setup)?;
+    let version = transport::version(&*calls).map_err(|error| setup(&error))?;
     find::fits(launched.as_ref(), abi.name, (&path, &version))?;
-    let mpi = transport::Mpi::start(calls, abi, deadline).map_err(setup)?;
+    let mpi = transport::Mpi::start(calls, abi, deadline).map_err(|error| setup(&error))?;
     let communicator = Communicator::new(Box::new(mpi), device).with_deadline(deadline);
     match launched {
         Some(world) => world.must_be(&communicator, &path).map(|()| communicator),
         None => Ok(communicator),
+    }
+}
+
+fn setup(error: &TransportError) -> CollectiveError {
+    CollectiveError::Setup {
+        reason: error.to_string(),
     }
 }
 
@@ -101,8 +107,7 @@ pub const NOT_TOGETHER: i32 = watch::CODE;
 pub fn probe(options: &Options) -> Result<MpiLibrary, CollectiveError> {
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
     let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
-    let version =
-        transport::version(&*calls).map_err(|reason| CollectiveError::Setup { reason })?;
+    let version = transport::version(&*calls).map_err(|error| setup(&error))?;
     Ok(MpiLibrary {
         version,
         interface: abi.name,

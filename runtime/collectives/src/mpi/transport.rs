@@ -4,7 +4,7 @@ use super::abi::{Abi, Handle, Status};
 use super::messages::{joined, messages};
 use super::table::{Calls, Message, TagBound};
 use super::watch::Watch;
-use crate::transport::{MAX_EAGER_BYTES, MemoryRange, Request, Transport};
+use crate::transport::{MAX_EAGER_BYTES, MemoryRange, Request, Transport, TransportError};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::{Duration, Instant};
@@ -43,7 +43,11 @@ pub struct Mpi {
 
 impl Mpi {
     /// Initializes MPI unless that is done, and duplicates its world communicator.
-    pub fn start(calls: Box<dyn Calls>, abi: Abi, deadline: Duration) -> Result<Mpi, String> {
+    pub fn start(
+        calls: Box<dyn Calls>,
+        abi: Abi,
+        deadline: Duration,
+    ) -> Result<Mpi, TransportError> {
         let mut mpi = Mpi {
             calls,
             abi,
@@ -84,7 +88,7 @@ impl Mpi {
         Ok(mpi)
     }
 
-    fn initialize(&mut self, deadline: Duration) -> Result<(), String> {
+    fn initialize(&mut self, deadline: Duration) -> Result<(), TransportError> {
         let (mut flag, mut provided) = (0, 0);
         // SAFETY: allowed at any time; the pointer is to an int.
         let code = unsafe { self.calls.initialized(&mut flag) };
@@ -103,11 +107,11 @@ impl Mpi {
         };
         self.check("MPI_Init_thread", code)?;
         if provided < wanted {
-            return Err(format!(
-                "{} allows calls from one thread only (level {provided}; {wanted} is needed): \
-                 initialise MPI with MPI_THREAD_SERIALIZED or more",
-                self.version
-            ));
+            return Err(TransportError::OneThread {
+                library: self.version.clone(),
+                provided,
+                wanted,
+            });
         }
         // MPI's default handler ends the process on an error; errors must be returned instead.
         let (world, returns) = (self.abi.comm_world, self.abi.errors_return);
@@ -119,7 +123,7 @@ impl Mpi {
         Ok(())
     }
 
-    fn greatest_tag(&self) -> Result<u32, String> {
+    fn greatest_tag(&self) -> Result<u32, TransportError> {
         let mut bound: TagBound = std::ptr::null();
         let mut flag = 0;
         let value = (&raw mut bound).cast::<c_void>();
@@ -130,14 +134,15 @@ impl Mpi {
         };
         self.check("MPI_Comm_get_attr", code)?;
         if flag == 0 || bound.is_null() {
-            return Err(format!("{} does not say its greatest tag", self.version));
+            let library = self.version.clone();
+            return Err(TransportError::NoTagLimit { library });
         }
         // SAFETY: MPI keeps the number it points to.
         Ok(unsafe { *bound }.max(2) as u32)
     }
 
     /// Duplicates the world communicator, because others may use it for messages of their own.
-    fn duplicate(&self, deadline: Duration) -> Result<Handle, String> {
+    fn duplicate(&self, deadline: Duration) -> Result<Handle, TransportError> {
         // Leaked on purpose: MPI may still write here after the deadline has passed.
         let cell = Box::leak(Box::new([0usize; 2]));
         let [comm, request] = cell;
@@ -149,11 +154,10 @@ impl Mpi {
         // that all ranks are there.
         while !self.done(request, &mut Status::default())? {
             if start.elapsed() > deadline {
-                return Err(format!(
-                    "not all of the {} ranks came within {:.0} s",
-                    self.size,
-                    deadline.as_secs_f64()
-                ));
+                return Err(TransportError::RanksMissing {
+                    ranks: self.size,
+                    deadline,
+                });
             }
             std::thread::yield_now();
         }
@@ -164,7 +168,7 @@ impl Mpi {
         Ok(comm)
     }
 
-    fn check(&self, function: &str, code: c_int) -> Result<(), String> {
+    fn check(&self, function: &'static str, code: c_int) -> Result<(), TransportError> {
         if code == 0 {
             return Ok(());
         }
@@ -177,10 +181,14 @@ impl Mpi {
         };
         // SAFETY: the last byte is still zero.
         let words = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
-        Err(format!("{function}: {words} (error {code})"))
+        Err(TransportError::Call {
+            function,
+            code,
+            message: format!("{words} (error {code})"),
+        })
     }
 
-    fn done(&self, request: &mut usize, status: &mut Status) -> Result<bool, String> {
+    fn done(&self, request: &mut usize, status: &mut Status) -> Result<bool, TransportError> {
         let mut flag = 0;
         // SAFETY: the request is one of this object's, and was not done before.
         let code = unsafe { self.calls.test(request, &mut flag, status) };
@@ -198,7 +206,7 @@ impl Mpi {
         }
     }
 
-    fn await_eager(&mut self) -> Result<(), String> {
+    fn await_eager(&mut self) -> Result<(), TransportError> {
         let message = self.message(self.abi.any_source, EAGER_TAG, MAX_EAGER_BYTES);
         let buffer = self.message.as_mut_ptr().cast();
         // SAFETY: the buffer is kept until the request is done, or forever: see `drop`.
@@ -207,7 +215,7 @@ impl Mpi {
     }
 
     /// Removes eager messages that have left.
-    fn sweep(&mut self) -> Result<(), String> {
+    fn sweep(&mut self) -> Result<(), TransportError> {
         let mut index = 0;
         while index < self.posted.len() {
             let mut request = self.posted[index].1;
@@ -236,8 +244,8 @@ impl Mpi {
         peer: usize,
         tag: u32,
         parts: &[MemoryRange],
-        begin: impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), String>,
-    ) -> Result<Request, String> {
+        begin: impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), TransportError>,
+    ) -> Result<Request, TransportError> {
         self.next += 1;
         let id = self.next;
         for message in messages(parts, self.chunk()) {
@@ -256,9 +264,9 @@ impl Mpi {
         peer: usize,
         tag: u32,
         parts: &[MemoryRange],
-        begin: &impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), String>,
+        begin: &impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), TransportError>,
         request: &mut usize,
-    ) -> Result<(), String> {
+    ) -> Result<(), TransportError> {
         let address = parts[0].address.cast();
         let mut message = self.message(peer as c_int, tag as c_int + 1, parts[0].bytes);
         if parts.len() == 1 {
@@ -273,7 +281,7 @@ impl Mpi {
     }
 
     /// Returns a datatype of all these ranges, relative to the first address.
-    fn layout(&self, parts: &[MemoryRange]) -> Result<usize, String> {
+    fn layout(&self, parts: &[MemoryRange]) -> Result<usize, TransportError> {
         let origin = parts[0].address.addr();
         // Displacements may be negative: parts need not ascend in memory.
         let place = |part: &MemoryRange| part.address.addr().wrapping_sub(origin) as isize;
@@ -294,18 +302,27 @@ impl Mpi {
 }
 
 /// Returns the first line of the library's own name and version.
-pub fn version(calls: &dyn Calls) -> Result<String, String> {
+pub fn version(calls: &dyn Calls) -> Result<String, TransportError> {
     let mut text = [0 as c_char; 8192 + 1];
     let mut length = 0;
     // SAFETY: allowed at any time; the buffer has the standard's maximum size.
     let code = unsafe { calls.library_version(text.as_mut_ptr(), &mut length) };
     if code != 0 {
-        return Err(format!("MPI_Get_library_version: error {code}"));
+        return Err(without_words("MPI_Get_library_version", code));
     }
     // SAFETY: the last byte is still zero.
     let words = unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy();
     let words: Vec<&str> = words.split_whitespace().collect();
     Ok(short(&words.join(" ")))
+}
+
+/// Returns the failure of a function that is called while MPI cannot put codes into words.
+fn without_words(function: &'static str, code: c_int) -> TransportError {
+    TransportError::Call {
+        function,
+        code,
+        message: format!("error {code}"),
+    }
 }
 
 /// Shortens a version to `Open MPI v4.1.4` or `MPICH Version: 5.0.2`; build details follow in the
@@ -333,7 +350,7 @@ impl Transport for Mpi {
         self.last_tag
     }
 
-    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), String> {
+    fn send_eager(&mut self, to: usize, message: &[u8]) -> Result<(), TransportError> {
         self.sweep()?;
         let bytes: Box<[u8]> = message.into();
         let message = self.message(to as c_int, EAGER_TAG, bytes.len());
@@ -348,7 +365,7 @@ impl Transport for Mpi {
         Ok(())
     }
 
-    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, String> {
+    fn receive_eager(&mut self) -> Result<Option<Vec<u8>>, TransportError> {
         self.sweep()?;
         let (mut request, mut status) = (self.awaited, Status::default());
         let done = self.done(&mut request, &mut status)?;
@@ -370,7 +387,7 @@ impl Transport for Mpi {
         to: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         self.rendezvous(to, tag, parts, |mpi, from, message, request| {
             // SAFETY: the caller keeps the memory until the rendezvous message is finished.
             let code = unsafe { mpi.calls.isend(from, message, request) };
@@ -383,7 +400,7 @@ impl Transport for Mpi {
         from: usize,
         tag: u32,
         parts: &[MemoryRange],
-    ) -> Result<Request, String> {
+    ) -> Result<Request, TransportError> {
         self.rendezvous(from, tag, parts, |mpi, to, message, request| {
             // SAFETY: as in `send`.
             let code = unsafe { mpi.calls.irecv(to, message, request) };
@@ -391,7 +408,7 @@ impl Transport for Mpi {
         })
     }
 
-    fn finished(&mut self, request: Request) -> Result<bool, String> {
+    fn finished(&mut self, request: Request) -> Result<bool, TransportError> {
         let Some(mut requests) = self.rendezvous.remove(&request.0) else {
             return Ok(true);
         };
@@ -405,7 +422,7 @@ impl Transport for Mpi {
                     *request = copy;
                     break;
                 }
-                Err(words) => error = Some(words),
+                Err(failure) => error = Some(failure),
             }
         }
         let finished = requests.is_empty();
@@ -429,7 +446,7 @@ impl Transport for Mpi {
         self.posted.len()
     }
 
-    fn close(&mut self) -> Result<(), String> {
+    fn close(&mut self) -> Result<(), TransportError> {
         let until = Instant::now() + CLOSING;
         let late = || Instant::now() > until;
         // Eager messages must leave before MPI is finalized, or receivers would wait for them
@@ -437,7 +454,9 @@ impl Transport for Mpi {
         while !self.posted.is_empty() {
             self.sweep()?;
             if late() {
-                return Err("the last messages did not leave".to_string());
+                return Err(TransportError::Unclosed {
+                    unfinished: "the last messages did not leave",
+                });
             }
         }
         // SAFETY: the request is that of a receive that is not done.
@@ -446,7 +465,9 @@ impl Transport for Mpi {
         let mut request = self.awaited;
         while !self.done(&mut request, &mut Status::default())? {
             if late() {
-                return Err("the last receive was not cancelled".to_string());
+                return Err(TransportError::Unclosed {
+                    unfinished: "the last receive was not cancelled",
+                });
             }
         }
         self.closed = true;
@@ -454,7 +475,7 @@ impl Transport for Mpi {
             // SAFETY: nothing is in flight, and this object has initialized MPI.
             let code = unsafe { self.calls.finalize() };
             if code != 0 {
-                return Err(format!("MPI_Finalize: error {code}"));
+                return Err(without_words("MPI_Finalize", code));
             }
         }
         Ok(())

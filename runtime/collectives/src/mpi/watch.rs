@@ -2,6 +2,7 @@
 //! cancelled.
 
 use crate::topology::host_name;
+use crate::transport::TransportError;
 use crate::world::World;
 use std::io::Write;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -30,7 +31,7 @@ pub struct Watch {
 
 impl Watch {
     /// Starts the watchdog; `version` is the library's.
-    pub fn begin(deadline: Duration, version: &str) -> Result<Watch, String> {
+    pub fn begin(deadline: Duration, version: &str) -> Result<Watch, TransportError> {
         let limit = deadline.max(LEAST);
         let world = World::from_environment().ok().flatten();
         let rank = world.map(|world| format!("rank {} on {}: ", world.rank, host_name()));
@@ -53,7 +54,11 @@ impl Watch {
         };
         let thread = thread::Builder::new().name("moesaic-mpi-init".to_string());
         let spawned = thread.spawn(watch);
-        spawned.map_err(|error| format!("no thread can watch over MPI_Init: {error}"))?;
+        spawned.map_err(|error| TransportError::NoThread {
+            purpose: "watch over MPI_Init",
+            kind: error.kind(),
+            message: error.to_string(),
+        })?;
         Ok(Watch { _alive: alive })
     }
 }

@@ -2,6 +2,7 @@
 
 use super::find::Api;
 use super::table::{Code, Config, IN_PROGRESS, NO_COLOR, RawComm, SUCCESS, UniqueId};
+use crate::transport::TransportError;
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
@@ -36,34 +37,38 @@ impl Entered<'_> {
     }
 
     /// Returns the library's asynchronous state: in progress, done or failed.
-    pub fn state(&self) -> Result<Code, String> {
+    pub fn state(&self) -> Result<Code, TransportError> {
         let mut state = SUCCESS;
         // SAFETY: the communicator is live, the pointer valid for a write.
         let code = unsafe { self.api().table.async_error(self.raw(), &mut state) };
         self.check("ncclCommGetAsyncError", code)?;
         match state {
             SUCCESS | IN_PROGRESS => Ok(state),
-            failed => Err(self.words("the communicator", failed)),
+            failed => Err(self.failure("the communicator", failed)),
         }
     }
 
     /// Returns whether everything that was begun has been handed to the device.
-    pub fn settled(&self) -> Result<bool, String> {
+    pub fn settled(&self) -> Result<bool, TransportError> {
         Ok(self.state()? == SUCCESS)
     }
 
     /// Checks a return code; a call in progress is no failure.
-    pub fn check(&self, function: &str, code: Code) -> Result<(), String> {
+    pub fn check(&self, function: &'static str, code: Code) -> Result<(), TransportError> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
-            failed => Err(self.words(function, failed)),
+            failed => Err(self.failure(function, failed)),
         }
     }
 
-    fn words(&self, what: &str, code: Code) -> String {
+    fn failure(&self, function: &'static str, code: Code) -> TransportError {
         // SAFETY: the communicator is live.
-        let words = unsafe { self.api().table.words(code, self.raw()) };
-        format!("{what}: {words}")
+        let message = unsafe { self.api().table.words(code, self.raw()) };
+        TransportError::Call {
+            function,
+            code,
+            message,
+        }
     }
 }
 
@@ -84,7 +89,12 @@ impl Comm {
     }
 
     /// Begins to join the other ranks, with the GPU of this thread.
-    pub fn begin(api: &Arc<Api>, id: UniqueId, rank: usize, ranks: usize) -> Result<Comm, String> {
+    pub fn begin(
+        api: &Arc<Api>,
+        id: UniqueId,
+        rank: usize,
+        ranks: usize,
+    ) -> Result<Comm, TransportError> {
         let comm = Comm::new(api);
         let (raw, mut config) = (comm.raw.as_ptr(), Config::non_blocking());
         // SAFETY: both pointers are valid; the configuration is that of the version in it.
@@ -97,8 +107,8 @@ impl Comm {
 
     /// Begins to split the communicator; its other ranks call it too. A rank without a colour
     /// gets a null communicator.
-    pub fn begin_split(&self, color: Option<u32>, key: usize) -> Result<Comm, String> {
-        let entered = self.enter().ok_or("the communicator has ended")?;
+    pub fn begin_split(&self, color: Option<u32>, key: usize) -> Result<Comm, TransportError> {
+        let entered = self.enter().ok_or(TransportError::Ended)?;
         let new = Comm::new(&self.api);
         let color = color.map_or(NO_COLOR, |color| color as c_int & c_int::MAX);
         // SAFETY: the communicator is live; without a configuration the new one inherits this
@@ -113,13 +123,17 @@ impl Comm {
         new.begun("ncclCommSplit", code)
     }
 
-    fn begun(self, function: &str, code: Code) -> Result<Comm, String> {
+    fn begun(self, function: &'static str, code: Code) -> Result<Comm, TransportError> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(self),
             failed => {
                 // SAFETY: null is allowed.
-                let words = unsafe { self.api.table.words(failed, std::ptr::null_mut()) };
-                Err(format!("{function}: {words}"))
+                let message = unsafe { self.api.table.words(failed, std::ptr::null_mut()) };
+                Err(TransportError::Call {
+                    function,
+                    code: failed,
+                    message,
+                })
             }
         }
     }
@@ -158,14 +172,16 @@ impl Comm {
     }
 
     /// Destroys the communicator in good order; nothing is in flight.
-    pub fn close(&self, until: Instant) -> Result<(), String> {
+    pub fn close(&self, until: Instant) -> Result<(), TransportError> {
         let finalized = self.finalize(until);
         if self.ended.swap(true, Ordering::SeqCst) || self.is_null() {
             return finalized;
         }
         let mut failed = finalized;
         if !self.unused_within(CALLS_END) {
-            failed = failed.and(Err("a call of another thread has not ended".to_string()));
+            failed = failed.and(Err(TransportError::Unclosed {
+                unfinished: "a call of another thread has not ended",
+            }));
         }
         let raw = self.raw.swap(std::ptr::null_mut(), Ordering::SeqCst);
         // SAFETY: the communicator is live, and ended once.
@@ -178,11 +194,15 @@ impl Comm {
         };
         match code {
             SUCCESS | IN_PROGRESS => failed,
-            code => failed.and(Err(format!("ncclCommDestroy: code {code}"))),
+            code => failed.and(Err(TransportError::Call {
+                function: "ncclCommDestroy",
+                code,
+                message: format!("code {code}"),
+            })),
         }
     }
 
-    fn finalize(&self, until: Instant) -> Result<(), String> {
+    fn finalize(&self, until: Instant) -> Result<(), TransportError> {
         let Some(entered) = self.enter() else {
             return Ok(());
         };
@@ -191,7 +211,9 @@ impl Comm {
         entered.check("ncclCommFinalize", code)?;
         while !entered.settled()? {
             if Instant::now() > until {
-                return Err("ncclCommFinalize has not ended in time".to_string());
+                return Err(TransportError::Unclosed {
+                    unfinished: "ncclCommFinalize has not ended in time",
+                });
             }
             std::thread::sleep(PAUSE);
         }

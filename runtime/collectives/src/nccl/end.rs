@@ -33,7 +33,8 @@ impl Nccl {
         let ended = |reason: String| CollectiveError::Setup { reason };
         let until = Instant::now() + deadline;
         for comm in self.world.board.comms() {
-            comm.close(until).map_err(ended)?;
+            comm.close(until)
+                .map_err(|error| ended(error.to_string()))?;
         }
         let board: &Board = &self.world.board;
         board.close(Some(ended("the world was ended by `finish`".to_string())));

@@ -47,7 +47,7 @@ impl Nccl {
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);
         let plan = plan
-            .map_err(|reason| checks::invalid(kind, reason))?
+            .map_err(|error| checks::invalid(kind, error.to_string()))?
             .packed();
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let mut task = self.task(kind, call);

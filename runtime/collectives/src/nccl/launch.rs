@@ -7,6 +7,7 @@ use super::world::World;
 use crate::error::At;
 use crate::operation::{Next, Unequal};
 use crate::plan::{BufferRef, Copy, Expected, Message, Plan, Span, Step};
+use crate::transport::TransportError;
 use crate::{CollectiveError, Slice};
 use moesaic_target::{DeviceCopy, DeviceError, StreamDevice};
 use std::ffi::c_int;
@@ -86,7 +87,7 @@ impl Launch<'_> {
         }
     }
 
-    pub fn transport(&self, reason: String) -> CollectiveError {
+    pub fn transport(&self, reason: TransportError) -> CollectiveError {
         CollectiveError::Transport {
             at: Box::new(self.at.clone()),
             transport: self.comm.api().name(),

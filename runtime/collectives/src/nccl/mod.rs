@@ -257,7 +257,7 @@ impl Begin<'_> {
             .and_then(|gpu| gpu.native_stream())
             .map_err(setup)?;
         let comm = Comm::begin(&self.api, table::UniqueId(id), self.rank, self.size);
-        let comm = Arc::new(comm.map_err(find::setup)?);
+        let comm = Arc::new(comm.map_err(|error| find::setup(error.to_string()))?);
         self.wait_for(&comm, deadline)?;
         let on_host = || -> Arc<dyn Fold> { Arc::new(OnHost::new(&self.device)) };
         let world = world::World::new(Parts {
@@ -289,7 +289,7 @@ impl Begin<'_> {
             let state = comm.enter().map(|entered| entered.settled());
             let reason = match state {
                 Some(Ok(true)) => return Ok(()),
-                Some(Err(reason)) => reason,
+                Some(Err(error)) => error.to_string(),
                 _ if start.elapsed() > deadline => format!(
                     "not all of the {} ranks have made a communicator within {:.1} s",
                     self.size,

@@ -14,6 +14,7 @@
 
 mod capture;
 mod device;
+mod error;
 mod event;
 mod functions;
 mod graph;
@@ -26,6 +27,7 @@ mod staging;
 
 use crate::{KernelReport, MapBytes, Ptr};
 pub use device::{GpuDevice, Setup};
+pub use error::{TensorMapError, VendorError};
 pub use functions::{
     EventHandle, ExecHandle, FunctionHandle, FunctionNames, Functions, GraphHandle, ModuleHandle,
     PoolHandle, StreamHandle,
@@ -61,7 +63,7 @@ pub trait Vendor: Send + Sync + 'static {
     ///
     /// # Errors
     /// The defect.
-    fn check_binary(&self, binary: &[u8]) -> Result<(), String>;
+    fn check_binary(&self, binary: &[u8]) -> Result<(), VendorError>;
 
     /// Returns the static shared memory of a kernel in bytes.
     ///
@@ -88,13 +90,13 @@ pub trait Vendor: Send + Sync + 'static {
         function: FunctionHandle,
         launch: &Launch,
         fixed: u32,
-    ) -> Result<(), String>;
+    ) -> Result<(), VendorError>;
 
     /// Checks that the driver can launch this shape.
     ///
     /// # Errors
     /// The exceeded limit.
-    fn check_shape(&self, shape: &LaunchShape) -> Result<(), String>;
+    fn check_shape(&self, shape: &LaunchShape) -> Result<(), VendorError>;
 
     /// Returns true if blocks of a dependent launch may start before the earlier launches have
     /// ended.
@@ -126,7 +128,7 @@ pub trait Vendor: Send + Sync + 'static {
     ///
     /// # Errors
     /// The violated rule, with the requested values.
-    fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String>;
+    fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, VendorError>;
 }
 
 /// A copy of rows of bytes by address.

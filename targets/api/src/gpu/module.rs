@@ -123,7 +123,8 @@ impl<V: Vendor> GpuModule<V> {
             cluster: dims.cluster.max(1),
             dependent: function.entry.launch.dependent,
         };
-        self.loaded.gpu.vendor.check_shape(&shape)?;
+        let checked = self.loaded.gpu.vendor.check_shape(&shape);
+        checked.map_err(|error| error.to_string())?;
         Ok(shape)
     }
 }
@@ -146,7 +147,10 @@ impl<V: Vendor> Module for GpuModule<V> {
         let grid = gpu_grid(symbol, &dims)?;
         let mut block = ARGS.take();
         block.pack(&function.entry, args, |map, base, sizes| match grid {
-            Some(_) => gpu.vendor.encode(map, base, sizes).map_err(refuse),
+            Some(_) => {
+                let encoded = gpu.vendor.encode(map, base, sizes);
+                encoded.map_err(|error| refuse(error.to_string()))
+            }
             None => Ok([0; MAP_BYTES]),
         })?;
         let Some(grid) = grid else {
@@ -279,7 +283,8 @@ impl<V: Vendor> Loaded<V> {
             ));
         }
         // SAFETY: as above.
-        unsafe { gpu.vendor.allow(function, &entry.launch, fixed) }?;
+        let allowed = unsafe { gpu.vendor.allow(function, &entry.launch, fixed) };
+        allowed.map_err(|error| error.to_string())?;
         let free = V::FREE_SHARED.min(most).saturating_sub(fixed);
         Ok(dynamic.max(free))
     }
@@ -330,7 +335,8 @@ fn load<V: Vendor>(
     let gpu = &lane.gpu;
     gpu.enter(format_args!("load of kernel `{kernel}`"))?;
     // The driver finds the end of the image by itself, so the image must be complete.
-    gpu.vendor.check_binary(image).map_err(refuse)?;
+    let checked = gpu.vendor.check_binary(image);
+    checked.map_err(|error| refuse(error.to_string()))?;
     let mut module = ModuleHandle(functions::NULL);
     // SAFETY: the pointer is valid for a write; the image is a complete
     // binary, checked above, and stays until the module is unloaded.

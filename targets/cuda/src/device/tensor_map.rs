@@ -4,7 +4,7 @@
 
 use super::vendor::Cuda;
 use moesaic_kernel::{DType, Swizzle, TensorMap};
-use moesaic_target::gpu::Vendor;
+use moesaic_target::gpu::{TensorMapError, Vendor, VendorError};
 use moesaic_target::{MAP_BYTES, MapBytes, Ptr};
 
 /// Bytes that addresses, strides and boxes are multiples of.
@@ -40,23 +40,19 @@ pub(super) fn encode(
     map: &TensorMap,
     base: Ptr,
     sizes: [u64; 5],
-) -> Result<MapBytes, String> {
-    let asked = |reason: &str| {
-        let rank = usize::from(map.rank.min(5));
-        format!(
-            "tensor map over {} {:?} at {:#x} in boxes of {:?}, swizzle {:?}: {reason}",
-            map.dtype.name(),
-            &sizes[..rank],
-            base.0,
-            &map.tile[..rank],
-            map.swizzle
-        )
+) -> Result<MapBytes, VendorError> {
+    let refused = |problem: String| {
+        VendorError::TensorMap(Box::new(TensorMapError {
+            map: *map,
+            base,
+            sizes,
+            problem,
+        }))
     };
-    let tiled = check(map, base, &sizes).map_err(|reason| asked(&reason))?;
+    let tiled = check(map, base, &sizes).map_err(refused)?;
     let Some(encode) = cuda.table.own.encode_tiled.filter(|_| cuda.clusters) else {
-        return Err(asked(
-            "it needs sm_90 or later and a driver for CUDA 12.0 or later",
-        ));
+        let problem = "it needs sm_90 or later and a driver for CUDA 12.0 or later";
+        return Err(refused(problem.to_string()));
     };
     let (ones, mut room) = ([1; 5], Room([0; MAP_BYTES]));
     // SAFETY: the map is written to 128 aligned bytes; the arrays hold at
@@ -79,7 +75,7 @@ pub(super) fn encode(
     };
     match code {
         0 => Ok(room.0),
-        code => Err(asked(&cuda.words(code))),
+        code => Err(refused(cuda.words(code))),
     }
 }
 

@@ -4,7 +4,7 @@ use crate::driver::{Copy2d, LaunchAttribute, LaunchConfig, Side2d, Table};
 use cudarc::driver::CudaContext;
 use moesaic_kernel::{Launch, TensorMap};
 use moesaic_target::gpu::{
-    AddressedRows, Fault, FunctionHandle, Functions, LaunchShape, StreamHandle, Vendor,
+    AddressedRows, Fault, FunctionHandle, Functions, LaunchShape, StreamHandle, Vendor, VendorError,
 };
 use moesaic_target::{KernelReport, MapBytes, Ptr};
 use std::ffi::{c_int, c_void};
@@ -60,10 +60,10 @@ impl Vendor for Cuda {
         self.table.words(code)
     }
 
-    fn check_binary(&self, binary: &[u8]) -> Result<(), String> {
+    fn check_binary(&self, binary: &[u8]) -> Result<(), VendorError> {
         crate::read_cubin(binary)
             .map(|_| ())
-            .map_err(|error| error.to_string())
+            .map_err(|error| VendorError::Binary(error.into()))
     }
 
     unsafe fn static_shared(
@@ -86,33 +86,32 @@ impl Vendor for Cuda {
         function: FunctionHandle,
         launch: &Launch,
         fixed: u32,
-    ) -> Result<(), String> {
+    ) -> Result<(), VendorError> {
         // SAFETY: the caller's promise.
         let set = |attribute, value| unsafe {
             let code = self.table.own.function_set(function, attribute, value);
-            self.outcome(code).map_err(|fault| fault.words)
+            self.outcome(code)
         };
         if launch.shared_bytes.saturating_add(fixed) > Self::FREE_SHARED {
             let bytes = c_int::try_from(launch.shared_bytes).unwrap_or(c_int::MAX);
-            set(MOST_DYNAMIC_SHARED, bytes).map_err(|words| {
-                format!("{bytes} bytes of dynamic shared memory are refused: {words}")
-            })?;
+            set(MOST_DYNAMIC_SHARED, bytes)
+                .map_err(|fault| VendorError::SharedMemory { bytes, fault })?;
         }
         self.check_cluster(launch.cluster)?;
         if launch.cluster > PORTABLE_CLUSTER {
-            set(LARGE_CLUSTERS, 1)
-                .map_err(|words| format!("clusters of {} are refused: {words}", launch.cluster))?;
+            set(LARGE_CLUSTERS, 1).map_err(|fault| VendorError::Clusters {
+                blocks: launch.cluster,
+                fault,
+            })?;
         }
         Ok(())
     }
 
-    fn check_shape(&self, shape: &LaunchShape) -> Result<(), String> {
+    fn check_shape(&self, shape: &LaunchShape) -> Result<(), VendorError> {
         self.check_cluster(shape.cluster)?;
         let ([x, _], blocks) = (shape.grid, shape.cluster);
         if !x.is_multiple_of(blocks) {
-            return Err(format!(
-                "{x} blocks in x are not whole clusters of {blocks}; {shape}"
-            ));
+            return Err(VendorError::PartOfCluster { shape: *shape });
         }
         Ok(())
     }
@@ -171,7 +170,7 @@ impl Vendor for Cuda {
         unsafe { self.table.own.copy_rows(&copy, stream) }
     }
 
-    fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, String> {
+    fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, VendorError> {
         super::tensor_map::encode(self, map, base, dims)
     }
 }
@@ -191,20 +190,21 @@ impl Cuda {
         }
     }
 
-    fn check_cluster(&self, blocks: u32) -> Result<(), String> {
+    fn check_cluster(&self, blocks: u32) -> Result<(), VendorError> {
         if blocks <= 1 {
             return Ok(());
         }
         if !self.clusters || self.table.own.launch_ex.is_none() {
-            return Err(format!(
-                "it runs in clusters of {blocks} blocks, which need sm_90 or later and a driver \
-                 for CUDA 11.8 or later"
-            ));
+            return Err(VendorError::NoClusters {
+                blocks,
+                lacking: "need sm_90 or later and a driver for CUDA 11.8 or later",
+            });
         }
         if blocks > LARGEST_CLUSTER {
-            return Err(format!(
-                "clusters of {blocks} blocks are too large; the most are {LARGEST_CLUSTER}"
-            ));
+            return Err(VendorError::LargeCluster {
+                blocks,
+                most: LARGEST_CLUSTER,
+            });
         }
         Ok(())
     }

@@ -177,13 +177,14 @@ impl NvrtcCompiler {
         source: &KernelSource,
         compiled: &Compiled,
     ) -> Result<Vec<KernelReport>, CompileError> {
-        let bad = |reason| CompileError::BadBinary {
+        let bad = |reason: String| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
             reason,
         };
         let found = read_cubin(&compiled.cubin).map_err(|error| bad(error.to_string()))?;
-        let mut kernels = KernelReport::of_entries(source, found).map_err(bad)?;
+        let mut kernels =
+            KernelReport::of_entries(source, found).map_err(|error| bad(error.to_string()))?;
         let spills = log::spills(&compiled.log);
         for kernel in &mut kernels {
             let own = spills.iter().find(|spill| spill.function == kernel.symbol);

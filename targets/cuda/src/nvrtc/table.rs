@@ -74,7 +74,7 @@ impl Nvrtc {
     }
 
     /// Returns the major and minor version.
-    pub fn version(&self) -> Result<(u32, u32), String> {
+    pub(super) fn version(&self) -> Result<(u32, u32), String> {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: both pointers are valid for a write.
         self.check(unsafe { self.functions.version(&mut major, &mut minor) })?;
@@ -82,7 +82,7 @@ impl Nvrtc {
     }
 
     /// Returns the compute capabilities that it compiles for, times ten.
-    pub fn archs(&self) -> Result<Vec<u16>, String> {
+    pub(super) fn archs(&self) -> Result<Vec<u16>, String> {
         let mut count = 0;
         // SAFETY: the pointer is valid for a write.
         self.check(unsafe { self.functions.arch_count(&mut count) })?;

@@ -4,7 +4,7 @@ use crate::hip::Hip;
 use crate::read_code_object;
 use moesaic_kernel::{Launch, TensorMap};
 use moesaic_target::gpu::{
-    AddressedRows, Fault, FunctionHandle, Functions, LaunchShape, StreamHandle, Vendor,
+    AddressedRows, Fault, FunctionHandle, Functions, LaunchShape, StreamHandle, Vendor, VendorError,
 };
 use moesaic_target::{KernelReport, MapBytes, Ptr};
 use std::ffi::{c_int, c_void};
@@ -39,10 +39,10 @@ impl Vendor for Rocm {
         self.hip.words(code)
     }
 
-    fn check_binary(&self, binary: &[u8]) -> Result<(), String> {
+    fn check_binary(&self, binary: &[u8]) -> Result<(), VendorError> {
         read_code_object(binary)
             .map(|_| ())
-            .map_err(|error| error.to_string())
+            .map_err(|error| VendorError::Binary(error.into()))
     }
 
     unsafe fn static_shared(
@@ -53,21 +53,17 @@ impl Vendor for Rocm {
         Ok(report.and_then(|report| report.shared_bytes).unwrap_or(0))
     }
 
-    unsafe fn allow(&self, _: FunctionHandle, launch: &Launch, _: u32) -> Result<(), String> {
+    unsafe fn allow(&self, _: FunctionHandle, launch: &Launch, _: u32) -> Result<(), VendorError> {
         no_clusters(launch.cluster)
     }
 
     /// Checks the shape: HIP counts the threads of a dimension in 32 bits.
-    fn check_shape(&self, shape: &LaunchShape) -> Result<(), String> {
+    fn check_shape(&self, shape: &LaunchShape) -> Result<(), VendorError> {
         no_clusters(shape.cluster)?;
         let ([x, _], threads) = (shape.grid, shape.threads);
         match x.checked_mul(threads) {
             Some(_) => Ok(()),
-            None => Err(format!(
-                "a grid of {x} blocks of {threads} threads is too large: HIP has at most {} \
-                 threads in x",
-                u32::MAX
-            )),
+            None => Err(VendorError::LargeGrid { blocks: x, threads }),
         }
     }
 
@@ -86,16 +82,17 @@ impl Vendor for Rocm {
         unsafe { self.hip.copy_rows(rows, stream) }
     }
 
-    fn encode(&self, _: &TensorMap, _: Ptr, _: [u64; 5]) -> Result<MapBytes, String> {
-        Err("AMD GPUs have no tensor maps".to_string())
+    fn encode(&self, _: &TensorMap, _: Ptr, _: [u64; 5]) -> Result<MapBytes, VendorError> {
+        Err(VendorError::NoTensorMaps)
     }
 }
 
-fn no_clusters(blocks: u32) -> Result<(), String> {
+fn no_clusters(blocks: u32) -> Result<(), VendorError> {
     match blocks {
         0 | 1 => Ok(()),
-        _ => Err(format!(
-            "it runs in clusters of {blocks} blocks, which AMD GPUs do not have"
-        )),
+        _ => Err(VendorError::NoClusters {
+            blocks,
+            lacking: "AMD GPUs do not have",
+        }),
     }
 }

@@ -74,7 +74,7 @@ impl FiberModule {
 
     /// Loads another copy of the image, with shared memory of its own.
     fn load_copy(&self) -> Result<Copy, String> {
-        let loaded = load_shared_object(&self.binary)?;
+        let loaded = load_shared_object(&self.binary).map_err(|error| error.to_string())?;
         let words = |error: moesaic_dl::DlError| error.to_string();
         // SAFETY: the prelude of the text declares it so; the library is kept
         // beside what is taken from it.

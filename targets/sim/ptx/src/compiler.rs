@@ -56,7 +56,7 @@ impl PtxCompiler {
             kernel.map(report).map_err(|error| bad(error.to_string()))
         });
         let found = found.collect::<Result<Vec<_>, _>>()?;
-        KernelReport::of_entries(source, found).map_err(bad)
+        KernelReport::of_entries(source, found).map_err(|error| bad(error.to_string()))
     }
 
     /// Refuses kernels that declare too much shared memory, as ptxas would: the

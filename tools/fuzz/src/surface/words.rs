@@ -119,7 +119,8 @@ impl Surface for Words {
 fn understands(words: &[&str]) -> Result<String, String> {
     let name = OsString::from("moesaic");
     let words = words.iter().map(OsString::from);
-    moesaic_cli::understands(std::iter::once(name).chain(words))
+    let understood = moesaic_cli::understands(std::iter::once(name).chain(words));
+    understood.map_err(|error| error.to_string())
 }
 
 /// Iterates over options and their values, for commands that pass no words to a

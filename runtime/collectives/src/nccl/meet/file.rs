@@ -15,7 +15,7 @@ use std::time::Duration;
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Returns the cards of all ranks.
-pub fn gather(guest: &mut Guest, folder: &Path) -> Result<Vec<Vec<u8>>, String> {
+pub(super) fn gather(guest: &mut Guest, folder: &Path) -> Result<Vec<Vec<u8>>, String> {
     let meeting = MeetingFolder {
         folder: folder.to_path_buf(),
         token: guest.token,

@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const MOST_OPEN: usize = 256;
 
 /// Returns the cards of all ranks.
-pub fn gather(guest: &mut Guest, host: &str, port: u16) -> Result<Vec<Vec<u8>>, String> {
+pub(super) fn gather(guest: &mut Guest, host: &str, port: u16) -> Result<Vec<Vec<u8>>, String> {
     let addresses = (host, port).to_socket_addrs();
     let addresses = addresses.map_err(|error| format!("MASTER_ADDR `{host}`: {error}"))?;
     let addresses: Vec<SocketAddr> = addresses.collect();
