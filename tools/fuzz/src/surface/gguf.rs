@@ -62,7 +62,9 @@ fn types() -> Vec<Type> {
 
 /// Returns a type whose blocks fit rows of that width.
 fn fitting(rng: &mut SampleRng, types: &[Type], row: u64) -> Type {
-    let fit = types.iter().filter(|kind| row % kind.elements == 0);
+    let fit = types
+        .iter()
+        .filter(|kind| row.is_multiple_of(kind.elements));
     let fit: Vec<Type> = fit.copied().collect();
     rng.pick(&fit)
 }
