@@ -9,12 +9,16 @@ use moesaic::reference;
 use moesaic::spec::hf;
 use moesaic::target::Ptr;
 use moesaic::toolchain::testing::{Tool, needed};
-use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
+use moesaic::weights::{
+    Checkpoint, LayerReader, LoadOptions, set_expert_formats, write_safetensors,
+};
 use moesaic::{
     DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, RngKey, Store, Tensor,
     Tensors, Training,
 };
 use moesaic_probe::idle_driver;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -299,15 +303,16 @@ fn peak(make: impl FnOnce() -> Layer) -> [f64; 2] {
     let before = HELD.load(Ordering::Relaxed);
     MOST.store(before, Ordering::Relaxed);
     let layer = make();
-    let weights = layer
-        .plan()
-        .tensors
-        .iter()
-        .filter(|t| t.role == Role::Weight);
-    let bytes: u64 = weights.map(|tensor| tensor.bytes(0)).sum();
+    let bytes = weight_bytes(&layer);
     let now = HELD.load(Ordering::Relaxed);
     let most = MOST.load(Ordering::Relaxed);
     [most, now].map(|held| held.saturating_sub(before) as f64 / bytes as f64)
+}
+
+fn weight_bytes(layer: &Layer) -> u64 {
+    let tensors = layer.plan().tensors.iter();
+    let weights = tensors.filter(|t| t.role == Role::Weight);
+    weights.map(|tensor| tensor.bytes(0)).sum()
 }
 
 /// Each of three weights is a third of the layer, so one more of them would show.
@@ -350,5 +355,90 @@ fn a_layer_is_in_memory_once_while_it_is_made() {
             let what = format!("{stored} to {wanted}, {what}: {most:.3} at most, {left:.3} left");
             assert!(left >= 1.0 && most <= 1.15, "{what}");
         }
+    }
+}
+
+/// A name, type and shape in a quantized checkpoint.
+type Stored = (String, Dtype, Vec<usize>);
+
+/// A layer as DeepSeek-V3 is published: FP8 in tiles of 128 x 128.
+fn fp8() -> (&'static str, Vec<Stored>) {
+    let config = r#"{ "model_type": "qwen3_moe", "hidden_size": 512, "moe_intermediate_size": 512,
+        "num_experts": 128, "num_experts_per_tok": 2, "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16",
+        "quantization_config": { "quant_method": "fp8", "weight_block_size": [128, 128] } }"#;
+    let mlp = "model.layers.0.mlp";
+    let mut stored = vec![(format!("{mlp}.gate.weight"), Dtype::BF16, vec![128, 512])];
+    for expert in 0..128 {
+        for name in ["gate_proj", "up_proj", "down_proj"] {
+            let name = format!("{mlp}.experts.{expert}.{name}.weight");
+            stored.push((format!("{name}_scale_inv"), Dtype::F32, vec![4, 4]));
+            stored.push((name, Dtype::F8_E4M3, vec![512, 512]));
+        }
+    }
+    (config, stored)
+}
+
+/// A layer as gpt-oss is published: MXFP4, gate and up in one tensor by turns, so that both are put
+/// together in memory, some MiB at a time. Next to 200 MiB of codes those are little.
+fn mxfp4() -> (&'static str, Vec<Stored>) {
+    let config = r#"{ "model_type": "gpt_oss", "hidden_size": 1024, "intermediate_size": 1024,
+        "num_local_experts": 128, "num_experts_per_tok": 2, "num_hidden_layers": 1,
+        "torch_dtype": "bfloat16", "quantization_config": { "quant_method": "mxfp4" } }"#;
+    let mlp = "model.layers.0.mlp";
+    let mut stored = vec![
+        (format!("{mlp}.router.weight"), Dtype::BF16, vec![128, 1024]),
+        (format!("{mlp}.router.bias"), Dtype::BF16, vec![128]),
+    ];
+    for (name, rows) in [("gate_up_proj", 2048), ("down_proj", 1024)] {
+        let name = format!("{mlp}.experts.{name}");
+        stored.push((format!("{name}_blocks"), Dtype::U8, vec![128, rows, 32, 16]));
+        stored.push((format!("{name}_scales"), Dtype::U8, vec![128, rows, 32]));
+        stored.push((format!("{name}_bias"), Dtype::BF16, vec![128, rows]));
+    }
+    (config, stored)
+}
+
+/// Writes zeros of those types and shapes. Returns the bytes of all.
+fn write_zeros(path: &Path, stored: &[Stored]) -> usize {
+    let size = |(_, dtype, shape): &Stored| {
+        let elements: usize = shape.iter().product();
+        elements * dtype.bitsize() / 8
+    };
+    let zeros = vec![0; stored.iter().map(size).max().unwrap_or_default()];
+    let views = stored.iter().map(|tensor| {
+        let (name, dtype, shape) = tensor;
+        let view = TensorView::new(*dtype, shape.clone(), &zeros[..size(tensor)]);
+        (name, view.expect("as many bytes as elements"))
+    });
+    safetensors::serialize_to_file(views, None, path).expect("a file");
+    stored.iter().map(size).sum()
+}
+
+/// Codes are packed from the mapped file, so a layer of codes needs no more memory than they do.
+#[test]
+fn a_layer_of_codes_takes_the_memory_of_its_codes_while_it_is_made() {
+    let _turn = turn();
+    let engine = Engine::cpu().expect("a C compiler");
+    let dir = tempfile::tempdir().expect("a directory");
+    for (what, (config, stored)) in [("FP8", fp8()), ("MXFP4", mxfp4())] {
+        let path = dir.path().join(format!("{what}.safetensors"));
+        let published = write_zeros(&path, &stored);
+        let file = Checkpoint::open(&path).expect("a checkpoint");
+        let mut import = hf::import(config, 0).expect("a model");
+        let options = LoadOptions::default();
+        let formats = set_expert_formats(&mut import, &file, options);
+        assert!(formats.up.is_some() && formats.down.is_some(), "{what}");
+        let reader = LayerReader::of_import(&import, &file, options).expect("its weights");
+        let mut bytes = 0;
+        let [most, left] = peak(|| {
+            let layer = engine.layer(&import.spec, &reader).expect("a layer");
+            bytes = weight_bytes(&layer);
+            layer
+        });
+        let share = bytes as f64 / published as f64;
+        let what = format!("{what}: {most:.3} at most, {left:.3} left, {share:.3} of the file");
+        assert!(left >= 1.0 && most <= 1.1, "{what}");
+        assert!(most * share <= 1.1, "{what}");
     }
 }

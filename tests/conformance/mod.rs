@@ -27,6 +27,7 @@ pub mod layers;
 pub mod mesh;
 mod mesh_adaptive_r;
 mod mesh_all_to_all;
+mod mesh_groups;
 mod mesh_placed;
 mod mesh_raw;
 mod mesh_shadows;

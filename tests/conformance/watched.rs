@@ -35,6 +35,8 @@ struct Seen {
     uploaded: Vec<Range<usize>>,
     /// Launches of each kernel.
     launched: BTreeMap<String, usize>,
+    /// Operations that wait for the device, by name.
+    waited: BTreeMap<&'static str, usize>,
     /// Passes in flight, their largest number at a time; `awaited` is the
     /// number that the first waits for.
     passes: [usize; 2],
@@ -192,10 +194,12 @@ impl Device for Watched {
         offset: usize,
         bytes: &mut [u8],
     ) -> Result<(), DeviceError> {
+        *self.seen().waited.entry("download").or_default() += 1;
         self.cpu.download(buffer, offset, bytes)
     }
 
     fn synchronize(&self) -> Result<(), DeviceError> {
+        *self.seen().waited.entry("synchronize").or_default() += 1;
         self.cpu.synchronize()
     }
 }
@@ -435,4 +439,23 @@ fn nothing_is_launched_on_no_memory() {
     assert!(matches!(error, EngineError::Input { .. }), "{error}");
     let text = "input `x`: lies at address 0, where no memory is";
     assert_eq!(error.to_string(), text);
+}
+
+/// How many rows an expert has is known to kernels alone: a call without a capacity reads nothing
+/// back, sends nothing and waits for nothing.
+#[test]
+fn a_dropless_step_leaves_counts_on_the_device() {
+    let watched = Watched::new();
+    let device: &dyn Device = &*watched;
+    let layer = training_layer(&watched.engine(), &case(SPEC, 8));
+    let memory = [0; 4].map(|_| device.alloc(64 * 24 * 4).unwrap());
+    raw_step(&layer, device, 64, &memory);
+    let before = watched.seen().uploaded.len();
+    watched.seen().waited.clear();
+    for tokens in [64, 8] {
+        raw_step(&layer, device, tokens, &memory);
+    }
+    let waited = watched.seen().waited.clone();
+    let uploaded = watched.seen().uploaded.len();
+    assert_eq!((waited, uploaded), (BTreeMap::new(), before));
 }

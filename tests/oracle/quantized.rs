@@ -1,7 +1,7 @@
 //! Layers of quantized checkpoints, run as they were read: by one process and by ranks that read
 //! their own experts, to the bit what transformers' dequantized weights give.
 
-use super::{engine, entries};
+use super::{engine, entries, hurried};
 use crate::conformance::mesh::on_ranks;
 use moesaic::mesh::SharedExperts;
 use moesaic::spec::gguf;
@@ -9,11 +9,11 @@ use moesaic::spec::hf::{self, Import};
 use moesaic::tensor::SourceError;
 use moesaic::train::elastic;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
-use moesaic::{DType, Input, LayerOptions, Parallel, Tensor, Tensors, WeightSource};
+use moesaic::{DType, Engine, Input, LayerOptions, Parallel, Tensor, Tensors, WeightSource};
 use serde_json::Value;
 use std::fs;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// A layer's two checkpoints and how each is read.
@@ -206,11 +206,8 @@ impl Published {
         let mut import = self.from.0.clone();
         let options = LoadOptions::default();
         let formats = set_expert_formats(&mut import, &self.from.1, options);
-        assert!(
-            formats.up.is_some() != formats.dequantized.is_some(),
-            "{}",
-            self.what
-        );
+        let both = formats.up.is_some() && formats.dequantized.is_some();
+        assert!(!both, "{}", self.what);
         formats.up.map(|_| import)
     }
 
@@ -254,9 +251,27 @@ fn ascending(ids: &Tensor<'_>, top_k: usize) -> Vec<Vec<i64>> {
 /// holds the f64 reference to the same, and `stored.rs` next to it the codes to the numbers.
 #[test]
 fn published_formats_run() {
-    let engine = engine();
     let cases = entries("formats");
     assert_eq!(cases.len(), 24);
+    let as_numbers = run_as_numbers_and_codes(&engine(), &cases);
+    let [only] = as_numbers.as_slice() else {
+        panic!("no codes: {as_numbers:?}");
+    };
+    assert!(only.ends_with("gptq_int4_act"), "{only}");
+}
+
+/// Layers of GGUF files by gguf-py: four of blocks, the rest of floats.
+#[test]
+fn files_of_gguf_py_run() {
+    let mut cases = entries("gguf");
+    cases.retain(|path| path.is_dir());
+    assert_eq!(cases.len(), 15);
+    let as_numbers = run_as_numbers_and_codes(&hurried(), &cases);
+    assert_eq!(as_numbers.len(), 11, "{as_numbers:?}");
+}
+
+/// Runs layers of fixtures. Returns those without codes.
+fn run_as_numbers_and_codes(engine: &Engine, cases: &[PathBuf]) -> Vec<String> {
     let mut as_numbers = Vec::new();
     for case in cases.iter().map(|dir| Published::open(dir)) {
         let (tokens, codes) = (0..case.x.shape[0], case.as_codes());
@@ -273,10 +288,7 @@ fn published_formats_run() {
             None => as_numbers.push(case.what),
         }
     }
-    let [only] = as_numbers.as_slice() else {
-        panic!("no codes: {as_numbers:?}");
-    };
-    assert!(only.ends_with("gptq_int4_act"), "{only}");
+    as_numbers
 }
 
 /// Two ranks read the codes of their own experts alone.

@@ -1,6 +1,9 @@
 //! Training runs: published curves, and the examples' own models.
 
 mod char_lm;
+#[path = "../../examples/common/mod.rs"]
+mod common;
+mod digits;
 mod gated;
 mod gates;
 mod helloworld;

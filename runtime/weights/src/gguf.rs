@@ -4,7 +4,7 @@ use crate::WeightsError;
 use crate::gguf_header::{Header, Info, read_header};
 use moesaic_kernel::DType;
 use moesaic_spec::format::Blocks;
-use moesaic_spec::gguf::{Metadata, TensorInfo};
+use moesaic_spec::gguf::{Metadata, NUMBERS, TensorInfo, number_id};
 use moesaic_tensor::Map;
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -64,14 +64,11 @@ pub(crate) enum Kind {
 impl Kind {
     /// Returns the type with ggml's number.
     pub fn of(id: u32) -> Kind {
-        match id {
-            0 => Kind::Numbers(DType::F32),
-            1 => Kind::Numbers(DType::F16),
-            26 => Kind::Numbers(DType::I32),
-            27 => Kind::Numbers(DType::I64),
-            30 => Kind::Numbers(DType::Bf16),
-            _ => Blocks::of(id).map_or(Kind::Unread(id), Kind::Blocks),
-        }
+        let mut numbers = NUMBERS.into_iter();
+        let number = numbers.find(|dtype| number_id(*dtype) == id);
+        let kind = number.map(Kind::Numbers);
+        let kind = kind.or_else(|| Blocks::of(id).map(Kind::Blocks));
+        kind.unwrap_or(Kind::Unread(id))
     }
 }
 

@@ -1,9 +1,11 @@
 //! Layers imported from Hugging Face checkpoints compute the results of transformers.
 
 use crate::{archive, support};
-use moesaic_spec::hf;
+use moesaic_spec::format::BLOCKS;
+use moesaic_spec::{gguf, hf};
 use moesaic_tensor::{Tensor, Tensors};
 use moesaic_weights::{Checkpoint, LoadOptions, load_import, write_safetensors};
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
@@ -46,7 +48,7 @@ fn more_families() {
 #[test]
 fn published_formats() {
     let mut wrong = Vec::new();
-    for dir in cases("formats") {
+    for dir in [cases("formats"), cases("gguf")].concat() {
         let name = dir.file_name().unwrap().to_string_lossy().into_owned();
         match support::check(&dir) {
             Ok(report) if report.wrong_rows == 0 && report.error < 2e-6 => {}
@@ -58,6 +60,28 @@ fn published_formats() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Files that other people's programs wrote have every architecture and every type of blocks.
+#[test]
+fn every_architecture_and_block_type_has_a_layer() {
+    let (mut architectures, mut types) = (BTreeSet::new(), String::new());
+    for dir in [cases("formats"), cases("gguf")].concat() {
+        let case = fs::read(dir.join("case.json")).unwrap();
+        let case: serde_json::Value = serde_json::from_slice(&case).unwrap();
+        if let Some(name) = case["architecture"].as_str() {
+            architectures.insert(name.to_string());
+            types += &format!(" {} {} ", case["format"], case["types"]);
+        }
+    }
+    let wanted = gguf::supported().into_iter().map(String::from);
+    assert_eq!(architectures, wanted.collect());
+    let names: Vec<&str> = types
+        .split(|c: char| !c.is_alphanumeric() && c != '_')
+        .collect();
+    for blocks in BLOCKS {
+        assert!(names.contains(&blocks.name), "{}", blocks.name);
+    }
 }
 
 #[test]

@@ -60,3 +60,28 @@ fn blocks_are_those_of_gguf_py() {
     }
     assert_eq!(count, 6);
 }
+
+/// Random blocks of every type are, bit by bit, the numbers that gguf-py makes of them.
+#[test]
+fn blocks_decode_as_gguf_py_does() {
+    let file = open(&archive::folder("gguf"), "types");
+    assert_eq!(file.names().count(), 2 * BLOCKS.len());
+    for kind in BLOCKS {
+        let (blocks, values) = (
+            format!("{}.blocks", kind.name),
+            format!("{}.values", kind.name),
+        );
+        let blocks = file.find(&blocks).unwrap().unwrap().bytes;
+        let wanted = file.read(&values).unwrap().to_f32();
+        let mut found = vec![0f32; wanted.len()];
+        let pairs = blocks.chunks(kind.bytes);
+        for (block, values) in pairs.zip(found.chunks_mut(kind.elements)) {
+            kind.decode(block, values);
+        }
+        assert_eq!(blocks.len() / kind.bytes * kind.elements, wanted.len());
+        for (at, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
+            let same = found.to_bits() == wanted.to_bits();
+            assert!(same, "{} {at}: {found:e}, {wanted:e}", kind.name);
+        }
+    }
+}

@@ -134,17 +134,39 @@ const HELD: [(&str, &str); 24] = [
     ("modelopt_nvfp4", "nvfp4 nvfp4"),
 ];
 
+/// The same of files that gguf-py wrote.
+const HELD_BY_GGUF: [(&str, &str); 4] = [
+    ("granitemoe", "custom q4_0"),
+    ("llama", "iq4_xs mxfp4"),
+    ("olmoe", "custom q4_0"),
+    ("qwen35moe", "q4_1 custom"),
+];
+
 #[test]
 fn published_layers_keep_their_codes() {
-    let root = archive::folder("formats");
+    check_held("formats", &HELD);
+}
+
+#[test]
+fn layers_of_gguf_py_keep_their_codes() {
+    check_held("gguf", &HELD_BY_GGUF);
+}
+
+fn check_held(archive: &str, all: &[(&str, &str)]) {
+    let root = archive::folder(archive);
     let mut wrong = Vec::new();
-    for (name, held) in HELD {
+    for (name, held) in all {
         let dir = root.join(name);
         let case: serde_json::Value =
             serde_json::from_slice(&fs::read(dir.join("case.json")).unwrap()).unwrap();
         let (import, file) = imported(&dir, &case).unwrap();
         // Codes multiply by the inverse of compressed-tensors' second scale, and numbers divide.
-        let formats = check(name, &import, &file, if name == "ct_nvfp4" { 2 } else { 0 });
+        let formats = check(
+            name,
+            &import,
+            &file,
+            if *name == "ct_nvfp4" { 2 } else { 0 },
+        );
         let named = |format: WeightFormat| match format.name {
             "" => "custom",
             name => name,
@@ -153,7 +175,7 @@ fn published_layers_keep_their_codes() {
             (Some(up), Some(down)) => format!("{} {}", named(up), named(down)),
             _ => "-".to_string(),
         };
-        if found != held || formats.dequantized.is_some() != (held == "-") {
+        if found != *held || formats.dequantized.is_some() != (*held == "-") {
             wrong.push(format!("{name}: {found}, {formats:?}"));
         }
     }

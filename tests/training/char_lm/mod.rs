@@ -3,8 +3,6 @@
 
 #[path = "../../../examples/char_lm/attention.rs"]
 mod attention;
-#[path = "../../../examples/common/mod.rs"]
-mod common;
 #[path = "../../../examples/char_lm/dense.rs"]
 mod dense;
 #[path = "../../../examples/char_lm/model.rs"]
@@ -21,6 +19,7 @@ mod spread;
 #[path = "../../../examples/char_lm/text.rs"]
 mod text;
 
+use super::common;
 use attention::Shape;
 use common::experts::{self, Experts};
 use common::feed_forward::FeedForward;

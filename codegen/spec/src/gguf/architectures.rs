@@ -43,7 +43,7 @@ pub(super) const ALL: &[Architecture] = &[
     },
     Architecture {
         name: "granitemoe",
-        build: |_| family("granitemoe", json!({})),
+        build: granite,
     },
     Architecture {
         name: "llama",
@@ -97,6 +97,17 @@ fn shared_width(block: &Block<'_>) -> Value {
     match block.shared() {
         Some(width) => json!({"shared_expert_intermediate_size": width}),
         None => json!({}),
+    }
+}
+
+/// Returns Granite's block. llama.cpp has one name for it with and without shared experts.
+fn granite(block: &Block<'_>) -> Result<Family, GgufError> {
+    match block.shared() {
+        Some(width) => family(
+            "granitemoeshared",
+            json!({"shared_intermediate_size": width}),
+        ),
+        None => family("granitemoe", json!({})),
     }
 }
 

@@ -21,6 +21,20 @@ use moesaic_kernel::DType;
 use serde_json::{Map, json};
 use std::collections::BTreeMap;
 
+/// Types of plain numbers in GGUF files. The types of blocks are [`BLOCKS`](crate::format::BLOCKS).
+pub const NUMBERS: [DType; 5] = [DType::F32, DType::F16, DType::Bf16, DType::I32, DType::I64];
+
+/// Returns ggml's number of a type of plain numbers.
+pub const fn number_id(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => 0,
+        DType::F16 => 1,
+        DType::I32 => 26,
+        DType::I64 => 27,
+        DType::Bf16 => 30,
+    }
+}
+
 /// The metadata of a GGUF file, or of the first file of a split model.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata {

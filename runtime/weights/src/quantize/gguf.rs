@@ -214,11 +214,7 @@ fn narrow(model: &Model, name: &str, canonical: DType) -> DType {
 impl Kind {
     fn id(self) -> u32 {
         match self {
-            Kind::Numbers(DType::F32) => 0,
-            Kind::Numbers(DType::F16) => 1,
-            Kind::Numbers(DType::I32) => 26,
-            Kind::Numbers(DType::I64) => 27,
-            Kind::Numbers(DType::Bf16) => 30,
+            Kind::Numbers(dtype) => gguf::number_id(dtype),
             Kind::Blocks(blocks) => blocks.id,
         }
     }

@@ -3,6 +3,8 @@
 use super::quantized::loads;
 use super::{Surface, folder, promise};
 use crate::mutate;
+use moesaic_kernel::DType;
+use moesaic_spec::format::BLOCKS;
 use moesaic_spec::gguf;
 use moesaic_spec::testing::SampleRng;
 use moesaic_weights::{Checkpoint, LoadOptions};
@@ -12,19 +14,60 @@ use tempfile::TempDir;
 /// Values of metadata keys: small ones, and impossible ones.
 const NUMBERS: [u64; 10] = [0, 1, 2, 3, 32, 64, 4096, 1 << 31, 1 << 62, u64::MAX];
 
-/// Numbers of ggml types, with the elements and bytes of a block; moesaic does
-/// not read the last ones.
-const TYPES: [(u32, u64, u64); 9] = [
-    (0, 1, 4),
-    (1, 1, 2),
-    (2, 32, 18),
-    (8, 32, 34),
-    (12, 256, 144),
-    (23, 256, 136),
-    (39, 32, 17),
-    (16, 256, 66),
-    (77, 1, 1),
+/// Widths of a layer and of its experts: rows of 256 elements are whole blocks of every type.
+const WIDTHS: [(u64, u64); 3] = [(64, 32), (256, 32), (32, 256)];
+
+/// A ggml type, with the elements and bytes of a block.
+#[derive(Clone, Copy)]
+struct Type {
+    id: u32,
+    elements: u64,
+    bytes: u64,
+}
+
+const F32: Type = Type {
+    id: gguf::number_id(DType::F32),
+    elements: 1,
+    bytes: 4,
+};
+
+/// Two types that moesaic does not read: IQ2_XXS, and a number that ggml has not given.
+const UNREAD: [Type; 2] = [
+    Type {
+        id: 16,
+        elements: 256,
+        bytes: 66,
+    },
+    Type {
+        id: 77,
+        elements: 1,
+        bytes: 1,
+    },
 ];
+
+/// Returns the types that moesaic reads, from its own lists.
+fn types() -> Vec<Type> {
+    let numbers = gguf::NUMBERS.into_iter().map(|dtype| Type {
+        id: gguf::number_id(dtype),
+        elements: 1,
+        bytes: dtype.size() as u64,
+    });
+    let blocks = BLOCKS.iter().map(|blocks| Type {
+        id: blocks.id,
+        elements: blocks.elements as u64,
+        bytes: blocks.bytes as u64,
+    });
+    numbers.chain(blocks).collect()
+}
+
+/// Returns a type whose blocks fit rows of that width.
+fn fitting(rng: &mut SampleRng, types: &[Type], row: u64) -> Type {
+    let fit = types
+        .iter()
+        .filter(|kind| row.is_multiple_of(kind.elements));
+    let fit: Vec<Type> = fit.copied().collect();
+    rng.pick(&fit)
+}
 
 /// A layer of a GGUF file.
 pub struct Gguf {
@@ -40,15 +83,17 @@ impl Gguf {
 
 /// Makes a file that is a little wrong.
 fn file(rng: &mut SampleRng) -> Vec<u8> {
+    let types = types();
+    let (model, hidden) = rng.pick(&WIDTHS);
     let (name, gated) = rng.pick(&[("qwen3moe", true), ("deepseek2", true), ("gpt-oss", false)]);
     let mut keys: Vec<(String, u32, Vec<u8>)> = Vec::new();
     let text = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
     keys.push(("general.architecture".to_string(), 8, text(name)));
     for (key, value) in [
-        ("embedding_length", 64),
+        ("embedding_length", model),
         ("expert_count", 2),
         ("expert_used_count", 1),
-        ("expert_feed_forward_length", 32),
+        ("expert_feed_forward_length", hidden),
         ("expert_gating_func", 1),
     ] {
         if key == "expert_gating_func" && !gated {
@@ -69,27 +114,30 @@ fn file(rng: &mut SampleRng) -> Vec<u8> {
         let list = [&kind.to_le_bytes()[..], &count.to_le_bytes(), &[0; 16]].concat();
         keys.push(("tokenizer.ggml.tokens".to_string(), 9, list));
     }
-    let mut tensors = vec![("ffn_gate_inp.weight", vec![64, 2], 0)];
-    let blocks = rng.pick(&[0usize, 2, 3, 6]);
-    tensors.push(("ffn_gate_exps.weight", vec![64, 32, 2], blocks));
-    tensors.push(("ffn_up_exps.weight", vec![64, 32, 2], blocks));
-    tensors.push(("ffn_down_exps.weight", vec![32, 64, 2], blocks));
+    let up = fitting(rng, &types, model);
+    let down = fitting(rng, &types, hidden);
+    let mut tensors = vec![
+        ("ffn_gate_inp.weight", vec![model, 2], F32),
+        ("ffn_gate_exps.weight", vec![model, hidden, 2], up),
+        ("ffn_up_exps.weight", vec![model, hidden, 2], up),
+        ("ffn_down_exps.weight", vec![hidden, model, 2], down),
+    ];
     if !gated {
-        tensors.push(("ffn_gate_inp.bias", vec![2], 0));
-        tensors.push(("ffn_gate_exps.bias", vec![32, 2], 0));
-        tensors.push(("ffn_up_exps.bias", vec![32, 2], 0));
-        tensors.push(("ffn_down_exps.bias", vec![64, 2], 0));
+        tensors.push(("ffn_gate_inp.bias", vec![2], F32));
+        tensors.push(("ffn_gate_exps.bias", vec![hidden, 2], F32));
+        tensors.push(("ffn_up_exps.bias", vec![hidden, 2], F32));
+        tensors.push(("ffn_down_exps.bias", vec![model, 2], F32));
     }
     let (mut infos, mut end, count) = (Vec::new(), 0u64, tensors.len() as u64);
-    for (name, mut dims, at) in tensors {
-        let mut kind = TYPES[at];
-        let size = dims.iter().product::<u64>() / kind.1 * kind.2;
+    let others = [&types[..], &UNREAD].concat();
+    for (name, mut dims, mut kind) in tensors {
+        let size = dims.iter().product::<u64>() / kind.elements * kind.bytes;
         let mut offset = end;
         end = (end + size).next_multiple_of(64);
         if rng.one_in(40) {
             match rng.between(0, 3) {
                 0 => offset = rng.pick(&NUMBERS),
-                1 => kind = rng.pick(&TYPES),
+                1 => kind = rng.pick(&others),
                 2 => dims = (0..rng.between(0, 5)).map(|_| rng.pick(&NUMBERS)).collect(),
                 _ => dims.push(rng.pick(&NUMBERS)),
             }
@@ -97,7 +145,7 @@ fn file(rng: &mut SampleRng) -> Vec<u8> {
         infos.extend(text(&format!("blk.0.{name}")));
         infos.extend((dims.len() as u32).to_le_bytes());
         infos.extend(dims.iter().flat_map(|size| size.to_le_bytes()));
-        infos.extend(kind.0.to_le_bytes());
+        infos.extend(kind.id.to_le_bytes());
         infos.extend(offset.to_le_bytes());
     }
     let version = if rng.one_in(40) {
