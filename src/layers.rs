@@ -81,7 +81,8 @@ impl Engine {
     /// `grad.<weight>`, so the layer copies neither. Layers of other weights can share it.
     ///
     /// # Errors
-    /// As [`Engine::layer`], without those of weights.
+    /// As [`Engine::layer`], without those of weights. Calls fail with
+    /// [`EngineError::NoWeight`] where they do not bring a weight.
     pub fn layer_without_weights(
         &self,
         spec: &LayerSpec,

@@ -6,7 +6,9 @@ use super::cases::{of_type, small};
 use super::layers::engines;
 use super::simulated::{SIMULATORS, open};
 use moesaic::target::{Buffer, Device, Ptr};
-use moesaic::{DType, Engine, EngineError, Layer, RawBackward, RawCall, RngKey, Tensor, Training};
+use moesaic::{
+    CallInput, DType, Engine, EngineError, Layer, RawBackward, RawCall, RngKey, Tensor, Training,
+};
 
 const TOKENS: usize = 9;
 
@@ -123,4 +125,52 @@ fn backward() {
         let start = format!("tensor `{name}` lies at 0x");
         assert!(error.starts_with(&start), "{error}");
     }
+}
+
+/// A layer without weights says what is missing before it writes anything, whatever the call is.
+#[test]
+fn calls_name_every_weight_that_the_layer_lacks() {
+    let engine = engines().remove(0);
+    let case = Case::random(&small(8, 16, 4, 2), 3, 7);
+    let layer = engine
+        .layer_without_weights(&case.spec, Training::default())
+        .unwrap();
+    let missing = |error: EngineError, weight: &str| {
+        assert!(
+            matches!(&error, EngineError::NoWeight { name } if name == weight),
+            "{error}"
+        );
+    };
+    let input = case.input();
+    let x: Vec<f32> = case.input.x.iter().map(|&v| v as f32).collect();
+    missing(layer.forward(&input).unwrap_err(), "router.weight");
+    missing(
+        layer
+            .route(CallInput::from(&input).reading(&["counts"]))
+            .unwrap_err(),
+        "router.weight",
+    );
+    let error = layer.forward_train(&input, RngKey::default()).err();
+    missing(error.unwrap(), "router.weight");
+    let mut y = vec![7f32; x.len()];
+    missing(
+        layer.forward_into(&x[..], &mut y).unwrap_err(),
+        "router.weight",
+    );
+
+    let mut tensors = vec![
+        ("x", Ptr(x.as_ptr() as u64)),
+        ("y", Ptr(y.as_mut_ptr() as u64)),
+    ];
+    let weights = case.host_weights();
+    for (name, weight) in weights
+        .iter()
+        .filter(|(name, _)| *name != "experts.up.weight")
+    {
+        tensors.push((name, Ptr(weight.data.as_ptr() as u64)));
+    }
+    // SAFETY: x, y and weights have the sizes of the spec, and outlive the call.
+    let call = unsafe { RawCall::new(3, &tensors) };
+    missing(layer.forward(call).unwrap_err(), "experts.up.weight");
+    assert_eq!(y, vec![7.0; x.len()]);
 }

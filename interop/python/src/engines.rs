@@ -172,7 +172,7 @@ mod tests {
             layer.forward(call)
         };
         let error = call(&tensors).unwrap_err().to_string();
-        assert!(error.contains("has no memory"), "{error}");
+        assert!(error.contains("the layer holds no weights"), "{error}");
         let weights = weights.iter();
         tensors.extend(weights.map(|(n, t)| (n.as_str(), Ptr(t.data.as_ptr() as u64))));
         call(&tensors).unwrap();

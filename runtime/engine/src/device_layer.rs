@@ -5,8 +5,9 @@ use crate::error::EngineError;
 use crate::launch::{Bound, Modules, Scalars, Watch};
 use crate::memory::{
     Addresses, Buffers, Kept, Workspace, Workspaces, needed, outlives_calls, passing_tensors,
+    tensors,
 };
-use crate::pass::{Pass, Ports, passing, tensors};
+use crate::pass::{Pass, Ports, passing};
 use crate::place::{Packing, TABLE, checked_table, placed};
 use crate::trace::Recorder;
 use crate::turns::{CallTurn, Turns, lock};
@@ -224,6 +225,14 @@ impl DeviceLayer {
             tilings: &self.tilings,
             chunk,
         });
+        // Before the first launch, so that nothing is written by a call that cannot end.
+        if let Some(weight) = steps
+            .missing_weight(addresses)
+            .filter(|_| scalars.tokens() > 0)
+        {
+            let name = self.plan()[weight].name.clone();
+            return Err(EngineError::NoWeight { name });
+        }
         // Forward and backward of a call must use one tiling: forward lists row tiles and backward
         // reads the list.
         let index = self.tilings.index(scalars.tokens());

@@ -138,6 +138,16 @@ pub enum EngineError {
         /// The thing that was asked for.
         asked: &'static str,
     },
+    /// A call of a layer without weights does not bring all of them.
+    #[error(
+        "the layer holds no weights, and the call has no address for `{name}`\n\
+         name the address of every weight in the call, and in backward that of every gradient \
+         (`RawCall`, `RawBackward`), or make the layer with weights"
+    )]
+    NoWeight {
+        /// The weight, or `grad.` and the weight.
+        name: String,
+    },
     /// A plan and its kernels do not fit: a defect of the planner.
     #[error("kernel entry `{symbol}` cannot be launched: {problem}")]
     Unbound {

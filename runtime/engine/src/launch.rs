@@ -2,7 +2,7 @@
 
 use crate::call::{RngKey, StepTime};
 use crate::error::EngineError;
-use crate::memory::Addresses;
+use crate::memory::{Addresses, outlives_calls, tensors};
 use crate::trace::{Activity, Lane, Recorder};
 use moesaic_kernel::{Launch, ParamType, Size};
 use moesaic_plan::{Chunk, LaunchStep, LayerPlan, Step, TensorId, Tilings};
@@ -293,7 +293,13 @@ pub(crate) struct Watch<'w> {
 }
 
 /// Steps of a layer in order, bound for each of its plans.
-pub(crate) struct Bound(Vec<Vec<BoundStep>>);
+pub(crate) struct Bound {
+    /// The steps of each plan.
+    plans: Vec<Vec<BoundStep>>,
+    /// The weights and gradients of weights among the tensors of the steps. The layer may hold
+    /// them, or the call may bring them.
+    weights: Vec<TensorId>,
+}
 
 impl Bound {
     /// Binds the same steps of every plan, whose kernels have its index.
@@ -312,7 +318,20 @@ impl Bound {
                 .map(|launch| BoundStep::new(plan, modules, launch))
                 .collect()
         });
-        Ok(Bound(bound.collect::<Result<_, EngineError>>()?))
+        let plan = tilings.first();
+        let used = tensors(steps.clone()).into_iter();
+        // A rank without experts has weights of no bytes, which lie nowhere.
+        let lasting = |id: &TensorId| outlives_calls(plan[*id].role) && plan[*id].bytes(0) > 0;
+        Ok(Bound {
+            plans: bound.collect::<Result<_, EngineError>>()?,
+            weights: used.filter(lasting).collect(),
+        })
+    }
+
+    /// Returns a weight, or a gradient of one, that has no memory.
+    pub fn missing_weight(&self, addresses: &Addresses) -> Option<TensorId> {
+        let mut weights = self.weights.iter().copied();
+        weights.find(|&weight| addresses.get(weight) == Ptr(0))
     }
 
     /// Launches the steps of the plan at `index`; `times` and `watch` wait for each.
@@ -329,7 +348,7 @@ impl Bound {
         // Taken out of the cell, because an error on the way may leave it empty: the next call then
         // allocates once.
         let mut args = ARGS.take();
-        for step in &self.0[index] {
+        for step in &self.plans[index] {
             let start = times.is_some().then(Instant::now);
             match &watch {
                 None => step.launch(scalars, addresses, &mut args)?,

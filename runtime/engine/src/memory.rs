@@ -1,6 +1,6 @@
 //! Device memory of a layer's tensors.
 
-use moesaic_plan::{LayerPlan, Role, TensorId, Tilings};
+use moesaic_plan::{LayerPlan, Role, Step, TensorId, Tilings};
 use moesaic_target::{Buffer, Device, DeviceError, Ptr};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -221,6 +221,13 @@ pub(crate) fn passing_tensors(plan: &LayerPlan) -> Vec<TensorId> {
     let all = (0..plan.tensors.len()).map(TensorId);
     let passing = all.filter(|&id| !outlives_calls(plan[id].role) && !kept.contains(&id));
     passing.collect()
+}
+
+/// The tensors that steps read or write.
+pub(crate) fn tensors<'s>(steps: impl IntoIterator<Item = &'s Step>) -> BTreeSet<TensorId> {
+    let each = steps.into_iter();
+    each.flat_map(|step| step.tensors().iter().copied())
+        .collect()
 }
 
 /// Returns whether a layer holds a tensor of this role as long as it lives.

@@ -1,6 +1,7 @@
 //! The forward passes of a layer: the launches of each, what it takes and what
 //! may be read after it.
 
+use crate::memory::tensors;
 use moesaic_plan::{LayerPlan, Role, Step, TensorId};
 use std::collections::BTreeSet;
 
@@ -60,13 +61,6 @@ impl Pass {
 fn of_role(plan: &LayerPlan, named: &BTreeSet<TensorId>, roles: &[Role]) -> Vec<TensorId> {
     let named = named.iter().copied();
     named.filter(|&id| roles.contains(&plan[id].role)).collect()
-}
-
-/// The tensors that steps read or write.
-pub(crate) fn tensors<'s>(steps: impl IntoIterator<Item = &'s Step>) -> BTreeSet<TensorId> {
-    let each = steps.into_iter();
-    each.flat_map(|step| step.tensors().iter().copied())
-        .collect()
 }
 
 /// The tensors that training keeps and that other passes need for themselves.

@@ -4,8 +4,9 @@ use crate::call::{Input, Output, RngKey};
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::launch::{Bound, Scalars};
+use crate::memory::tensors;
 use crate::memory::{Addresses, Workspace, outlives_calls};
-use crate::pass::{Pass, tensors};
+use crate::pass::Pass;
 use moesaic_plan::{Step, TensorId};
 use moesaic_target::{Buffer, Ptr};
 
