@@ -3,26 +3,6 @@
 use crate::sampling::Sampling;
 use std::path::PathBuf;
 
-pub const HELP: &str = "\
-Generates text with a mixture-of-experts model: attention by candle, experts by moesaic.
-
-usage: generate --model DIR --prompt TEXT [options]
-
-  --model DIR        folder with config.json, safetensors files and tokenizer.json, of a
-                     Qwen3-MoE, Mixtral, OLMoE or gpt-oss; experts may be quantized
-  --prompt TEXT      the text that the model goes on with, as it is: no chat template
-  --tokens N         generate at most N tokens (64)
-  --temperature X    0 takes the likeliest token each time (0)
-  --top-k N          sample from the N likeliest tokens
-  --top-p X          sample from the likeliest tokens that have the share X together
-  --seed N           start of the random numbers (0)
-  --help             print this text
-
-Attention, embeddings and the last projection become f32 when they are read: they take twice the
-bytes of a bf16 file. Experts keep the type that the file holds them in.
-RAYON_NUM_THREADS sets candle's threads; kernels of experts take all cores that are free.
-";
-
 /// The request of a command line.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Args {
