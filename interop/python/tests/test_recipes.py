@@ -104,6 +104,31 @@ def test_memory_continues_a_segment():
     torch.testing.assert_close(model(other)[0][:, :12], whole[:, :12], rtol=1e-4, atol=1e-5)
 
 
+def test_attention_is_by_distance():
+    torch.manual_seed(0)
+    model = transformer_xl.TransformerXL(XL, False)
+    attention = model.layers[0].attention
+    torch.nn.init.normal_(attention.content_bias)
+    torch.nn.init.normal_(attention.place_bias)
+    x, memory = torch.randn(1, 5, 16), torch.randn(1, 3, 16)
+    places = model._places(8)
+    q, keys = attention.query(x)[0], torch.cat([memory, x], 1)[0]
+    k, v = attention.pair(keys).chunk(2, -1)
+    rows = []
+    for i in range(5):
+        out = []
+        for head, part in enumerate((slice(0, 8), slice(8, 16))):
+            u, w = attention.content_bias[head, 0], attention.place_bias[head, 0]
+            # The last row of places is distance 0, and the one before it distance 1.
+            far = [attention.distance(places[7 - (3 + i - j)])[part] for j in range(4 + i)]
+            scores = [(q[i, part] + u) @ k[j, part] + (q[i, part] + w) @ far[j]
+                      for j in range(4 + i)]
+            out.append((torch.stack(scores) / 8**0.5).softmax(0) @ v[: 4 + i, part])
+        rows.append(attention.out(torch.cat(out)))
+    found = attention(x, memory, places)[0]
+    torch.testing.assert_close(found, torch.stack(rows), rtol=1e-4, atol=1e-5)
+
+
 def test_a_result_is_drawn():
     run = [{"step": s, "training": 1.0, "loss": 2.0 / s, "accuracy": 0.1 * s} for s in (1, 2)]
     models = {name: {"parameters": 7, "runs": [run, run]} for name in ("dense", "experts")}
