@@ -68,7 +68,7 @@ def svg(result: dict) -> str:
     models, title = result["models"], result["title"]
     body = [text(LEFT, 20, title)]
     for number, name in enumerate(models):
-        body.append(text(LEFT + WIDTH + GAP + 90 * number, 20, name, colour=COLOURS[name]))
+        body.append(text(LEFT + WIDTH + GAP + 170 + 80 * number, 20, name, colour=COLOURS[name]))
     body += panel(models, "loss", f"held-out loss, {result['unit']}", LEFT)
     body += panel(models, "accuracy", "held-out accuracy", LEFT + WIDTH + GAP)
     width, height = LEFT + 2 * WIDTH + GAP + 20, TOP + HEIGHT + 48
