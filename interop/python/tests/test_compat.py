@@ -105,6 +105,28 @@ def test_tutels_llama_experts():
         close(layer(x)[t], best[t] * (hidden @ e.W_fc3.view(3, 8, 16)[ids[t]]))
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_tutels_importance_and_load(training):
+    layer = tutel(gate={"gate_noise": 0.5}, is_gshard_loss=False).train(training)
+    x = torch.randn(30, 16)
+    torch.manual_seed(1)
+    found = layer(x).l_aux
+    torch.manual_seed(1)
+    clean = layer.gates[0](x)
+    noisy = clean + 0.5 * torch.randn_like(clean) / 4 if training else clean
+    # The second-best noisy logit is the least that was chosen.
+    least = noisy.sort(1, descending=True).values[:, 1]
+    tail = [[torch.special.ndtr((p - least[t]) / (0.5 / 4)) for p in row]
+            for t, row in enumerate(clean.softmax(1))]
+    load = torch.stack([torch.stack(row) for row in tail]).sum(0)
+    wanted = sum(v.var() / v.mean() ** 2 for v in (clean.softmax(1).sum(0), load)) / 2
+    close(found, wanted)
+    pairs = (torch.autograd.grad(loss, layer.gates[0].wg.weight)[0] for loss in (found, wanted))
+    close(*pairs)
+    with pytest.raises(moesaic.InvalidError, match="gate_noise"):
+        tutel(is_gshard_loss=False)(x)
+
+
 def test_fastmoes_mlp_is_a_loop():
     torch.manual_seed(0)
     layer = FMoETransformerMLP(num_expert=4, d_model=16, d_hidden=24, top_k=2)

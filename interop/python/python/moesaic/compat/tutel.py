@@ -238,9 +238,9 @@ class MOELayer(nn.Module):
         gate = self.gates[gate_index]
         k = min(self.num_global_experts, top_k or gate.top_k)
         logits = gate(rows)
-        noise = getattr(gate, "gate_noise", 0.0) if self.training else 0.0
+        noise = getattr(gate, "gate_noise", 0.0)
         noisy = logits
-        if noise > 0:
+        if self.training and noise > 0:
             noisy = logits + noise * torch.randn_like(logits) / self.num_global_experts
         scores = noisy.softmax(1)
         chosen, ids = scores.topk(k, 1)
@@ -278,13 +278,13 @@ class MOELayer(nn.Module):
             first = torch.bincount(ids[:, 0], minlength=count).to(scores.dtype)
             return (scores.sum(0) * first).sum() * (count / (tokens * tokens))
         if noise <= 0:
-            raise InvalidError("is_gshard_loss=False needs gate_noise > 0, and training")
-        # Importance and load of the noisy gate, as Tutel has them: the threshold is the last
-        # chosen score.
+            raise InvalidError("is_gshard_loss=False needs gate_noise > 0")
+        # Importance and load as Tutel has them, in evaluation too: a probability without noise is
+        # compared with the last chosen noisy logit.
         normal = torch.distributions.Normal(0.0, noise / count)
-        least = scores.gather(1, ids[:, -1:]).detach()
-        load = normal.cdf(logits.softmax(1) - least).sum(0)
-        return 0.5 * (_variation(scores.float().sum(0)) + _variation(load.float()))
+        clean = logits.softmax(1).float()
+        load = normal.cdf(clean - noisy.gather(1, ids[:, -1:]).float()).sum(0)
+        return 0.5 * (_variation(clean.sum(0)) + _variation(load))
 
     def extra_repr(self) -> str:
         model, hidden, output, count = self.experts.sizes
