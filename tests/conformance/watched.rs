@@ -441,8 +441,8 @@ fn nothing_is_launched_on_no_memory() {
     assert_eq!(error.to_string(), text);
 }
 
-/// How many rows an expert has is known to kernels alone: a call without a capacity reads nothing
-/// back, sends nothing and waits for nothing.
+/// Kernels alone know the rows of each expert: a call without a capacity reads nothing back, sends
+/// nothing and waits for nothing.
 #[test]
 fn a_dropless_step_leaves_counts_on_the_device() {
     let watched = Watched::new();

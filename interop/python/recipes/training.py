@@ -1,4 +1,4 @@
-"""What the recipes share: training of a model and its dense twin over seeds, and the report."""
+"""The common part of the recipes: training of a model and its dense twin, and the report."""
 
 from __future__ import annotations
 

@@ -23,12 +23,11 @@ pub(crate) fn from_hex(text: &str) -> Option<[u8; 32]> {
         b'a'..=b'f' => Some(byte - b'a' + 10),
         _ => None,
     };
-    let mut hash = [0; 32];
-    let pairs = text.as_bytes().chunks_exact(2);
     if text.len() != 64 {
         return None;
     }
-    for (byte, pair) in hash.iter_mut().zip(pairs) {
+    let mut hash = [0; 32];
+    for (byte, pair) in hash.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
         *byte = digit(pair[0])? << 4 | digit(pair[1])?;
     }
     Some(hash)

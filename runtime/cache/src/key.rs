@@ -2,6 +2,7 @@
 
 use crate::format::FORMAT_VERSION;
 use crate::hash;
+use hmac_sha256::Hash;
 use moesaic_kernel::Target;
 use std::fmt;
 use std::str::FromStr;
@@ -31,20 +32,19 @@ impl KernelKey {
     /// the same bytes.
     pub fn new(parts: &KeyParts<'_>) -> KernelKey {
         let target = parts.target.to_string();
-        let parts = [
+        let mut hash = Hash::new();
+        hash.update(FORMAT_VERSION.to_le_bytes());
+        for part in [
             &target,
             parts.config,
             parts.source,
             parts.flags,
             parts.compiler,
-        ];
-        let lengths = parts.map(|part| (part.len() as u64).to_le_bytes());
-        let parts = lengths
-            .iter()
-            .zip(&parts)
-            .flat_map(|(length, part)| [&length[..], part.as_bytes()]);
-        let version = FORMAT_VERSION.to_le_bytes();
-        KernelKey(hash::of(std::iter::once(&version[..]).chain(parts)))
+        ] {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        KernelKey(hash.finalize())
     }
 
     /// Returns the key as 64 lower-case hexadecimal digits.

@@ -130,7 +130,7 @@ pub enum TransportError {
     /// Something was still in flight when the transport was to be closed.
     #[error("{unfinished}")]
     Unclosed {
-        /// What did not end in time: `the last messages did not leave`.
+        /// The part that did not end in time: `the last messages did not leave`.
         unfinished: &'static str,
     },
 }

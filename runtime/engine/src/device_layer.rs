@@ -226,9 +226,8 @@ impl DeviceLayer {
             chunk,
         });
         // Before the first launch, so that nothing is written by a call that cannot end.
-        if let Some(weight) = steps
-            .missing_weight(addresses)
-            .filter(|_| scalars.tokens() > 0)
+        if scalars.tokens() > 0
+            && let Some(weight) = steps.missing_weight(addresses)
         {
             let name = self.plan()[weight].name.clone();
             return Err(EngineError::NoWeight { name });

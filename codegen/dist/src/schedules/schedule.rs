@@ -51,7 +51,8 @@ pub trait Schedule {
     /// path.
     fn code(&self) -> u64;
 
-    /// Plans the exchange of a rank. `sends` and `receives` are peers and bytes: input `i` goes to rank `sends[i].0`, output `j` comes from rank `receives[j].0`.
+    /// Plans the exchange of a rank. `sends` and `receives` are peers and bytes: input `i` goes to
+    /// rank `sends[i].0`, output `j` comes from rank `receives[j].0`.
     ///
     /// # Errors
     /// [`ScheduleError`] names the messages that differ from the exchanged counts.

@@ -63,18 +63,27 @@ impl Entered<'_> {
 
     fn failure(&self, function: &'static str, code: Code) -> TransportError {
         // SAFETY: the communicator is live.
-        let message = unsafe { self.api().table.words(code, self.raw()) };
-        TransportError::Call {
-            function,
-            code,
-            message,
-        }
+        unsafe { failure(self.api(), self.raw(), function, code) }
     }
 }
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         self.0.users.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Returns the failure of a call, in the library's words.
+///
+/// # Safety
+/// The communicator is live, or null.
+unsafe fn failure(api: &Api, raw: RawComm, function: &'static str, code: Code) -> TransportError {
+    // SAFETY: as the caller promises.
+    let message = unsafe { api.table.words(code, raw) };
+    TransportError::Call {
+        function,
+        code,
+        message,
     }
 }
 
@@ -128,12 +137,7 @@ impl Comm {
             SUCCESS | IN_PROGRESS => Ok(self),
             failed => {
                 // SAFETY: null is allowed.
-                let message = unsafe { self.api.table.words(failed, std::ptr::null_mut()) };
-                Err(TransportError::Call {
-                    function,
-                    code: failed,
-                    message,
-                })
+                Err(unsafe { failure(&self.api, std::ptr::null_mut(), function, failed) })
             }
         }
     }

@@ -275,7 +275,8 @@ impl RoutedExperts {
     }
 }
 
-/// Checks that each id is below a number of experts. `at` returns the token and the layer of a place.
+/// Checks that each id is below a number of experts. `at` returns the token and the layer of a
+/// place.
 fn check_ids(
     ids: &[i32],
     experts: usize,
