@@ -10,8 +10,8 @@ use moesaic_emulated::EmulatedCompiler;
 use moesaic_harness::quick;
 use std::sync::{Arc, OnceLock};
 
-/// An engine for a CPU, of this machine or emulated, whose kernels are compiled in a hurry;
-/// for a GPU the usual one.
+/// An engine whose kernels are compiled in a hurry, if it is for a CPU, of this machine or
+/// emulated, or for a simulated GPU of NVIDIA; else the usual one.
 ///
 /// # Errors
 /// As [`Engine::open`].
@@ -19,6 +19,7 @@ pub fn open(target: &str, options: EngineOptions) -> Result<Engine, OpenError> {
     let compiler = match resolve_target(target)? {
         Target::Cpu(_) => Some(quick::cpu()),
         Target::Sim(SimArch::Cpu(isa)) => emulated(isa),
+        Target::Sim(SimArch::Cuda(_)) => Some(quick::ptx()),
         _ => None,
     };
     match compiler {

@@ -18,6 +18,7 @@ use moesaic::train::mesh::parts;
 use moesaic::train::migrate::prepare;
 use moesaic::train::{AdamW, masters, update};
 use moesaic::{DType, Engine, EngineError, Layer, LayerOptions, Recompute};
+use moesaic_harness::thorough::{self, takes};
 
 const RECOMPUTE: [Recompute; 3] = [Recompute::None, Recompute::Hidden, Recompute::All];
 
@@ -73,6 +74,9 @@ impl Stored {
 fn every_format_is_trained_through() {
     for (n, engine) in engines().into_iter().enumerate() {
         for (i, format) in WEIGHT_FORMATS.iter().enumerate() {
+            if !takes(n + i, 2) {
+                continue;
+            }
             let (spec, tokens) = shapes()[(n + i) % 5].clone();
             let dtype = [DType::F32, DType::Bf16, DType::F16][(n + 2 * i) % 3];
             let spec = of_type(dtype, spec);
@@ -87,7 +91,8 @@ fn every_format_is_trained_through() {
 fn random_layers_are_trained_through() {
     for (n, engine) in engines().into_iter().enumerate() {
         let mut compared = 0;
-        for (i, spec) in testing::quantized().enumerate().skip(n).step_by(5) {
+        let step = if thorough::is_on() { 5 } else { 10 };
+        for (i, spec) in testing::quantized().enumerate().skip(n).step_by(step) {
             let mut spec = quiet(spec);
             // Rounding has no gradient.
             spec.precision.expert_activations = None;

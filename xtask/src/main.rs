@@ -17,6 +17,7 @@ usage: cargo xtask <command>
           run every test, also those of interop, which is no part of the workspace
           --quick: five minutes on two cores, and no tool but a C compiler: unit tests,
           golden text, whole layers on the CPU, oracles of Hugging Face and Tutel
+          --thorough: every combination where tests take turns (harness/src/thorough.rs)
   bless   rewrite the golden files after a wanted change
   fuzz    broken inputs into everything that reads
   sweep   compile random layers, forward and training, for every GPU
@@ -50,6 +51,11 @@ fn main() -> ExitCode {
         "test" => match std::env::args().nth(2).as_deref() {
             None => test(),
             Some("--quick") => quick(),
+            Some("--thorough") => {
+                // SAFETY: nothing else runs yet that could read the environment.
+                unsafe { std::env::set_var("MOESAIC_THOROUGH", "1") };
+                test()
+            }
             Some(_) => Err(USAGE.to_string()),
         },
         "bless" => bless(),

@@ -17,6 +17,7 @@ pub mod quick;
 pub mod router_bwd;
 pub mod rows;
 pub mod specs;
+pub mod thorough;
 
 use memory::{Given, Memory, Placed, Values, from_bytes, to_bytes};
 use moesaic_kernel::{CpuIsa, Launch, ParamType, SimArch, Target, TensorMap};

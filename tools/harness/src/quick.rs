@@ -1,8 +1,10 @@
-//! C compilers in a hurry: for tests that need kernels and not their speed, and compile many.
+//! Compilers in a hurry: for tests that need kernels and not their speed, and compile many.
 
 use moesaic_cpu::CpuCompiler;
 use moesaic_kernel::{KernelSource, Target};
+use moesaic_ptx::PtxCompiler;
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
+use moesaic_toolchain::testing;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::{Arc, LazyLock};
 use tempfile::TempDir;
@@ -17,6 +19,16 @@ struct Quick<C> {
 pub fn cpu() -> Arc<dyn Compiler> {
     static QUICK: LazyLock<Arc<dyn Compiler>> =
         LazyLock::new(|| of(&CpuCompiler::find(None).expect("a C compiler"), |c| c));
+    QUICK.clone()
+}
+
+/// NVRTC for simulated GPUs, one for all.
+///
+/// # Panics
+/// As [`testing::nvrtc`].
+pub fn ptx() -> Arc<dyn Compiler> {
+    static QUICK: LazyLock<Arc<dyn Compiler>> =
+        LazyLock::new(|| Arc::new(PtxCompiler::hurried(testing::nvrtc())));
     QUICK.clone()
 }
 

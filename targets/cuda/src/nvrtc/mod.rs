@@ -78,28 +78,23 @@ impl NvrtcCompiler {
     /// # Errors
     /// As [`Compiler::compile`]; spills are not known at this level.
     pub fn ptx(&self, source: &KernelSource) -> Result<String, CompileError> {
-        self.ptx_with(source, None)
+        self.ptx_with(source, &[])
     }
 
-    fn ptx_with(&self, source: &KernelSource, flag: Option<&str>) -> Result<String, CompileError> {
+    /// Compiles as [`NvrtcCompiler::ptx`] does, with these options of NVRTC behind the usual ones.
+    ///
+    /// # Errors
+    /// As [`NvrtcCompiler::ptx`].
+    pub fn ptx_with(&self, source: &KernelSource, more: &[&str]) -> Result<String, CompileError> {
         let arch = self.arch(source)?.to_string();
         // A virtual architecture is not assembled, which gives the same PTX in
         // half the time.
         let mut flags = self.flags(arch.replace("sm_", "compute_"));
         flags.retain(|flag| !flag.starts_with("--ptxas"));
-        flags.extend(flag.map(str::to_string));
+        flags.extend(more.iter().map(ToString::to_string));
         self.nvrtc
             .ptx(&source.file_name(), &source.text, &flags)
             .map_err(|failure| self.error(source, failure))
-    }
-
-    /// Compiles as [`NvrtcCompiler::ptx`] does, with directives that give the
-    /// source line of each instruction.
-    ///
-    /// # Errors
-    /// As [`NvrtcCompiler::ptx`].
-    pub fn ptx_with_lines(&self, source: &KernelSource) -> Result<String, CompileError> {
-        self.ptx_with(source, Some("--generate-line-info"))
     }
 
     fn new(nvrtc: Nvrtc) -> Result<NvrtcCompiler, CompileError> {

@@ -17,12 +17,46 @@ use std::time::Instant;
 #[derive(Debug)]
 pub struct PtxCompiler {
     nvrtc: NvrtcCompiler,
+    options: &'static [&'static str],
 }
+
+/// Directives that give the source line of each instruction.
+const LINES: &str = "--generate-line-info";
+
+/// Half the compile time, and slower code. (`max` inlines nothing, and the simulator has no calls.)
+const FAST: &str = "--Ofast-compile=mid";
+
+/// The first release that was seen to know [`FAST`].
+const HAS_FAST: (u32, u32) = (13, 0);
 
 impl PtxCompiler {
     /// Returns a compiler over this NVRTC.
     pub fn new(nvrtc: NvrtcCompiler) -> PtxCompiler {
-        PtxCompiler { nvrtc }
+        PtxCompiler {
+            nvrtc,
+            options: &[LINES],
+        }
+    }
+
+    /// The same in a hurry: the code is hardly optimized, where NVRTC can be asked for that and no
+    /// product of `wgmma` is under way. For tests that compile many kernels and look at results
+    /// alone.
+    pub fn hurried(nvrtc: NvrtcCompiler) -> PtxCompiler {
+        let options: &[&str] = if nvrtc.version() >= HAS_FAST {
+            &[LINES, FAST]
+        } else {
+            &[LINES]
+        };
+        PtxCompiler { nvrtc, options }
+    }
+
+    /// Code that is hardly optimized copies the registers that `wgmma` still writes to.
+    fn options_for(&self, source: &KernelSource) -> &'static [&'static str] {
+        if source.text.contains("wgmma") {
+            &[LINES]
+        } else {
+            self.options
+        }
     }
 
     fn hardware(&self, source: &KernelSource) -> Result<KernelSource, CompileError> {
@@ -119,8 +153,9 @@ impl Compiler for PtxCompiler {
 
     fn fingerprint(&self, target: Target) -> String {
         format!(
-            "PTX with lines, version 1; {}",
-            self.nvrtc.fingerprint(target.hardware())
+            "PTX, version 1; {} {}",
+            self.nvrtc.fingerprint(target.hardware()),
+            self.options.join(" ")
         )
     }
 
@@ -136,7 +171,7 @@ impl Compiler for PtxCompiler {
     ) -> Result<Artifact, CompileError> {
         let hardware = self.hardware(source)?;
         let start = Instant::now();
-        let ptx = self.nvrtc.ptx_with_lines(&hardware)?;
+        let ptx = self.nvrtc.ptx_with(&hardware, self.options_for(source))?;
         let compile_ms = start.elapsed().as_secs_f64() * 1e3;
         let kernels = self.reports(source, &ptx)?;
         self.refuse_shared(source, &kernels)?;
