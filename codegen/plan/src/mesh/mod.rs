@@ -55,9 +55,11 @@ use crate::layer::{Builder, Part, Recompute};
 use crate::{LayerPlan, PlanError, PlanOptions};
 use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, Placement, RankCoords, TokenScope};
 use moesaic_kernel::Target;
-use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
+use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert, WeightSite};
+use std::borrow::Cow;
 
-/// The sharing of a layer: mesh, placement, adaptive parallelism degree, shadows and scope.
+/// The sharing of a layer: mesh, placement, adaptive parallelism degree, shadows, scope, and
+/// whether ranks return sums.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharing<'p> {
     mesh: Parallel,
@@ -65,6 +67,7 @@ pub struct Sharing<'p> {
     adaptive_r: usize,
     shadows: usize,
     scope: TokenScope,
+    sums: bool,
 }
 
 impl From<Parallel> for Sharing<'_> {
@@ -76,6 +79,7 @@ impl From<Parallel> for Sharing<'_> {
             adaptive_r: mesh.expert_tp,
             shadows: 0,
             scope: TokenScope::Rank,
+            sums: false,
         }
     }
 }
@@ -96,6 +100,7 @@ impl<'p> Sharing<'p> {
             adaptive_r,
             shadows,
             scope,
+            sums,
             ..
         } = self;
         Sharing {
@@ -104,6 +109,7 @@ impl<'p> Sharing<'p> {
             adaptive_r,
             shadows,
             scope,
+            sums,
         }
     }
 
@@ -120,6 +126,17 @@ impl<'p> Sharing<'p> {
     #[must_use]
     pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
         Sharing { shadows, ..self }
+    }
+
+    /// Sets whether ranks return sums ([`Strategy::returns_sums`]). Experts then weight their
+    /// outputs as with `weight_on = "activation"`, also where the spec has `combine` weight them:
+    /// the same function up to rounding. The outputs of identity experts are weighted by `combine`
+    /// alone, so a layer with some stays as it is.
+    ///
+    /// [`Strategy::returns_sums`]: moesaic_dist::Strategy::returns_sums
+    #[must_use]
+    pub fn summing(self, sums: bool) -> Sharing<'p> {
+        Sharing { sums, ..self }
     }
 }
 
@@ -142,7 +159,13 @@ pub fn plan_rank<'p>(
         adaptive_r,
         shadows,
         scope,
+        sums,
     } = sharing.into();
+    let spec = &*if sums {
+        weighted_by_experts(spec)
+    } else {
+        Cow::Borrowed(spec)
+    };
     mesh.check(spec)?;
     crate::layer::check_row_format(spec, target, options)?;
     check_codes_stay(spec, mesh)?;
@@ -192,6 +215,16 @@ pub fn plan_rank<'p>(
         comm_cast: None,
     };
     Ok(steps::in_order(plan, &places))
+}
+
+/// Returns the spec with weights that act inside the experts, where they can instead of on outputs.
+fn weighted_by_experts(spec: &LayerSpec) -> Cow<'_, LayerSpec> {
+    if spec.router.weight_on != WeightSite::Output || spec.experts.identity > 0 {
+        return Cow::Borrowed(spec);
+    }
+    let mut spec = spec.clone();
+    spec.router.weight_on = WeightSite::Activation;
+    Cow::Owned(spec)
 }
 
 /// Refuses a mesh that would cut codes, because there are no kernels for parts of blocks.

@@ -1,7 +1,7 @@
 //! One rank's part of a layer over ranks.
 
 use super::all_to_all::RowSchedule;
-use super::bound_plan::{BoundPlan, PartLayers, PlanKey};
+use super::bound_plan::{BoundPlan, PartLayers, PlanKey, sharing};
 use super::comm_cast::Packing;
 use super::groups::Mesh;
 use super::part::ReplicatedWeights;
@@ -10,6 +10,7 @@ use crate::device_layer::{DeviceLayer, check_spec};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::numbers::Numbers;
+use crate::router::is_of_router;
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_cache::hash_source;
@@ -120,6 +121,7 @@ impl Engine {
         let form = PlanKey {
             adaptive_r: mesh.parallel().expert_tp,
             shadows: 0,
+            sums: false,
         };
         let plan = self.plan_of(mesh, spec, training, form)?;
         check_same(mesh, &plan, training)?;
@@ -173,7 +175,7 @@ impl Engine {
         };
         let sharing = Sharing::from(mesh.parallel()).at_r(form.adaptive_r);
         let sharing = sharing.placed(mesh.placement()).shadowing(form.shadows);
-        let sharing = sharing.over(mesh.scope());
+        let sharing = sharing.over(mesh.scope()).summing(form.sums);
         Ok(plan_rank(
             spec,
             self.target(),
@@ -292,6 +294,25 @@ impl RankLayer {
         }
     }
 
+    /// Returns a layer of another router over the same weights and gradients of everything else.
+    /// All ranks call it. It begins with the default strategy, as a handle does.
+    pub fn with_router(&self, router: &dyn WeightSource) -> Result<RankLayer, EngineError> {
+        let texts = Texts::of(self.tokens.plan().clone().into())?;
+        let call = Call::new("weights of a router");
+        let tokens = self.mesh.with_heartbeat(&call, || {
+            sharing(&self.engine, &texts, &self.tokens, router, |name| {
+                !is_of_router(name)
+            })
+        })?;
+        let shared = self.shared.as_ref().map(DeviceLayer::handle_to_gradients);
+        Ok(RankLayer {
+            tokens,
+            experts: self.experts.handle_to_gradients()?,
+            shared: shared.transpose()?,
+            ..self.handle()
+        })
+    }
+
     /// Returns the strategy of calls from now on.
     pub fn strategy(&self) -> Strategy {
         self.choice().strategy
@@ -339,9 +360,11 @@ impl RankLayer {
     }
 
     fn form(&self, strategy: Strategy) -> PlanKey {
+        let mesh = self.mesh.parallel();
         PlanKey {
-            adaptive_r: strategy.adaptive_r(&self.mesh.parallel()),
+            adaptive_r: strategy.adaptive_r(&mesh),
             shadows: strategy.shadows,
+            sums: strategy.returns_sums(&mesh),
         }
     }
 
@@ -389,7 +412,8 @@ impl RankLayer {
         // Only the packed form is in memory, in the layout of one rank's kernels, and other ranks
         // could not use it. Codes are packed alike in every plan of a layer.
         let codes = held.spec.precision.experts.is_some();
-        if !codes
+        if strategy.gathers(&self.mesh.parallel())
+            && !codes
             && weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id)))
         {
             return Err(PlanError::from(StrategyError::Packed { strategy }).into());
@@ -401,7 +425,7 @@ impl RankLayer {
         let call = Call::new("kernels of a strategy");
         let mut bound = self.mesh.with_heartbeat(&call, || {
             if by.is_owner_only() {
-                BoundPlan::shadowed(&self.engine, form, plan, self.held())
+                BoundPlan::owning(&self.engine, form, plan, self.held())
             } else {
                 BoundPlan::gathering(&self.engine, form, plan, self.held())
             }

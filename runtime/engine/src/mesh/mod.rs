@@ -7,6 +7,7 @@
 mod all_to_all;
 mod applied_routing;
 mod bound_plan;
+mod call_state;
 mod calls;
 mod cast_rows;
 mod collect;
