@@ -6,7 +6,7 @@ use super::mesh_call::MeshCall;
 use super::rows::RowMesh;
 use super::transfers::RowTransfer;
 use crate::error::EngineError;
-use moesaic_collectives::plan::{AddendRow, DedupCombine, RowBytes};
+use moesaic_collectives::schedules::{AddendRow, DedupCombine, RowBytes};
 use moesaic_collectives::{Call, Transfer};
 use moesaic_dist::Payload;
 use moesaic_plan::{Exchange, Packed, RankCoords};

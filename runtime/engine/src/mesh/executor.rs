@@ -11,7 +11,7 @@ use super::transfers::{RowTransfer, TensorRows, element};
 use crate::error::EngineError;
 use crate::launch::Bound;
 use bytemuck::cast_slice;
-use moesaic_collectives::plan::RowBytes;
+use moesaic_collectives::schedules::RowBytes;
 use moesaic_collectives::{Call, Reduction, Slice};
 use moesaic_dist::{Amount, CollectiveOp, OpGroup};
 use moesaic_plan::{self as plan, Exchange, FromTo, Packed, TensorId};

@@ -9,7 +9,7 @@ use super::rows::{RowMesh, RowRange, Rows};
 use super::transfers::transfers;
 use crate::error::EngineError;
 use crate::memory::Buffers;
-use moesaic_collectives::plan::{GroupRank, Schedule};
+use moesaic_collectives::schedules::{GroupRank, Schedule};
 use moesaic_collectives::{Call, Collectives, Transfer};
 use moesaic_dist::OpGroup;
 use moesaic_plan::{self as plan, RankPlan, TensorId, TensorPlan};

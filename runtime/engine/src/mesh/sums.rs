@@ -14,7 +14,7 @@ use super::mesh_call::MeshCall;
 use super::rows::RowRange;
 use super::transfers::{TensorRows, transfers};
 use crate::error::EngineError;
-use moesaic_collectives::plan::IntraNodeCombine;
+use moesaic_collectives::schedules::IntraNodeCombine;
 use moesaic_collectives::{Call, NodeRank, NodeShape};
 use moesaic_plan::Packed;
 use moesaic_target::Buffer;
