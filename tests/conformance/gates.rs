@@ -18,7 +18,7 @@ use moesaic::{Store, Tensor, Tensors, Training};
 use std::sync::Arc;
 
 /// The weights of a case whose names begin with `router.`, or the others.
-fn weights_of(case: &Case, router: bool) -> Tensors<'static> {
+pub fn weights_of(case: &Case, router: bool) -> Tensors<'static> {
     let mut weights = Tensors::new();
     for tensor in canonical_tensors(&case.spec) {
         if tensor.name.starts_with("router.") == router {

@@ -3,7 +3,7 @@
 use super::Case;
 use super::case::floats;
 use super::compare::close;
-use super::gates::{SMALL, multi_gate, random_dy_of, three_gates};
+use super::gates::{SMALL, multi_gate, random_dy_of, three_gates, weights_of};
 use super::layers::engine;
 use super::mesh::{mesh, on_ranks, part, sharded, shares};
 use super::trained::RNG_KEY;
@@ -37,6 +37,11 @@ impl Rank {
     }
 }
 
+fn gradients(gates: &MultiGate, gate: usize) -> Tensors<'static> {
+    let gradients = gates.layers()[gate].gradients().unwrap();
+    gradients.into_iter().collect()
+}
+
 /// Evaluates, and goes forward and backward over some tokens, with gradients that are then summed.
 fn step(gates: &MultiGate, place: RankCoords, cases: &[Case; 3], share: &Range<usize>) -> Rank {
     let own = part(&cases[0], share);
@@ -53,7 +58,8 @@ fn step(gates: &MultiGate, place: RankCoords, cases: &[Case; 3], share: &Range<u
         let (_, saved) = gates.forward_train(input, RNG_KEY).unwrap();
         gates.backward(&saved, &dy, accumulate).unwrap();
     }
-    gates.reduce_gradients().unwrap();
+    gates.average_gradients().unwrap();
+    let averages = [0, 1, 2].map(|gate| gradients(gates, gate));
     let (mut trained, mut back) = (Vec::new(), Vec::new());
     for accumulate in [false, true] {
         let (outputs, saved) = gates.forward_train(input, RNG_KEY).unwrap();
@@ -61,16 +67,25 @@ fn step(gates: &MultiGate, place: RankCoords, cases: &[Case; 3], share: &Range<u
         trained = outputs;
     }
     gates.reduce_gradients().unwrap();
-    let gradients = |gate: usize| {
-        let layer = &gates.layers()[gate];
-        let gradients = layer.gradients().unwrap();
-        gradients.into_iter().collect()
-    };
+    let sums = [0, 1, 2].map(|gate| gradients(gates, gate));
+    let ranks = gates.layers()[0]
+        .mesh()
+        .map_or(1, |mesh| mesh.parallel().ranks());
+    for (averages, sums) in averages.iter().zip(&sums) {
+        for (name, sum) in sums {
+            let average: Vec<f64> = averages[name]
+                .to_f64()
+                .iter()
+                .map(|g| g * ranks as f64)
+                .collect();
+            close(name, &average, &sum.to_f64(), 1e-6);
+        }
+    }
     Rank {
         place,
         y: [0, 1, 2].map(|gate| [bytes(&evaluated, gate), bytes(&trained, gate)]),
         dx: [0, 1, 2].map(|gate| floats(&back[gate], "dx")),
-        gradients: [0, 1, 2].map(gradients),
+        gradients: sums,
     }
 }
 
@@ -160,4 +175,32 @@ fn gates_over_ranks_are_those_of_one_process() {
     check(&specs[0], mesh(2, 1, 1), "overlap_degree=2");
     check(&specs[2], mesh(2, 2, 1), "r=1");
     check(&specs[1], mesh(2, 1, 1), "shadows=2");
+}
+
+/// A rank may bring its part of the experts alone.
+#[test]
+fn gates_take_the_part_of_a_rank() {
+    on_ranks(&engine(), mesh(2, 1, 1), |mesh| {
+        let cases = three_gates(SMALL, 5);
+        let (whole, input) = (weights_of(&cases[0], false), cases[0].input());
+        let parts = whole.keys().map(|name| {
+            let part = mesh.part(&whole, name).unwrap();
+            (name.to_string(), part)
+        });
+        let parts: Tensors<'static> = parts.collect();
+        let routers = cases.each_ref().map(|case| weights_of(case, true));
+        let of = |weights: &Tensors<'_>, part: bool| {
+            let options = LayerOptions {
+                part,
+                ..LayerOptions::over(mesh)
+            };
+            let gates = engine().multi_gate(&cases[0].spec, weights, &routers, options);
+            let outputs = gates.unwrap().forward(&input).unwrap();
+            outputs
+                .iter()
+                .map(|output| floats(output, "y"))
+                .collect::<Vec<_>>()
+        };
+        assert!(of(&parts, true) == of(&whole, false));
+    });
 }

@@ -114,6 +114,8 @@ impl Engine {
         routers: &[Tensors<'_>],
         options: &LayerOptions<'_>,
     ) -> Result<MultiGate, EngineError> {
+        // A rank may have memory for its experts once. So the first layer is made as any other, and
+        // the others use its memory.
         let mut layers: Vec<Layer> = Vec::new();
         for router in routers {
             let layer = match layers.first() {
@@ -148,6 +150,7 @@ struct WithRouter<'w> {
 
 impl WithRouter<'_> {
     fn of(&self, name: &str) -> &dyn WeightSource {
+        // The weights of experts may be a whole checkpoint, with a router of its own.
         if is_of_router(name) {
             self.router
         } else {
@@ -168,9 +171,8 @@ impl WeightSource for WithRouter<'_> {
 
 impl MultiGate {
     /// Returns the layers, one per router. A layer's `router.` weights and gradients are its own;
-    /// those of experts belong to all layers, so their calls take turns. Over ranks do not reduce
-    /// gradients of one layer: each would sum those of experts again. Use
-    /// [`MultiGate::reduce_gradients`].
+    /// those of experts belong to all layers, so their calls take turns. Over ranks the first layer
+    /// reduces those of experts, and each its router's.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
     }
@@ -255,7 +257,7 @@ impl MultiGate {
     /// # Errors
     /// As [`Layer::reduce_gradients`].
     pub fn reduce_gradients(&self) -> Result<(), EngineError> {
-        self.once(Layer::reduce_gradients, Layer::reduce_router_gradients)
+        self.layers.iter().try_for_each(Layer::reduce_gradients)
     }
 
     /// As [`MultiGate::reduce_gradients`], then divides all sums by the number of ranks; see
@@ -264,21 +266,7 @@ impl MultiGate {
     /// # Errors
     /// As [`Layer::reduce_gradients`].
     pub fn average_gradients(&self) -> Result<(), EngineError> {
-        self.once(Layer::average_gradients, Layer::average_router_gradients)
-    }
-
-    /// Calls `all` on the first layer, and `router` on the others, whose other gradients are the
-    /// first one's.
-    fn once(
-        &self,
-        all: fn(&Layer) -> Result<(), EngineError>,
-        router: fn(&Layer) -> Result<(), EngineError>,
-    ) -> Result<(), EngineError> {
-        let Some((first, others)) = self.layers.split_first() else {
-            return Ok(());
-        };
-        all(first)?;
-        others.iter().try_for_each(router)
+        self.layers.iter().try_for_each(Layer::average_gradients)
     }
 
     /// Returns the layers as the stack takes them.

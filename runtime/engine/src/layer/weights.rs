@@ -157,22 +157,6 @@ impl Layer {
         }
     }
 
-    /// As [`Layer::reduce_gradients`], for the router alone: others have the experts' sums.
-    pub(crate) fn reduce_router_gradients(&self) -> Result<(), EngineError> {
-        match &self.form {
-            Form::One(layer) => layer.check_training(),
-            Form::Ranks(layer) => layer.reduce_router_gradients(),
-        }
-    }
-
-    /// As [`Layer::average_gradients`], for the router alone.
-    pub(crate) fn average_router_gradients(&self) -> Result<(), EngineError> {
-        match &self.form {
-            Form::One(layer) => layer.check_training(),
-            Form::Ranks(layer) => layer.average_router_gradients(),
-        }
-    }
-
     /// Sets the gradients of the router to zero.
     pub(crate) fn zero_router_gradients(&self) -> Result<(), EngineError> {
         self.dispatch().zero_gradients_of(is_of_router)

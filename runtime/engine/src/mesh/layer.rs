@@ -43,6 +43,8 @@ pub(crate) struct RankLayer {
     choice: RwLock<Choice>,
     /// The recorder of exchanges.
     pub(super) recorder: Option<Arc<dyn Recorder>>,
+    /// Whether all gradients but the router's are another layer's, too, which reduces them.
+    pub(super) borrows_gradients: bool,
 }
 
 /// The way that ranks carry out calls from now on, with what that needs.
@@ -158,6 +160,7 @@ impl Engine {
                 packings: BTreeMap::new(),
             }),
             recorder: None,
+            borrows_gradients: false,
         })
     }
 
@@ -291,13 +294,18 @@ impl RankLayer {
                 packings: BTreeMap::new(),
             }),
             recorder: self.recorder.clone(),
+            borrows_gradients: false,
         }
     }
 
     /// Returns a layer of another router over the same weights and gradients of everything else.
-    /// All ranks call it. It begins with the default strategy, as a handle does.
+    /// All ranks call it. It begins with the default strategy, as a handle does, and reduces the
+    /// router's gradients alone.
     pub fn with_router(&self, router: &dyn WeightSource) -> Result<RankLayer, EngineError> {
         let texts = Texts::of(self.tokens.plan().clone().into())?;
+        // The router is a part of the dispatch part, so this part alone is another one. Its steps
+        // name tensors by number and kernels that are loaded once, so those bound for the first
+        // layer serve it, too.
         let call = Call::new("weights of a router");
         let tokens = self.mesh.with_heartbeat(&call, || {
             sharing(&self.engine, &texts, &self.tokens, router, |name| {
@@ -309,6 +317,7 @@ impl RankLayer {
             tokens,
             experts: self.experts.handle_to_gradients()?,
             shared: shared.transpose()?,
+            borrows_gradients: true,
             ..self.handle()
         })
     }
@@ -364,6 +373,8 @@ impl RankLayer {
         PlanKey {
             adaptive_r: strategy.adaptive_r(&mesh),
             shadows: strategy.shadows,
+            // Experts that weight their outputs are other kernels than those that leave it to
+            // `combine`.
             sums: strategy.returns_sums(&mesh),
         }
     }

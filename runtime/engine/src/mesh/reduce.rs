@@ -28,6 +28,10 @@ impl RankLayer {
     pub fn reduce_gradients(&self) -> Result<(), EngineError> {
         self.replicated().check_training()?;
         let mut groups = self.mesh().groups();
+        // The sums of the others are in place, and reducing these again would multiply them.
+        if self.borrows_gradients {
+            return sum(self.replicated(), &mut *groups.world, is_of_router);
+        }
         sum(self.replicated(), &mut *groups.world, EVERY)?;
         sum(self.own(), &mut *groups.expert_dp, EVERY)?;
         if let Some(shared) = self.shared() {
@@ -51,21 +55,10 @@ impl RankLayer {
     pub fn average_gradients(&self) -> Result<(), EngineError> {
         self.reduce_gradients()?;
         let ranks = self.mesh().parallel().ranks() as f32;
+        if self.borrows_gradients {
+            return divide(self.replicated(), ranks, is_of_router);
+        }
         self.parts().try_for_each(|part| divide(part, ranks, EVERY))
-    }
-
-    /// As [`RankLayer::reduce_gradients`], for the router alone.
-    pub fn reduce_router_gradients(&self) -> Result<(), EngineError> {
-        self.replicated().check_training()?;
-        let world = &mut *self.mesh().groups().world;
-        sum(self.replicated(), world, is_of_router)
-    }
-
-    /// As [`RankLayer::average_gradients`], for the router alone.
-    pub fn average_router_gradients(&self) -> Result<(), EngineError> {
-        self.reduce_router_gradients()?;
-        let ranks = self.mesh().parallel().ranks() as f32;
-        divide(self.replicated(), ranks, is_of_router)
     }
 
     /// Sums gradients of experts that several groups hold, through host memory.
