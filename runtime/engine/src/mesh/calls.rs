@@ -349,15 +349,15 @@ impl RankLayer {
                 idle_weights: None,
                 shadow_weights: None,
             },
+            requests: CallRequests {
+                in_flight: Vec::new(),
+                recorder: self.recorder.as_deref(),
+            },
             transfers: CallTransfers {
                 row_schedule: choice.row_schedule,
                 cast: cast.transpose()?,
                 exchanged: &bound.exchanged,
                 caller: CallerTensors::default(),
-            },
-            requests: CallRequests {
-                in_flight: Vec::new(),
-                recorder: self.recorder.as_deref(),
             },
         })
     }

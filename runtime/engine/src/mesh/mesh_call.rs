@@ -27,8 +27,9 @@ pub(super) struct MeshCall<'l> {
     pub parts: CallParts<'l>,
     pub counts: CallCounts,
     pub weights: CallWeights<'l>,
-    pub transfers: CallTransfers<'l>,
+    /// Declared before the casts, so that exchanges end before the memory of cast rows is free.
     pub requests: CallRequests<'l>,
+    pub transfers: CallTransfers<'l>,
 }
 
 /// A buffer and a byte offset in it.
@@ -115,22 +116,12 @@ impl<'l> MeshCall<'l> {
             rank: group.rank(),
             size: group.size(),
         };
-        let request = Request::sending(handle, own.rank, sends);
-        if !recorded {
-            return Ok(request);
+        let mut request = Request::sending(handle, own.rank, sends);
+        // Making the plan again is worth it for a recorder alone.
+        if recorded {
+            request.bytes = sent_by(&*path, own, sends, receives).unwrap_or(request.bytes);
         }
-        // A schedule sends fewer bytes than its rows have, or more where it passes rows on, and
-        // making its plan again is worth it for a recorder alone.
-        let sizes = |list: &[Transfer]| -> Vec<(usize, usize)> {
-            let sizes = list.iter().map(|one| (one.peer, one.slice.bytes()));
-            sizes.collect()
-        };
-        let plan = path.plan(own, &sizes(sends), &sizes(receives));
-        let sent = plan.map_or(request.bytes, |plan| plan.bytes_to(|_| true) as u64);
-        Ok(Request {
-            bytes: sent,
-            ..request
-        })
+        Ok(request)
     }
 
     /// Returns transfers of a tensor's rows as bytes, because an exchange only moves them.
@@ -182,4 +173,20 @@ impl<'l> MeshCall<'l> {
         };
         Ok(self.parts.owned.device.copy_rows(&copy)?)
     }
+}
+
+/// Returns the bytes that this rank sends by a schedule: fewer than its rows have where each goes
+/// once, more where it passes rows on. `None` for messages that the schedule refuses.
+fn sent_by(
+    path: &dyn Schedule,
+    own: GroupRank,
+    sends: &[Transfer],
+    receives: &[Transfer],
+) -> Option<u64> {
+    let sizes = |list: &[Transfer]| -> Vec<(usize, usize)> {
+        let sizes = list.iter().map(|one| (one.peer, one.slice.bytes()));
+        sizes.collect()
+    };
+    let plan = path.plan(own, &sizes(sends), &sizes(receives)).ok()?;
+    Some(plan.bytes_to(|_| true) as u64)
 }

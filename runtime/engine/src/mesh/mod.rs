@@ -46,6 +46,7 @@ mod weights;
 mod workspace_pool;
 
 pub(crate) use calls::RankSaved;
+pub(crate) use global_routing::looks_at_all;
 pub use groups::Mesh;
 pub(crate) use layer::RankLayer;
 pub use part::{part_of, part_of_placed, part_shape, part_shape_placed};
