@@ -53,7 +53,9 @@ pub use regions::ShardRegion;
 
 use crate::layer::{Builder, Part, Recompute};
 use crate::{LayerPlan, PlanError, PlanOptions};
-use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, Placement, RankCoords, TokenScope};
+use moesaic_dist::{
+    AdaptiveMesh, MeshError, Parallel, Placement, RankCoords, Strategy, TokenScope,
+};
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert, WeightSite};
 use std::borrow::Cow;
@@ -92,6 +94,18 @@ impl<'p> Sharing<'p> {
         Sharing { adaptive_r, ..self }
     }
 
+    /// Sets what a strategy says of plans: the adaptive parallelism degree, the shadows, and whether
+    /// ranks return sums.
+    #[must_use]
+    pub fn by(self, strategy: Strategy) -> Sharing<'p> {
+        Sharing {
+            adaptive_r: strategy.adaptive_r(&self.mesh),
+            shadows: strategy.shadows,
+            sums: strategy.returns_sums(&self.mesh),
+            ..self
+        }
+    }
+
     /// Sets the placement of experts; `None` means contiguous ranges.
     #[must_use]
     pub fn placed<'q>(self, placement: Option<&'q Placement>) -> Sharing<'q> {
@@ -121,8 +135,6 @@ impl<'p> Sharing<'p> {
 
     /// Sets the most experts that every group shadows in one call ([`Strategy::shadows`]). A plan
     /// does not pack weights of shadows.
-    ///
-    /// [`Strategy::shadows`]: moesaic_dist::Strategy::shadows
     #[must_use]
     pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
         Sharing { shadows, ..self }
@@ -132,8 +144,6 @@ impl<'p> Sharing<'p> {
     /// outputs as with `weight_on = "activation"`, also where the spec has `combine` weight them:
     /// the same function up to rounding. The outputs of identity experts are weighted by `combine`
     /// alone, so a layer with some stays as it is.
-    ///
-    /// [`Strategy::returns_sums`]: moesaic_dist::Strategy::returns_sums
     #[must_use]
     pub fn summing(self, sums: bool) -> Sharing<'p> {
         Sharing { sums, ..self }
