@@ -5,7 +5,9 @@
 
 use moesaic::reference::Random;
 use moesaic::spec::canonical_tensors;
-use moesaic::{Engine, EngineError, Input, LayerSpec, RngKey, Tensor, Tensors, Training};
+use moesaic::{
+    Engine, EngineError, Input, LayerOptions, LayerSpec, RngKey, Tensor, Tensors, Training,
+};
 use std::error::Error;
 use std::time::{Duration, Instant};
 
@@ -53,7 +55,7 @@ fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError
     let dy = vec![dy; GATES];
 
     let engine = Engine::cpu().map_err(|e| EngineError::Spec(e.to_string()))?;
-    let gates = engine.multi_gate(spec, &experts, &routers, None)?;
+    let gates = engine.multi_gate(spec, &experts, &routers, LayerOptions::default())?;
     let once = best(|| gates.forward(input.reading(&["y"])).map(drop))?;
     let each = best(|| {
         let each = gates.layers().iter();
@@ -61,7 +63,8 @@ fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError
             .collect::<Result<Vec<_>, _>>()
             .map(drop)
     })?;
-    let gates = engine.multi_gate(spec, &experts, &routers, Some(Training::default()))?;
+    let options = LayerOptions::default().training(Training::default());
+    let gates = engine.multi_gate(spec, &experts, &routers, options)?;
     let rng_key = RngKey::default();
     let train_once = best(|| {
         let (_, saved) = gates.forward_train(input.reading(&["y"]), rng_key)?;

@@ -96,7 +96,7 @@ pub use moesaic_engine::UserSaved;
 /// One set of experts behind several routers, as in MMoE.
 ///
 /// ```
-/// use moesaic::{Input, Tensors};
+/// use moesaic::{Input, LayerOptions, Tensors};
 ///
 /// # use moesaic::example::{engine, spec, wave, weights};
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -107,7 +107,7 @@ pub use moesaic_engine::UserSaved;
 /// # for (name, tensor) in all.iter().filter(|(name, _)| name.starts_with("experts.")) {
 /// #     experts.insert(name, tensor.clone());
 /// # }
-/// let gates = engine().multi_gate(&spec(), &experts, &routers, None)?;
+/// let gates = engine().multi_gate(&spec(), &experts, &routers, LayerOptions::default())?;
 /// let outputs = gates.forward(&Input::new(3, &wave(24)))?;
 /// assert_eq!(outputs.len(), 2); // one for each router
 /// # Ok(())

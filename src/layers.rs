@@ -111,18 +111,19 @@ impl Engine {
     }
 
     /// Makes one layer per element of `routers`, the weights whose names begin with `router.`; all
-    /// others are in `weights`, once for all layers. With `training` the layers can run backward.
+    /// others are in `weights`, once for all layers. Over ranks all of them call it, with the same
+    /// number of routers.
     ///
     /// # Errors
-    /// As [`Engine::layer`].
+    /// As [`Engine::layer_with`].
     pub fn multi_gate(
         &self,
         spec: &LayerSpec,
         weights: &dyn WeightSource,
         routers: &[Tensors<'_>],
-        training: Option<Training>,
+        options: LayerOptions<'_>,
     ) -> Result<MultiGate, EngineError> {
-        self.0.multi_gate(spec, weights, routers, training)
+        self.0.multi_gate(spec, weights, routers, options)
     }
 
     /// Compiles or finds every kernel of a layer and loads it, without weights.

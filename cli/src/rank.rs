@@ -43,8 +43,7 @@ impl OneRankArgs {
         self.strategy.check(&mesh).map_err(Failure::input)?;
         let placement = experts::placement(self.placement.as_deref())?;
         let sharing = Sharing::from(mesh).placed(placement.as_ref());
-        let sharing = sharing.at_r(self.strategy.adaptive_r(&mesh));
-        let sharing = sharing.shadowing(self.strategy.shadows);
+        let sharing = sharing.by(self.strategy);
         let plan = plan_rank(spec, target, options, sharing, self.rank);
         let plan = plan.map_err(EngineError::from)?;
         let plan = plan.in_comm_dtype(self.strategy.comm_dtype);

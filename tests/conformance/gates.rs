@@ -11,12 +11,14 @@ use moesaic::aot::{Job, precompile};
 use moesaic::experts::MultiGate;
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};
-use moesaic::{Compilers, Engine, EngineOptions, Input, Output, Parallel, Recompute, RngKey};
+use moesaic::{
+    Compilers, Engine, EngineOptions, Input, LayerOptions, Output, Parallel, Recompute, RngKey,
+};
 use moesaic::{Store, Tensor, Tensors, Training};
 use std::sync::Arc;
 
 /// The weights of a case whose names begin with `router.`, or the others.
-fn weights_of(case: &Case, router: bool) -> Tensors<'static> {
+pub fn weights_of(case: &Case, router: bool) -> Tensors<'static> {
     let mut weights = Tensors::new();
     for tensor in canonical_tensors(&case.spec) {
         if tensor.name.starts_with("router.") == router {
@@ -43,7 +45,12 @@ fn gates_share_experts() {
         other
     });
     let routers = [weights_of(&cases[0], true), weights_of(&cases[1], true)];
-    let gates = engine().multi_gate(&spec, &weights_of(&case, false), &routers, None);
+    let gates = engine().multi_gate(
+        &spec,
+        &weights_of(&case, false),
+        &routers,
+        LayerOptions::default(),
+    );
     let gates = gates.unwrap_or_else(|e| panic!("{e}"));
     let outputs = gates
         .forward(&case.input())
@@ -95,7 +102,7 @@ fn check_gates(engine: &Engine, cases: &[Case; 2]) {
     let spec = &cases[0].spec;
     let routers = cases.each_ref().map(|case| weights_of(case, true));
     let shared = weights_of(&cases[0], false);
-    let gates = engine.multi_gate(spec, &shared, &routers, Some(Training::default()));
+    let gates = engine.multi_gate(spec, &shared, &routers, training(Recompute::None));
     let gates = gates.unwrap_or_else(|e| panic!("{e}"));
     let (dy, values) = random_dy(&cases[0]);
     let expected = cases
@@ -135,7 +142,7 @@ fn check_gates(engine: &Engine, cases: &[Case; 2]) {
 }
 
 /// Three gates over the experts of a spec, all on the same tokens.
-fn three_gates(toml: &str, tokens: usize) -> [Case; 3] {
+pub fn three_gates(toml: &str, tokens: usize) -> [Case; 3] {
     let spec = LayerSpec::from_toml(toml).unwrap_or_else(|e| panic!("{toml}: {e}"));
     let first = Case::random(&spec, tokens, 1);
     [1, 2, 3].map(|seed| {
@@ -150,18 +157,23 @@ fn three_gates(toml: &str, tokens: usize) -> [Case; 3] {
     })
 }
 
-fn multi_gate(engine: &Engine, cases: &[Case; 3], training: Option<Training>) -> MultiGate {
+/// Options of layers that train.
+fn training(recompute: Recompute) -> LayerOptions<'static> {
+    LayerOptions::default().training(Training { recompute })
+}
+
+pub fn multi_gate(engine: &Engine, cases: &[Case; 3], options: LayerOptions<'_>) -> MultiGate {
     let routers = cases.each_ref().map(|case| weights_of(case, true));
     let gates = engine.multi_gate(
         &cases[0].spec,
         &weights_of(&cases[0], false),
         &routers,
-        training,
+        options,
     );
     gates.unwrap_or_else(|e| panic!("{}: {e}", cases[0].describe()))
 }
 
-const SMALL: &str = "shape = { model_dim = 12, hidden_dim = 10, experts = 5, top_k = 2 }\n";
+pub const SMALL: &str = "shape = { model_dim = 12, hidden_dim = 10, experts = 5, top_k = 2 }\n";
 const ALL: &str = "shape = { model_dim = 12, hidden_dim = 10, experts = 4, top_k = 4 }\n";
 
 /// Returns layers with every option of routers and experts: with two experts
@@ -225,7 +237,7 @@ fn check_one_pass(engine: &Engine, toml: &str, tokens: usize) {
     let cases = three_gates(toml, tokens);
     let what = format!("{tokens} tokens on {}: {toml}", engine.target());
     for training in [None, Some(Training::default())] {
-        let gates = multi_gate(engine, &cases, training);
+        let gates = multi_gate(engine, &cases, LayerOptions::default().training(training));
         let (input, mut names) = (cases[0].input(), cases[0].outputs());
         // Past the last row it says nothing.
         names.retain(|name| *name != "row_slots");
@@ -277,8 +289,8 @@ fn one_pass_trains_what_each_gate_does() {
 fn check_training(engine: &Engine, toml: &str, recompute: Recompute) {
     let cases = three_gates(toml, 21);
     let what = format!("{recompute:?} on {}: {toml}", engine.target());
-    let gates = multi_gate(engine, &cases, Some(Training { recompute }));
-    let alone = multi_gate(engine, &cases, Some(Training { recompute }));
+    let gates = multi_gate(engine, &cases, training(recompute));
+    let alone = multi_gate(engine, &cases, training(recompute));
     let input = cases[0].input();
     let names = ["y", "topk_ids", "topk_weights", "loss.switch", "loss.z"];
     let names = if toml.contains("losses") {
@@ -326,7 +338,7 @@ fn check_training(engine: &Engine, toml: &str, recompute: Recompute) {
     }
 }
 
-fn random_dy_of(case: &Case, seed: u64) -> Tensor<'static> {
+pub fn random_dy_of(case: &Case, seed: u64) -> Tensor<'static> {
     let shape = [case.input.tokens, case.spec.output_dim()];
     let values = reference::Random::new(seed).vec(shape[0] * shape[1]);
     host(case.spec.precision.activations, &shape, &values)
@@ -346,15 +358,14 @@ fn gates_run_on_simulated_gpus() {
 #[test]
 fn what_one_pass_left_is_not_for_other_gates() {
     let cases = three_gates(SMALL, 3);
-    let training = Some(Training::default());
-    let [one, other] = [(); 2].map(|()| multi_gate(&engine(), &cases, training));
+    let [one, other] = [(); 2].map(|()| multi_gate(&engine(), &cases, training(Recompute::None)));
     let (_, saved) = one
         .forward_train((cases[0].input()).reading(&["y"]), RNG_KEY)
         .unwrap_or_else(|e| panic!("{e}"));
     let dy = [8, 9, 10].map(|seed| random_dy_of(&cases[0], seed));
     let error = other.backward(&saved, &dy, false).expect_err("of another");
     assert!(error.to_string().contains("another layer"), "{error}");
-    let inference = multi_gate(&engine(), &cases, None);
+    let inference = multi_gate(&engine(), &cases, LayerOptions::default());
     let error = inference.forward_train((cases[0].input()).reading(&["y"]), RNG_KEY);
     assert!(error.is_err_and(|e| e.to_string().contains("made for inference")));
     let error = one.forward((cases[0].input()).reading(&["nothing"]));
@@ -386,7 +397,7 @@ fn kernels_of_one_pass_are_compiled_ahead() {
     };
     let run = |together: bool| {
         let engine = strict();
-        let gates = multi_gate(&engine, &cases, Some(Training::default()));
+        let gates = multi_gate(&engine, &cases, training(Recompute::None));
         assert_eq!(gates.in_one_pass(), together);
         let outputs = gates.forward((cases[0].input()).reading(&["y"]));
         let outputs = outputs.unwrap_or_else(|e| panic!("{e}"));

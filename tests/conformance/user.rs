@@ -467,18 +467,23 @@ fn user_experts_run_over_ranks() {
 #[test]
 fn user_experts_over_ranks_refuse_what_they_do_not_follow() {
     let refused = on_ranks(&engine(), mesh(2, 1, 1), |mesh| {
-        let make = |keep: usize, options: LayerOptions<'_>| {
-            let (case, mut experts, _) = heterogeneous(&external(""), 1);
+        let make = |rest: &str, keep: usize, options: LayerOptions<'_>| {
+            let (case, mut experts, _) = heterogeneous(&(external("") + rest), 1);
             experts.truncate(keep);
             let made = engine().user_layer(&case.spec, &others(&case), experts, options);
-            made.err().map(|e| e.to_string()).unwrap()
+            made.err().map(|e| e.to_string()).unwrap_or_default()
         };
         let world = mesh.over(TokenScope::World);
         let strategy = Some("overlap_degree=2".parse().unwrap());
+        let own = mesh.placement_of(5).unwrap().count(mesh.place().ep);
+        // Rules that look at one token need no other ranks'.
+        assert_eq!(make("", own, LayerOptions::over(&world)), "");
+        let capacity = "\n[capacity]\nmode = 'fixed'\nrows = 4\n";
         [
-            make(1, LayerOptions::over(mesh)),
-            make(5, LayerOptions::over(&world)),
+            make("", 1, LayerOptions::over(mesh)),
+            make(capacity, own, LayerOptions::over(&world)),
             make(
+                "",
                 5,
                 LayerOptions {
                     strategy,

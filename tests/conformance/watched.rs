@@ -11,8 +11,8 @@ use moesaic::target::{
 };
 use moesaic::tensor::{SourceError, WeightSource};
 use moesaic::{
-    DType, Engine, EngineError, EngineOptions, Input, Layer, RawBackward, RawCall, RngKey, Tensor,
-    Tensors, Training,
+    DType, Engine, EngineError, EngineOptions, Input, Layer, LayerOptions, RawBackward, RawCall,
+    RngKey, Tensor, Tensors, Training,
 };
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -330,9 +330,10 @@ fn two_gates(watched: &Arc<Watched>, case: &Case) -> MultiGate {
         let weights = if own { &mut router } else { &mut experts };
         weights.insert(name, tensor.clone());
     }
-    let (routers, training) = ([router.clone(), router], Some(Training::default()));
+    let routers = [router.clone(), router];
+    let options = LayerOptions::default().training(Training::default());
     let engine = watched.engine();
-    let gates = engine.multi_gate(&case.spec, &experts, &routers, training);
+    let gates = engine.multi_gate(&case.spec, &experts, &routers, options);
     gates.unwrap()
 }
 

@@ -64,7 +64,9 @@ pub enum CollectiveOp {
     AllGatherExperts,
 }
 
-/// The process group of an operation: the ranks that run it together.
+/// The process group of an operation: the ranks that run it together at the adaptive parallelism
+/// degree of a call. Those that do not depend on a degree, and have a name for users, are
+/// `ProcessGroup` of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpGroup {
     /// The rank itself.

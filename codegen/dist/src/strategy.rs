@@ -418,6 +418,12 @@ impl Strategy {
         self.adaptive_r.unwrap_or(mesh.expert_tp)
     }
 
+    /// Returns whether a rank returns one row for each token of another rank, the sum of what its
+    /// experts computed; experts then weight their outputs.
+    pub fn returns_sums(&self, mesh: &Parallel) -> bool {
+        self.all_to_all.row().deduplicates_ranks() && self.adaptive_r(mesh) > 0
+    }
+
     /// Returns whether weights of experts travel; if so, they must not be packed.
     pub fn gathers(&self, mesh: &Parallel) -> bool {
         self.adaptive_r(mesh) != mesh.expert_tp || self.shadows > 0

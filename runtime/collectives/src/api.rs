@@ -1,6 +1,6 @@
 //! The interface that layers call.
 
-use crate::plan::{Algorithm, HopCounts, Schedule};
+use crate::schedules::{Algorithm, HopCounts, Schedule};
 use crate::{CollectiveError, Handle, ProgressThread, Reduction, Slice};
 use std::sync::Arc;
 use std::time::Duration;

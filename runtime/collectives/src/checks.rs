@@ -2,8 +2,8 @@
 
 use crate::api::Transfer;
 use crate::eager::OpKind;
-use crate::plan::Algorithm;
-use crate::plan::{GroupRank, HopOrder};
+use crate::schedules::Algorithm;
+use crate::schedules::{GroupRank, HopOrder};
 use crate::{CollectiveError, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;

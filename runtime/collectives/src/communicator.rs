@@ -8,8 +8,8 @@ use crate::groups::{SubGroup, numbers};
 use crate::handle::{Handle, lock};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
-use crate::plan::Algorithm;
-use crate::plan::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
+use crate::schedules::Algorithm;
+use crate::schedules::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
 use crate::transport::Transport;
 use crate::{CollectiveError, ProgressThread, Reduction, Slice, hierarchical};
 use moesaic_kernel::Target;
@@ -243,7 +243,7 @@ impl Collectives for Communicator {
         let (rank, sizes) = (self.rank(), vec![part; self.size()]);
         let hop_code = hops.as_ref().map_or(0, HopOrder::code);
         let plan = match hops {
-            None => plan::all_to_all(rank, &sizes, &sizes),
+            None => schedules::all_to_all(rank, &sizes, &sizes),
             Some(hops) => hierarchical::equal(hops, rank, part),
         };
         let draft = OperationDraft {
@@ -292,7 +292,7 @@ impl Collectives for Communicator {
         let output = &output.head(receives.iter().sum());
         let hop_code = hops.as_ref().map_or(0, HopOrder::code);
         let (plan, next) = match hops {
-            None => (plan::all_to_all(self.rank(), &sends, &receives), None),
+            None => (schedules::all_to_all(self.rank(), &sends, &receives), None),
             Some(hops) => {
                 let (first, next) = hierarchical::counted(hops, self.rank(), sends, receives);
                 (first, Some(next))
@@ -320,7 +320,7 @@ impl Collectives for Communicator {
         let kind = OpKind::AllGather;
         let own = self.own_rank();
         checks::all_gather(input, output, own)?;
-        let plan = plan::all_gather(self.rank(), &vec![input.bytes(); self.size()]);
+        let plan = schedules::all_gather(self.rank(), &vec![input.bytes(); self.size()]);
         let draft = OperationDraft {
             signature: self.signature(kind, call, input, input.elements()),
             inputs: self.inputs(&[input]),
@@ -360,7 +360,7 @@ impl Collectives for Communicator {
             },
             inputs: self.inputs(&[input]),
             outputs: self.outputs(&[output]),
-            plan: plan::reduce_scatter(self.rank(), &sizes, input.element(), reduction),
+            plan: schedules::reduce_scatter(self.rank(), &sizes, input.element(), reduction),
             next: None,
         };
         self.start(kind, call, draft)
@@ -383,7 +383,7 @@ impl Collectives for Communicator {
             },
             inputs: self.inputs(&[input]),
             outputs: self.outputs(&[output]),
-            plan: plan::all_reduce(rank, size, input.bytes(), element, reduction),
+            plan: schedules::all_reduce(rank, size, input.bytes(), element, reduction),
             next: None,
         };
         self.start(kind, call, draft)
@@ -409,7 +409,7 @@ impl Collectives for Communicator {
             },
             inputs: Ok(Vec::new()),
             outputs: region.map(|region| vec![region]),
-            plan: plan::broadcast(self.rank(), self.size(), root, data.bytes()),
+            plan: schedules::broadcast(self.rank(), self.size(), root, data.bytes()),
             next: None,
         };
         self.start(kind, call, draft)
@@ -429,7 +429,7 @@ impl Collectives for Communicator {
             signature: Signature::of(kind, &call.label),
             inputs: self.inputs(&slices(sends)),
             outputs: self.outputs(&slices(receives)),
-            plan: plan::exchange(
+            plan: schedules::exchange(
                 self.rank(),
                 &hierarchical::sizes(sends),
                 &hierarchical::sizes(receives),
@@ -507,7 +507,7 @@ impl Collectives for Communicator {
             signature: Signature::of(OpKind::Barrier, &call.label),
             inputs: Ok(Vec::new()),
             outputs: Ok(Vec::new()),
-            plan: plan::barrier(self.rank(), self.size()),
+            plan: schedules::barrier(self.rank(), self.size()),
             next: None,
         };
         self.start(OpKind::Barrier, call, draft)
@@ -527,7 +527,7 @@ impl Collectives for Communicator {
         let lengths = self.gather_numbers(&[own.len() as u64], call)?;
         let sizes: Vec<usize> = lengths.concat().into_iter().map(|n| n as usize).collect();
         let all = self.gather_host(own, &sizes, call)?;
-        let starts = plan::offsets(&sizes);
+        let starts = schedules::offsets(&sizes);
         Ok(starts
             .windows(2)
             .map(|w| all[w[0]..w[1]].to_vec())

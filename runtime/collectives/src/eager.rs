@@ -1,7 +1,7 @@
 //! Eager messages: each announces one message of an operation and carries the operation's whole
 //! signature, so ranks that call different operations find out before any memory is written.
 
-use crate::plan::HopOrder;
+use crate::schedules::HopOrder;
 use crate::transport::MAX_EAGER_BYTES;
 use crate::{Element, Reduction};
 

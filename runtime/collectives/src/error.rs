@@ -177,6 +177,15 @@ pub enum CollectiveError {
     },
 }
 
+impl CollectiveError {
+    /// Returns the error of a world that cannot be set up, or is no more.
+    pub(crate) fn setup(reason: impl ToString) -> CollectiveError {
+        CollectiveError::Setup {
+            reason: reason.to_string(),
+        }
+    }
+}
+
 fn list(missing: &[Missing]) -> String {
     const SHOWN: usize = 8;
     let mut text = missing

@@ -5,7 +5,7 @@ use crate::communicator::{Communicator, OperationDraft};
 use crate::eager::{OpKind, Signature};
 use crate::handle::host_result;
 use crate::memory::Region;
-use crate::{CollectiveError, plan};
+use crate::{CollectiveError, schedules};
 
 impl Communicator {
     /// Gathers the bytes of every rank in rank order: `sizes[p]` bytes from rank `p`.
@@ -19,7 +19,7 @@ impl Communicator {
             signature: Signature::of(OpKind::Agree, &call.label),
             inputs: Ok(vec![Region::host(own.to_vec())]),
             outputs: Ok(vec![Region::host(vec![0; sizes.iter().sum()])]),
-            plan: plan::all_gather(self.rank(), sizes),
+            plan: schedules::all_gather(self.rank(), sizes),
             next: None,
         };
         host_result(self.start(OpKind::Agree, call, draft)?)
@@ -39,7 +39,7 @@ impl Communicator {
             signature: Signature::of(OpKind::Split, &call.label),
             inputs: Ok(vec![Region::host(own.clone())]),
             outputs: Ok(vec![Region::host(vec![0; own.len() * self.size()])]),
-            plan: plan::all_gather(self.rank(), &vec![own.len(); self.size()]),
+            plan: schedules::all_gather(self.rank(), &vec![own.len(); self.size()]),
             next: None,
         };
         let all = host_result(self.start(OpKind::Split, call, draft)?)?;

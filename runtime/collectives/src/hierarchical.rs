@@ -4,8 +4,8 @@ use crate::api::Transfer;
 use crate::checks;
 use crate::eager::OpKind;
 use crate::operation::{Next, Unequal};
-use crate::plan::Algorithm;
-use crate::plan::{self, HopCounts, HopOrder, HopSchedule, Plan};
+use crate::schedules::Algorithm;
+use crate::schedules::{self, HopCounts, HopOrder, HopSchedule, Plan};
 use crate::{CollectiveError, Levels};
 use std::sync::{Arc, OnceLock};
 
@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 pub(crate) fn equal(hops: HopOrder, rank: usize, bytes: usize) -> Plan {
     let sizes = vec![bytes; hops.ranks()];
     let schedule = HopSchedule::equal(hops, rank, bytes);
-    plan::all_to_all_with(&schedule, &sizes, &sizes, 0)
+    schedules::all_to_all_with(&schedule, &sizes, &sizes, 0)
 }
 
 /// Plans an all-to-all with counts: a count exchange, then the exchange that it describes.
@@ -24,7 +24,7 @@ pub(crate) fn counted(
     receives: Vec<usize>,
 ) -> (Plan, Next) {
     let numbers: Vec<u64> = sends.iter().map(|bytes| *bytes as u64).collect();
-    let first = plan::count_hops(&hops, rank, 1, &numbers);
+    let first = schedules::count_hops(&hops, rank, 1, &numbers);
     let next = move |scratch: &[u8]| {
         // The data phases are numbered behind the count phases, because both belong to one
         // operation.
@@ -34,7 +34,9 @@ pub(crate) fn counted(
         // intermediate rank, which could not name the caller at fault.
         check(&hop_counts, &receives)?;
         let schedule = hop_counts.there(&|block| block.units as usize);
-        Ok(plan::all_to_all_with(&schedule, &sends, &receives, phase))
+        Ok(schedules::all_to_all_with(
+            &schedule, &sends, &receives, phase,
+        ))
     };
     (first, Box::new(next))
 }
@@ -85,7 +87,7 @@ impl CountExchange {
     }
 
     pub fn plan(&self, rank: usize, blocks_per_peer: usize, units: &[u64]) -> (Plan, Next) {
-        let plan = plan::count_hops(&self.hops, rank, blocks_per_peer, units);
+        let plan = schedules::count_hops(&self.hops, rank, blocks_per_peer, units);
         let (hops, counts) = (self.hops.clone(), Arc::clone(&self.counts));
         let next = move |scratch: &[u8]| {
             let _ = counts.set(HopCounts::read(hops, rank, blocks_per_peer, scratch)); // once

@@ -5,8 +5,8 @@
 //! waiting. Every operation has a number and a deadline, and ends on every rank, with a result or
 //! with an error. Results are the same bytes in every run, because sums are taken in rank order.
 //!
-//! An operation is a [`plan`]: messages and copies as data, a pure function of ranks and sizes. A
-//! [`Communicator`] runs plans over any [`Transport`]. A transport only carries eager and
+//! An operation is a plan, messages and copies as data ([`schedules`]): a pure function of ranks and
+//! sizes. A [`Communicator`] runs plans over any [`Transport`]. A transport only carries eager and
 //! rendezvous messages: [`threads`] connects threads of one process, [`mpi`] connects processes
 //! under any `mpirun`. [`nccl`] runs the same plans on a GPU's stream.
 //!
@@ -64,7 +64,7 @@ pub use communicator::{Communicator, DEADLINE};
 pub use error::{At, CollectiveError, Missing};
 pub use handle::Handle;
 pub use heartbeat::with_heartbeat;
-pub use moesaic_dist::schedules as plan;
+pub use moesaic_dist::schedules;
 pub use moesaic_dist::schedules::{Algorithm, Element, Reduction};
 pub use moesaic_dist::{Levels, MOST_LEVELS, NodeRank, NodeShape};
 pub use progress_thread::ProgressThread;

@@ -3,7 +3,7 @@
 use crate::eager::{Key, PartSizes, Signature};
 use crate::error::At;
 use crate::memory::Region;
-use crate::plan::{self, BufferRef, Copy, Expected, Plan, Span, Step};
+use crate::schedules::{self, BufferRef, Copy, Expected, Plan, Span, Step};
 use crate::transport::{MemoryRange, Request};
 use crate::{CollectiveError, reduce};
 use moesaic_target::Device;
@@ -302,9 +302,9 @@ impl Operation {
 
     /// Groups messages by peer, in the order in which the peers first appear. The order is kept
     /// so that a plan controls which rank is served first.
-    fn bundles(&self, messages: &[plan::Message]) -> Result<Vec<Bundle>, CollectiveError> {
+    fn bundles(&self, messages: &[schedules::Message]) -> Result<Vec<Bundle>, CollectiveError> {
         let mut numbers = HashMap::new();
-        let mut lists: Vec<(usize, Vec<&plan::Message>)> = Vec::new();
+        let mut lists: Vec<(usize, Vec<&schedules::Message>)> = Vec::new();
         for message in messages {
             let number = *numbers.entry(message.peer).or_insert(lists.len());
             if number == lists.len() {
@@ -319,7 +319,7 @@ impl Operation {
     fn bundle<'m>(
         &self,
         peer: usize,
-        messages: impl Iterator<Item = &'m plan::Message>,
+        messages: impl Iterator<Item = &'m schedules::Message>,
     ) -> Result<Bundle, CollectiveError> {
         let (mut sizes, mut parts) = (Vec::new(), Vec::<MemoryRange>::new());
         for message in messages {

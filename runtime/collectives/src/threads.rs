@@ -17,14 +17,13 @@ pub fn run<T: Send>(
     device: impl Fn(usize) -> Result<Arc<dyn Device>, moesaic_target::DeviceError>,
     body: impl Fn(Communicator) -> T + Sync,
 ) -> Result<Vec<std::thread::Result<T>>, CollectiveError> {
-    let setup = |reason: String| CollectiveError::Setup { reason };
     if size == 0 {
-        return Err(setup(
-            "a world has at least one rank; 0 were asked for".to_string(),
+        return Err(CollectiveError::setup(
+            "a world has at least one rank; 0 were asked for",
         ));
     }
     let devices = (0..size).map(device).collect::<Result<Vec<_>, _>>();
-    let devices = devices.map_err(|error| setup(error.to_string()))?;
+    let devices = devices.map_err(CollectiveError::setup)?;
     let communicators = world(size).into_iter().zip(devices);
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -34,7 +33,7 @@ pub fn run<T: Send>(
             let body = &body;
             let builder = std::thread::Builder::new().name(name);
             let thread = builder.spawn_scoped(scope, move || body(communicator));
-            threads.push(thread.map_err(|error| setup(error.to_string()))?);
+            threads.push(thread.map_err(CollectiveError::setup)?);
         }
         Ok(threads.into_iter().map(|thread| thread.join()).collect())
     })

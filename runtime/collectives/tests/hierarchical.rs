@@ -6,7 +6,7 @@ mod dedup;
 mod interpreter;
 
 use interpreter::{Mail, Memory, advance, replay};
-use moesaic_collectives::plan::{self, HopCounts, HopOrder, HopSchedule, Plan, Step};
+use moesaic_collectives::schedules::{self, HopCounts, HopOrder, HopSchedule, Plan, Step};
 use moesaic_collectives::{Algorithm, Levels, NodeShape};
 use std::time::Instant;
 
@@ -90,7 +90,10 @@ fn equal(algorithm: Algorithm, count: usize, packed: bool) {
     let sizes = vec![count; ranks];
     let plan = |rank: usize| {
         let schedule = HopSchedule::equal(hops.clone(), rank, count);
-        carried(plan::all_to_all_with(&schedule, &sizes, &sizes, 0), packed)
+        carried(
+            schedules::all_to_all_with(&schedule, &sizes, &sizes, 0),
+            packed,
+        )
     };
     replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
     for (rank, memory) in memories.iter().enumerate() {
@@ -129,7 +132,7 @@ fn hop_counts(
         let all = (0..ranks).flat_map(|q| (0..blocks).map(move |i| (q, i)));
         all.map(|(q, i)| units(p, q, i) as u64).collect()
     };
-    let plan = |rank: usize| plan::count_hops(hops, rank, blocks, &numbers(rank));
+    let plan = |rank: usize| schedules::count_hops(hops, rank, blocks, &numbers(rank));
     let mut memories = vec![Memory::default(); ranks];
     replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
     let read = |(rank, memory): (usize, &Memory)| {
@@ -169,7 +172,7 @@ fn parts_by_counts_arrive_as_directly() {
             let inputs = memories.clone();
             let plan = |rank: usize| {
                 let schedule = counts[rank].there(&|block| block.units as usize);
-                let plan = plan::all_to_all_with(&schedule, &sent(rank), &got(rank), 2);
+                let plan = schedules::all_to_all_with(&schedule, &sent(rank), &got(rank), 2);
                 carried(plan, (nodes + i) % 2 == 1)
             };
             replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
@@ -197,11 +200,11 @@ fn few_large_messages_cross_between_nodes() {
     let (rank, count) = (9, 64);
     let far = |peer: usize| shape.split(peer).node != shape.split(rank).node;
     let sizes = vec![count; shape.ranks()];
-    let direct = plan::all_to_all(rank, &sizes, &sizes);
+    let direct = schedules::all_to_all(rank, &sizes, &sizes);
     assert_eq!((direct.messages(), direct.bytes_to(far)), (31, 24 * count));
     let planned = |algorithm: Algorithm| {
         let schedule = HopSchedule::equal(hops(algorithm), rank, count);
-        plan::all_to_all_with(&schedule, &sizes, &sizes, 0).packed()
+        schedules::all_to_all_with(&schedule, &sizes, &sizes, 0).packed()
     };
     for (algorithm, messages, near) in [
         (Algorithm::Hierarchical(shape), 7 + 3, 7 * 4),
@@ -236,7 +239,7 @@ fn a_ring_sends_to_neighbours_alone() {
         (around.back(), 2, [1, 2, 3, 4]),
     ] {
         let schedule = HopSchedule::equal(hops, rank, count);
-        let plan = plan::all_to_all_with(&schedule, &sizes, &sizes, 0).packed();
+        let plan = schedules::all_to_all_with(&schedule, &sizes, &sizes, 0).packed();
         let [sent, _] = plan.traffic();
         assert_eq!(sent, blocks.map(|blocks| (peer, blocks * count)));
     }
@@ -252,7 +255,7 @@ fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
     let (rank, count) = (9, 640);
     let sizes = vec![count; shape.ranks()];
     let schedule = HopSchedule::equal(HopOrder::concurrent(shape), rank, count);
-    let plan = plan::all_to_all_with(&schedule, &sizes, &sizes, 0);
+    let plan = schedules::all_to_all_with(&schedule, &sizes, &sizes, 0);
     let far = |peer: usize| shape.split(peer).node != shape.split(rank).node;
     let sent = |step: &Step| match step {
         Step::Exchange { sends, .. } => {
@@ -287,7 +290,7 @@ fn in_phases(algorithm: Algorithm, count: usize) {
     let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
     let plan = |rank: usize| {
         let schedule = HopSchedule::equal(hops.clone(), rank, count);
-        plan::all_to_all_with(&schedule, &sizes, &sizes, 0).packed()
+        schedules::all_to_all_with(&schedule, &sizes, &sizes, 0).packed()
     };
     let (mut at, mut mail) = (vec![(0, false); ranks], Mail::new());
     while let Some(step) = at.iter().map(|(step, _)| *step).min() {

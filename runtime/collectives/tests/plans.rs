@@ -3,7 +3,7 @@
 mod interpreter;
 
 use interpreter::{Memory, replay};
-use moesaic_collectives::plan::{self, Plan, Step};
+use moesaic_collectives::schedules::{self, Plan, Step};
 use moesaic_collectives::{Element, Reduction};
 
 /// Returns bytes that identify source, destination and offset.
@@ -68,7 +68,7 @@ fn direct_exchange_puts_parts_in_the_order_of_ranks() {
         let sizes = sizes(ranks, ranks);
         let (mut memories, expected) = memories(&sizes);
         let inputs = memories.clone();
-        let plan = |p: usize| plan::all_to_all(p, &sizes[p], &received(&sizes, p));
+        let plan = |p: usize| schedules::all_to_all(p, &sizes[p], &received(&sizes, p));
         replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
         check_outputs(&memories, &expected, &inputs, &format!("{ranks} ranks"));
     }
@@ -81,7 +81,9 @@ fn gathers_broadcasts_and_barriers_reach_everybody() {
         let all: Vec<u8> = (0..ranks).flat_map(|p| part(p, 0, lengths[p])).collect();
         let memory = |p: usize| Memory::new(part(p, 0, lengths[p]), vec![0xDD; all.len()]);
         let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
-        let plans: Vec<Plan> = (0..ranks).map(|p| plan::all_gather(p, &lengths)).collect();
+        let plans: Vec<Plan> = (0..ranks)
+            .map(|p| schedules::all_gather(p, &lengths))
+            .collect();
         replay(&plans, &mut memories);
         assert!(
             memories.iter().all(|memory| memory.outputs[0] == all),
@@ -89,7 +91,7 @@ fn gathers_broadcasts_and_barriers_reach_everybody() {
         );
         for root in 0..ranks {
             memories[root].outputs[0] = part(root, 1, all.len());
-            let plan = |p: usize| plan::broadcast(p, ranks, root, all.len());
+            let plan = |p: usize| schedules::broadcast(p, ranks, root, all.len());
             replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
             let expected = part(root, 1, all.len());
             assert!(
@@ -99,7 +101,7 @@ fn gathers_broadcasts_and_barriers_reach_everybody() {
         }
         replay(
             &(0..ranks)
-                .map(|p| plan::barrier(p, ranks))
+                .map(|p| schedules::barrier(p, ranks))
                 .collect::<Vec<_>>(),
             &mut memories,
         );
@@ -114,7 +116,8 @@ fn reductions_add_every_rank_once() {
         let expected: Vec<u8> = (0..elements).map(sum).collect();
         let memory = |p: usize| Memory::new(part(p, 0, elements), vec![0xDD; elements]);
         let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
-        let plan = |p: usize| plan::all_reduce(p, ranks, elements, Element::U8, Reduction::Sum);
+        let plan =
+            |p: usize| schedules::all_reduce(p, ranks, elements, Element::U8, Reduction::Sum);
         replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
         assert!(
             memories.iter().all(|memory| memory.outputs[0] == expected),
@@ -131,11 +134,12 @@ fn all_plans_of_a_barrier_meet_every_rank_before_any_leaves() {
             let mut reached: Vec<Vec<bool>> = (0..ranks)
                 .map(|p| (0..ranks).map(|q| p == q).collect())
                 .collect();
-            let rounds = plan::barrier(0, ranks).steps.len();
+            let rounds = schedules::barrier(0, ranks).steps.len();
             for round in 0..rounds {
                 let before = reached.clone();
                 for (rank, known) in reached.iter_mut().enumerate() {
-                    let Step::Exchange { receives, .. } = &plan::barrier(rank, ranks).steps[round]
+                    let Step::Exchange { receives, .. } =
+                        &schedules::barrier(rank, ranks).steps[round]
                     else {
                         panic!("a barrier is exchanges")
                     };

@@ -149,6 +149,20 @@ impl DeviceLayer {
         }
     }
 
+    /// Returns another handle to the layer that has its gradients, too, so that calls of the two
+    /// take turns.
+    pub(crate) fn handle_to_gradients(&self) -> Result<DeviceLayer, EngineError> {
+        let handle = self.handle().taking_turns(&self.turns);
+        if self.plan().training.is_none() {
+            return Ok(handle);
+        }
+        let gradients = OnceLock::from(self.gradient_buffers()?.clone());
+        Ok(DeviceLayer {
+            gradients,
+            ..handle
+        })
+    }
+
     /// Returns the locks by which calls take turns.
     pub(crate) fn turn(&self) -> &Arc<Turns> {
         &self.turns

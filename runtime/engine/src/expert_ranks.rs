@@ -4,7 +4,7 @@
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::host::TokenCount;
-use crate::mesh::{Mesh, ProcessGroup, Ranks, sum_gradients};
+use crate::mesh::{Mesh, ProcessGroup, Ranks, looks_at_all, sum_gradients};
 use moesaic_plan::TokenScope;
 use moesaic_spec::LayerSpec;
 
@@ -23,15 +23,20 @@ pub(crate) type RowCounts = Vec<Vec<usize>>;
 impl ExpertRanks {
     /// # Errors
     /// [`EngineError::Spec`] for a mesh that splits or replicates experts, or whose token scope is
-    /// all ranks.
+    /// all ranks where the layer has to look at their tokens.
     pub fn new(ranks: Ranks, mesh: &Mesh, spec: &LayerSpec) -> Result<ExpertRanks, EngineError> {
         let refuse = |problem: &str| Err(EngineError::Spec(format!("  experts in Rust {problem}")));
         let parallel = mesh.parallel();
         if parallel.expert_tp > 1 {
             return refuse("are whole: set `expert_tp = 1`");
         }
-        if mesh.scope() == TokenScope::World {
-            return refuse("take a mesh of `TokenScope::Rank`");
+        // Each rank routes its own tokens here, which is right for rules that look at one token.
+        let looks = looks_at_all(spec, true) || !spec.losses.is_empty();
+        if mesh.scope() == TokenScope::World && looks {
+            return refuse(
+                "behind a capacity, losses or a selection over tokens take a mesh of \
+                 `TokenScope::Rank`",
+            );
         }
         let Some(placement) = mesh.placement_of(spec.shape.experts) else {
             return refuse("need one for each rank at least, as many as the placement has");

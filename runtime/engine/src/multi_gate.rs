@@ -4,14 +4,17 @@ use crate::call::{CallInput, Output, RngKey};
 use crate::device_layer::DeviceLayer;
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::layer::{Layer, Saved};
+use crate::layer::{Layer, LayerOptions, Saved};
 use crate::numbers::Numbers;
+use crate::router::is_of_router;
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
 use crate::texts::Texts;
-use moesaic_plan::{Training, stacked};
+use moesaic_kernel::DType;
+use moesaic_plan::stacked;
 use moesaic_spec::LayerSpec;
-use moesaic_tensor::{Tensor, Tensors, WeightSource};
+use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 /// Layers that differ in their routers and share experts: the same memory
@@ -23,6 +26,9 @@ use std::sync::{Mutex, PoisonError};
 /// one. So does an engine that compiles nothing and lacks the kernels
 /// ([`Job::multi_gate`](crate::Job::multi_gate)), with a warning. [`MultiGate::in_one_pass`] tells
 /// you which it is.
+///
+/// Over ranks the routers run one by one, each with its own exchange of rows; all ranks make every
+/// call. Gradients are complete after [`MultiGate::reduce_gradients`].
 pub struct MultiGate {
     layers: Vec<Layer>,
     stack: Option<Stack>,
@@ -47,24 +53,29 @@ impl From<Vec<Saved>> for MultiSaved {
 
 impl Engine {
     /// Makes one layer per element of `routers`, the weights whose names begin
-    /// with `router.`; all others are in `weights`, once for all layers. With
-    /// `training` the layers can run backward.
+    /// with `router.`; all others are in `weights`, once for all layers. Over ranks all of them call
+    /// it, with the same number of routers.
     ///
     /// # Errors
-    /// As [`Engine::layer`].
+    /// As [`Engine::layer_with`].
     pub fn multi_gate(
         &self,
         spec: &LayerSpec,
         weights: &dyn WeightSource,
         routers: &[Tensors<'_>],
-        training: Option<Training>,
+        options: LayerOptions<'_>,
     ) -> Result<MultiGate, EngineError> {
+        if options.mesh.is_some() {
+            return self.multi_gate_over_ranks(spec, weights, routers, &options);
+        }
+        options.check_one()?;
+        let training = options.training;
         let texts = self.texts(spec, training)?;
         let weights = &Numbers::new(spec, self.target(), weights);
         let plan = texts.tilings.first();
         let device = &**self.device();
         let modules = &self.modules(&texts)?[0];
-        let shared = Shared::new(plan, modules, device, weights, |name| !is_own(name))?;
+        let shared = Shared::new(plan, modules, device, weights, |name| !is_of_router(name))?;
         let layer = |texts: &Texts, router: &Tensors<'_>| {
             let layer = self.device_layer_sharing(texts, router, shared.weights())?;
             if training.is_some() {
@@ -94,11 +105,74 @@ impl Engine {
             backward: Mutex::default(),
         })
     }
+
+    /// Makes the layers over ranks: the first holds weights and gradients of experts for all.
+    fn multi_gate_over_ranks(
+        &self,
+        spec: &LayerSpec,
+        experts: &dyn WeightSource,
+        routers: &[Tensors<'_>],
+        options: &LayerOptions<'_>,
+    ) -> Result<MultiGate, EngineError> {
+        // A rank may have memory for its experts once. So the first layer is made as any other, and
+        // the others use its memory.
+        let mut layers: Vec<Layer> = Vec::new();
+        for router in routers {
+            let layer = match layers.first() {
+                None => {
+                    let weights = WithRouter { router, experts };
+                    self.layer_with(spec, &weights, options.clone())?
+                }
+                Some(first) => {
+                    let layer = first.with_router(router)?;
+                    let strategy = options
+                        .strategy
+                        .map(|strategy| layer.set_strategy(strategy));
+                    strategy.transpose()?;
+                    layer
+                }
+            };
+            layers.push(layer);
+        }
+        Ok(MultiGate {
+            layers,
+            stack: None,
+            backward: Mutex::default(),
+        })
+    }
+}
+
+/// The weights of one router, and those that all have in common.
+struct WithRouter<'w> {
+    router: &'w Tensors<'w>,
+    experts: &'w dyn WeightSource,
+}
+
+impl WithRouter<'_> {
+    fn of(&self, name: &str) -> &dyn WeightSource {
+        // The weights of experts may be a whole checkpoint, with a router of its own.
+        if is_of_router(name) {
+            self.router
+        } else {
+            self.experts
+        }
+    }
+}
+
+impl WeightSource for WithRouter<'_> {
+    fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        self.of(name).describe(name)
+    }
+
+    fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+        self.of(name).rows(name, rows)
+    }
 }
 
 impl MultiGate {
     /// Returns the layers, one per router. A layer's `router.` weights and gradients are its own;
-    /// those of experts belong to all layers, so their calls take turns.
+    /// those of experts belong to all layers, so their calls take turns. Over ranks the first layer
+    /// reduces those of experts, and each its router's.
     pub fn layers(&self) -> &[Layer] {
         &self.layers
     }
@@ -177,6 +251,24 @@ impl MultiGate {
         }
     }
 
+    /// Sums gradients over the ranks that hold the same weights, as [`Layer::reduce_gradients`]:
+    /// those of experts once, and each router's. Does nothing without ranks.
+    ///
+    /// # Errors
+    /// As [`Layer::reduce_gradients`].
+    pub fn reduce_gradients(&self) -> Result<(), EngineError> {
+        self.layers.iter().try_for_each(Layer::reduce_gradients)
+    }
+
+    /// As [`MultiGate::reduce_gradients`], then divides all sums by the number of ranks; see
+    /// [`Layer::average_gradients`].
+    ///
+    /// # Errors
+    /// As [`Layer::reduce_gradients`].
+    pub fn average_gradients(&self) -> Result<(), EngineError> {
+        self.layers.iter().try_for_each(Layer::average_gradients)
+    }
+
     /// Returns the layers as the stack takes them.
     fn routers(&self) -> Result<Vec<&DeviceLayer>, EngineError> {
         self.layers.iter().map(|layer| layer.one(ROUTER)).collect()
@@ -195,7 +287,7 @@ impl MultiGate {
                 // All layers share the gradients of experts: the first pass overwrites them, the
                 // others add.
                 if index > 0 && !accumulate {
-                    layer.one(ROUTER)?.zero_gradients_of(is_own)?;
+                    layer.zero_router_gradients()?;
                 }
                 layer.backward(saved, dy, accumulate || index > 0)
             })
@@ -213,9 +305,4 @@ fn one_by_one(layer: &str) {
         "routers over the same experts run one by one: the kernels of one pass are not cached and \
          nothing may be compiled; `moesaic precompile --multi-gate` adds them"
     );
-}
-
-/// Returns whether a tensor belongs to one router.
-fn is_own(name: &str) -> bool {
-    name.trim_start_matches("grad.").starts_with("router.")
 }

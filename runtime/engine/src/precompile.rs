@@ -215,13 +215,14 @@ fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, Eng
     let (spec, mesh) = (&job.spec, ranks.parallel);
     mesh.check(spec).map_err(PlanError::from)?;
     let strategies = [&[Strategy::default()], &*ranks.strategies].concat();
-    // Overlap and all-to-all algorithms need no kernels of their own.
+    // Overlap needs no kernels of its own, and an all-to-all algorithm where ranks return sums.
     let kernels: BTreeSet<_> = (strategies.iter())
         .map(|strategy| {
             strategy.check(&mesh).map_err(PlanError::from)?;
             Ok::<_, PlanError>((
                 strategy.adaptive_r(&mesh),
                 strategy.shadows,
+                strategy.returns_sums(&mesh),
                 strategy.comm_dtype,
             ))
         })
@@ -230,9 +231,9 @@ fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, Eng
     for (placement, ep) in kinds(spec, ranks)? {
         let (dp, tp) = (0, 0);
         let rank = mesh.rank(RankCoords { dp, ep, tp });
-        for &(adaptive_r, shadows, comm_dtype) in &kernels {
+        for &(adaptive_r, shadows, sums, comm_dtype) in &kernels {
             let sharing = Sharing::from(mesh).placed(Some(&placement));
-            let sharing = sharing.at_r(adaptive_r).shadowing(shadows);
+            let sharing = sharing.at_r(adaptive_r).shadowing(shadows).summing(sums);
             let plan =
                 plan_rank(spec, job.target, &job.options, sharing, rank)?.in_comm_dtype(comm_dtype);
             for part in plan.parts() {

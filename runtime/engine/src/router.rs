@@ -1,4 +1,4 @@
-//! The launches of one router of a stack of experts.
+//! One of several routers over the same experts: its launches and its weights.
 
 use crate::call::{Input, Output, RngKey};
 use crate::device_layer::DeviceLayer;
@@ -101,6 +101,12 @@ pub(crate) fn decide<'b>(
         output.tensors.insert(name.to_string(), host);
     }
     Ok((output, scalars))
+}
+
+/// Returns whether a weight, or a gradient by `grad.` and the weight's name, is a router's, so that
+/// routers over the same experts have one each.
+pub(crate) fn is_of_router(name: &str) -> bool {
+    name.trim_start_matches("grad.").starts_with("router.")
 }
 
 /// Returns the addresses of a router's tensors in a call.

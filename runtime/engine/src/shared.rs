@@ -52,3 +52,13 @@ impl Shared {
         self.gradients.clone()
     }
 }
+
+/// Returns whether two plans have the same weight layout.
+pub(crate) fn same_memory(a: &LayerPlan, b: &LayerPlan) -> bool {
+    let held = |plan: &LayerPlan| {
+        let mut tensors = plan.tensors.clone();
+        tensors.retain(|t| matches!(t.role, Role::Weight | Role::Packed | Role::WeightGradient));
+        tensors
+    };
+    held(a) == held(b)
+}

@@ -34,7 +34,7 @@ pub struct Activity {
     /// The chunk of rows, where rows come in chunks.
     pub chunk: Option<Chunk>,
     /// For a launch the bytes of the tensors that it names; for an exchange the bytes that this
-    /// rank sends, to itself too if they are rows.
+    /// rank sends to others, with those that it passes on.
     pub bytes: u64,
 }
 

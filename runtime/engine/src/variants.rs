@@ -5,10 +5,10 @@ use crate::device_layer::check_spec;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::Layer;
-use crate::shared::Shared;
+use crate::shared::{Shared, same_memory};
 use crate::texts::Texts;
 use crate::tuned::Untuned;
-use moesaic_plan::{LayerPlan, Role, Training, Tuning, plan};
+use moesaic_plan::{Training, Tuning, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
 
@@ -74,14 +74,4 @@ impl Variants<'_> {
         // The tilings write the same gradients, so two of them must not run at the same time.
         Ok(Layer::of_one(layer.taking_turns(&self.shared.turn)))
     }
-}
-
-/// Returns whether two plans have the same weight layout.
-fn same_memory(a: &LayerPlan, b: &LayerPlan) -> bool {
-    let held = |plan: &LayerPlan| {
-        let mut tensors = plan.tensors.clone();
-        tensors.retain(|t| matches!(t.role, Role::Weight | Role::Packed | Role::WeightGradient));
-        tensors
-    };
-    held(a) == held(b)
 }

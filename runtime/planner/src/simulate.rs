@@ -28,6 +28,16 @@ struct RankWork {
     shadows: usize,
 }
 
+/// The properties that decide which steps a rank has: mesh, shards per row, shadows, and whether
+/// ranks return sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct PlanKey {
+    mesh: Parallel,
+    adaptive_r: usize,
+    shadows: usize,
+    sums: bool,
+}
+
 /// A plan with the costs of its launches.
 #[derive(Debug)]
 struct Planned {
@@ -42,7 +52,7 @@ pub struct Simulator<'q> {
     scenario: &'q Scenario,
     /// The rows that experts accept.
     routing: Routing,
-    plans: RefCell<HashMap<(Parallel, usize, usize), Rc<Planned>>>,
+    plans: RefCell<HashMap<PlanKey, Rc<Planned>>>,
     ranks: RefCell<HashMap<RankWork, Rc<Vec<Rank>>>>,
 }
 
@@ -104,7 +114,7 @@ impl<'q> Simulator<'q> {
         self.check(mesh, strategy)?;
         let scenario = self.scenario;
         let adaptive_r = strategy.adaptive_r(&mesh);
-        let planned = self.plan(mesh, adaptive_r, strategy.shadows)?;
+        let planned = self.plan(mesh, strategy)?;
         let plan = &planned.plan;
         // Rows stay, so the algorithm does not matter; one name for all lets them share their
         // ranks.
@@ -204,7 +214,7 @@ impl<'q> Simulator<'q> {
     pub(crate) fn message(&self, mesh: Parallel, strategy: Strategy) -> Result<f64, PlannerError> {
         self.check(mesh, strategy)?;
         let adaptive_r = strategy.adaptive_r(&mesh);
-        let planned = self.plan(mesh, adaptive_r, strategy.shadows)?;
+        let planned = self.plan(mesh, strategy)?;
         let ranks = self.ranks(RankWork {
             mesh,
             all_to_all: strategy.all_to_all,
@@ -259,17 +269,16 @@ impl<'q> Simulator<'q> {
         self.scenario.placement.clone().unwrap_or_else(in_order)
     }
 
-    /// Returns the plan of the first of the ranks with the most experts, for rows that go to
-    /// `adaptive_r` shards and `shadows` experts that may have shadows.
-    fn plan(
-        &self,
-        mesh: Parallel,
-        adaptive_r: usize,
-        shadows: usize,
-    ) -> Result<Rc<Planned>, PlannerError> {
+    /// Returns the plan of the first of the ranks with the most experts.
+    fn plan(&self, mesh: Parallel, strategy: Strategy) -> Result<Rc<Planned>, PlannerError> {
         // The number of groups changes no step, so all meshes that differ in it share a plan.
         let mesh = Parallel { dp: 1, ..mesh };
-        let key = (mesh, adaptive_r, shadows);
+        let key = PlanKey {
+            mesh,
+            adaptive_r: strategy.adaptive_r(&mesh),
+            shadows: strategy.shadows,
+            sums: strategy.returns_sums(&mesh),
+        };
         if let Some(plan) = self.plans.borrow().get(&key) {
             return Ok(Rc::clone(plan));
         }
@@ -281,7 +290,7 @@ impl<'q> Simulator<'q> {
         // first.
         let most = (0..mesh.ep).rev().max_by_key(|ep| placement.count(*ep));
         let rank = most.unwrap_or(0) * mesh.expert_tp;
-        let sharing = Sharing::from(mesh).at_r(adaptive_r).shadowing(shadows);
+        let sharing = Sharing::from(mesh).by(strategy);
         let sharing = sharing.placed(scenario.placement.as_ref());
         let plan = Rc::new(Planned {
             plan: plan_rank(&scenario.spec, target, &options, sharing, rank)?,

@@ -53,11 +53,15 @@ pub use regions::ShardRegion;
 
 use crate::layer::{Builder, Part, Recompute};
 use crate::{LayerPlan, PlanError, PlanOptions};
-use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, Placement, RankCoords, TokenScope};
+use moesaic_dist::{
+    AdaptiveMesh, MeshError, Parallel, Placement, RankCoords, Strategy, TokenScope,
+};
 use moesaic_kernel::Target;
-use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert};
+use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert, WeightSite};
+use std::borrow::Cow;
 
-/// The sharing of a layer: mesh, placement, adaptive parallelism degree, shadows and scope.
+/// The sharing of a layer: mesh, placement, adaptive parallelism degree, shadows, scope, and
+/// whether ranks return sums.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharing<'p> {
     mesh: Parallel,
@@ -65,6 +69,7 @@ pub struct Sharing<'p> {
     adaptive_r: usize,
     shadows: usize,
     scope: TokenScope,
+    sums: bool,
 }
 
 impl From<Parallel> for Sharing<'_> {
@@ -76,6 +81,7 @@ impl From<Parallel> for Sharing<'_> {
             adaptive_r: mesh.expert_tp,
             shadows: 0,
             scope: TokenScope::Rank,
+            sums: false,
         }
     }
 }
@@ -88,6 +94,18 @@ impl<'p> Sharing<'p> {
         Sharing { adaptive_r, ..self }
     }
 
+    /// Sets what a strategy says of plans: the adaptive parallelism degree, the shadows, and whether
+    /// ranks return sums.
+    #[must_use]
+    pub fn by(self, strategy: Strategy) -> Sharing<'p> {
+        Sharing {
+            adaptive_r: strategy.adaptive_r(&self.mesh),
+            shadows: strategy.shadows,
+            sums: strategy.returns_sums(&self.mesh),
+            ..self
+        }
+    }
+
     /// Sets the placement of experts; `None` means contiguous ranges.
     #[must_use]
     pub fn placed<'q>(self, placement: Option<&'q Placement>) -> Sharing<'q> {
@@ -96,6 +114,7 @@ impl<'p> Sharing<'p> {
             adaptive_r,
             shadows,
             scope,
+            sums,
             ..
         } = self;
         Sharing {
@@ -104,6 +123,7 @@ impl<'p> Sharing<'p> {
             adaptive_r,
             shadows,
             scope,
+            sums,
         }
     }
 
@@ -115,11 +135,18 @@ impl<'p> Sharing<'p> {
 
     /// Sets the most experts that every group shadows in one call ([`Strategy::shadows`]). A plan
     /// does not pack weights of shadows.
-    ///
-    /// [`Strategy::shadows`]: moesaic_dist::Strategy::shadows
     #[must_use]
     pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
         Sharing { shadows, ..self }
+    }
+
+    /// Sets whether ranks return sums ([`Strategy::returns_sums`]). Experts then weight their
+    /// outputs as with `weight_on = "activation"`, also where the spec has `combine` weight them:
+    /// the same function up to rounding. The outputs of identity experts are weighted by `combine`
+    /// alone, so a layer with some stays as it is.
+    #[must_use]
+    pub fn summing(self, sums: bool) -> Sharing<'p> {
+        Sharing { sums, ..self }
     }
 }
 
@@ -142,7 +169,13 @@ pub fn plan_rank<'p>(
         adaptive_r,
         shadows,
         scope,
+        sums,
     } = sharing.into();
+    let spec = &*if sums {
+        weighted_by_experts(spec)
+    } else {
+        Cow::Borrowed(spec)
+    };
     mesh.check(spec)?;
     crate::layer::check_row_format(spec, target, options)?;
     check_codes_stay(spec, mesh)?;
@@ -192,6 +225,16 @@ pub fn plan_rank<'p>(
         comm_cast: None,
     };
     Ok(steps::in_order(plan, &places))
+}
+
+/// Returns the spec with weights that act inside the experts, where they can instead of on outputs.
+fn weighted_by_experts(spec: &LayerSpec) -> Cow<'_, LayerSpec> {
+    if spec.router.weight_on != WeightSite::Output || spec.experts.identity > 0 {
+        return Cow::Borrowed(spec);
+    }
+    let mut spec = spec.clone();
+    spec.router.weight_on = WeightSite::Activation;
+    Cow::Owned(spec)
 }
 
 /// Refuses a mesh that would cut codes, because there are no kernels for parts of blocks.

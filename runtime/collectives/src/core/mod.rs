@@ -121,11 +121,8 @@ impl Core {
             self.fail(None, error.clone());
             return Err(error);
         }
-        let ended = |reason: String| CollectiveError::Setup { reason };
-        self.failure = Some(ended("the world was ended by `finish`".to_string()));
-        self.transport
-            .close()
-            .map_err(|error| ended(error.to_string()))
+        self.failure = Some(CollectiveError::setup("the world was ended by `finish`"));
+        self.transport.close().map_err(CollectiveError::setup)
     }
 
     /// Pretends that something failed before the operations in flight began.

@@ -17,10 +17,10 @@ pub fn open(given: Option<&Path>, installed: Option<&Path>) -> Result<Library, C
     let given = given.map(Path::to_path_buf);
     let given = given.or_else(|| variable("MOESAIC_MPI").map(PathBuf::from));
     let list = candidates(given.as_deref(), installed, prefers_open_mpi(variable));
-    Library::open("an MPI library", &list).map_err(|error| setup(&error))
+    Library::open("an MPI library", &list).map_err(|error| no_library(&error))
 }
 
-pub fn setup(error: &DlError) -> CollectiveError {
+pub fn no_library(error: &DlError) -> CollectiveError {
     CollectiveError::Setup {
         reason: format!(
             "{error}\ninstall an MPI, or run `moesaic toolchain install mpi`, and set MOESAIC_MPI \

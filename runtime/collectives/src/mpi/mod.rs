@@ -12,7 +12,6 @@ mod table;
 mod transport;
 mod watch;
 
-use crate::transport::TransportError;
 use crate::world::World;
 use crate::{CollectiveError, Communicator, DEADLINE};
 use moesaic_target::Device;
@@ -78,21 +77,15 @@ pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator,
     let launched = World::from_environment()?;
     let deadline = options.deadline()?;
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
-    let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
+    let (calls, abi) = abi::load(library).map_err(|error| find::no_library(&error))?;
     let path = calls.library().to_string();
-    let version = transport::version(&*calls).map_err(|error| setup(&error))?;
+    let version = transport::version(&*calls).map_err(CollectiveError::setup)?;
     find::fits(launched.as_ref(), abi.name, (&path, &version))?;
-    let mpi = transport::Mpi::start(calls, abi, deadline).map_err(|error| setup(&error))?;
+    let mpi = transport::Mpi::start(calls, abi, deadline).map_err(CollectiveError::setup)?;
     let communicator = Communicator::new(Box::new(mpi), device).with_deadline(deadline);
     match launched {
         Some(world) => world.must_be(&communicator, &path).map(|()| communicator),
         None => Ok(communicator),
-    }
-}
-
-fn setup(error: &TransportError) -> CollectiveError {
-    CollectiveError::Setup {
-        reason: error.to_string(),
     }
 }
 
@@ -106,8 +99,8 @@ pub const NOT_TOGETHER: i32 = watch::CODE;
 /// [`CollectiveError::Setup`] when it cannot be opened or is no MPI.
 pub fn probe(options: &Options) -> Result<MpiLibrary, CollectiveError> {
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
-    let (calls, abi) = abi::load(library).map_err(|error| find::setup(&error))?;
-    let version = transport::version(&*calls).map_err(|error| setup(&error))?;
+    let (calls, abi) = abi::load(library).map_err(|error| find::no_library(&error))?;
+    let version = transport::version(&*calls).map_err(CollectiveError::setup)?;
     Ok(MpiLibrary {
         version,
         interface: abi.name,

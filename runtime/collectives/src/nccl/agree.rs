@@ -3,7 +3,7 @@
 use super::Checks;
 use super::group::{Nccl, Task};
 use crate::communicator::OperationDraft;
-use crate::{CollectiveError, Handle, plan};
+use crate::{CollectiveError, Handle, schedules};
 
 impl Nccl {
     /// Starts the comparison of an operation with the other ranks.
@@ -20,7 +20,7 @@ impl Nccl {
             signature: task.signature.clone(),
             inputs: Ok(Vec::new()),
             outputs: Ok(Vec::new()),
-            plan: plan.unwrap_or_else(|| plan::agreement(plan::barrier(rank, size))),
+            plan: plan.unwrap_or_else(|| schedules::agreement(schedules::barrier(rank, size))),
             next: None,
         };
         let started = control.start(task.kind, task.call, draft);

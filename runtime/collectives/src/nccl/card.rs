@@ -1,6 +1,5 @@
 //! The cards by which ranks introduce themselves before they form a communicator.
 
-use super::find::setup;
 use super::table::ID_BYTES;
 use crate::CollectiveError;
 use moesaic_target::Device;
@@ -70,14 +69,14 @@ pub fn place(host: Option<&str>, device: &dyn Device) -> (String, String) {
 pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<[u8; ID_BYTES], CollectiveError> {
     let read = |(rank, card): (usize, &Vec<u8>)| {
         Card::decode(card).ok_or_else(|| {
-            setup(format!("what rank {rank} says of itself cannot be read: the ranks run different versions of this program"))
+            CollectiveError::setup(format!("what rank {rank} says of itself cannot be read: the ranks run different versions of this program"))
         })
     };
     let cards = cards.iter().enumerate().map(read);
     let cards = cards.collect::<Result<Vec<_>, _>>()?;
     let first = cards
         .first()
-        .ok_or_else(|| setup("there are no ranks".to_string()))?;
+        .ok_or_else(|| CollectiveError::setup("there are no ranks"))?;
     let others = cards.iter().enumerate();
     let other = |(rank, card): (usize, &Card)| {
         let (a, b) = (&first.library, &card.library);
@@ -91,7 +90,7 @@ pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<[u8; ID_BYTES], Collecti
         apart(&cards)?;
     }
     let id = <[u8; ID_BYTES]>::try_from(&first.id[..]);
-    id.map_err(|_| setup("rank 0 has sent no id".to_string()))
+    id.map_err(|_| CollectiveError::setup("rank 0 has sent no id"))
 }
 
 /// Checks that no two ranks share a device.

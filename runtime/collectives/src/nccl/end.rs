@@ -30,14 +30,14 @@ impl Nccl {
                 ),
             });
         }
-        let ended = |reason: String| CollectiveError::Setup { reason };
         let until = Instant::now() + deadline;
         for comm in self.world.board.comms() {
-            comm.close(until)
-                .map_err(|error| ended(error.to_string()))?;
+            comm.close(until).map_err(CollectiveError::setup)?;
         }
         let board: &Board = &self.world.board;
-        board.close(Some(ended("the world was ended by `finish`".to_string())));
+        board.close(Some(CollectiveError::setup(
+            "the world was ended by `finish`",
+        )));
         match self.control.take() {
             Some(control) => control.finish(call),
             None => Ok(()),

@@ -31,7 +31,8 @@ impl Api {
             Some(path) => vec![path.into()],
             None => names.map(OsString::from).to_vec(),
         };
-        let missing = |error: DlError| setup(format!("{error}\n{}", advice(family)));
+        let missing =
+            |error: DlError| CollectiveError::setup(format!("{error}\n{}", advice(family)));
         let library = Library::open(family, &candidates).map_err(missing)?;
         // SAFETY: the signatures are those of nccl.h since 2.18, and tests compare them with
         // cudarc's. A file that is neither library lacks the functions.
@@ -40,7 +41,7 @@ impl Api {
         // SAFETY: the pointer is valid for a write.
         let code = unsafe { table.version(&mut version.0) };
         if code != 0 || version < OLDEST {
-            return Err(setup(format!(
+            return Err(CollectiveError::setup(format!(
                 "`{}` is {family} {version}; {OLDEST} or later is needed\n{}",
                 table.library(),
                 advice(family)
@@ -65,10 +66,6 @@ fn advice(family: &str) -> String {
         _ => "install it by `pip install nvidia-nccl-cu12` or from NVIDIA's packages",
     };
     format!("{source}, and set MOESAIC_NCCL to the path of its library")
-}
-
-pub fn setup(reason: String) -> CollectiveError {
-    CollectiveError::Setup { reason }
 }
 
 #[cfg(test)]

@@ -14,8 +14,8 @@ use crate::error::At;
 use crate::groups::numbers;
 use crate::handle::Handle;
 use crate::operation::{Group, Next};
-use crate::plan::Algorithm;
-use crate::plan::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
+use crate::schedules::Algorithm;
+use crate::schedules::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
 use crate::{CollectiveError, Element, Reduction, Slice, hierarchical};
 use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
@@ -340,7 +340,7 @@ impl Collectives for Nccl {
                 })
             }
             (None, _) => {
-                let plan = plan::all_to_all(rank, &sizes, &sizes);
+                let plan = schedules::all_to_all(rank, &sizes, &sizes);
                 self.start_plan(task, &[input], &[output], plan)
             }
             (Some(hops), _) => {
@@ -382,10 +382,10 @@ impl Collectives for Nccl {
         let list = |sizes: &[usize]| -> Vec<(usize, usize)> {
             sizes.iter().copied().enumerate().collect()
         };
-        task.agreement = Some(plan::sizes(rank, &list(&sends), &list(&receives)));
+        task.agreement = Some(schedules::sizes(rank, &list(&sends), &list(&receives)));
         match hops {
             None => {
-                let plan = plan::all_to_all(rank, &sends, &receives);
+                let plan = schedules::all_to_all(rank, &sends, &receives);
                 self.start_plan(task, &[input], &[output], plan)
             }
             Some(hops) => {
@@ -442,7 +442,7 @@ impl Collectives for Nccl {
         let (element, count) = (input.element(), output.elements());
         if self.folds(count) || counts.iter().any(|other| *other != count) {
             task.waits = self.fold_waits(element);
-            let plan = plan::reduce_scatter(self.rank(), &sizes, element, reduction);
+            let plan = schedules::reduce_scatter(self.rank(), &sizes, element, reduction);
             return self.start_plan(task, &[input], &[output], plan);
         }
         task.keep = vec![input.clone(), output.clone()];
@@ -473,7 +473,7 @@ impl Collectives for Nccl {
         if self.folds(count) {
             task.waits = self.fold_waits(element);
             let (rank, size) = (self.rank(), self.size());
-            let plan = plan::all_reduce(rank, size, input.bytes(), element, reduction);
+            let plan = schedules::all_reduce(rank, size, input.bytes(), element, reduction);
             return self.start_plan(task, &[input], &[output], plan);
         }
         task.keep = vec![input.clone(), output.clone()];
@@ -512,8 +512,8 @@ impl Collectives for Nccl {
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let mut task = self.task(kind, call);
-        task.agreement = Some(plan::sizes(rank, &to, &from));
-        let plan = plan::exchange(rank, &to, &from);
+        task.agreement = Some(schedules::sizes(rank, &to, &from));
+        let plan = schedules::exchange(rank, &to, &from);
         self.start_plan(task, &slices(sends), &slices(receives), plan)
     }
 

@@ -3,8 +3,8 @@
 use super::group::{BegunHandle, Nccl};
 use crate::api::{Call, Collectives, Transfer};
 use crate::eager::OpKind;
-use crate::plan::Algorithm;
-use crate::plan::{self, HopCounts, Schedule};
+use crate::schedules::Algorithm;
+use crate::schedules::{self, HopCounts, Schedule};
 use crate::{CollectiveError, Slice, checks, hierarchical};
 
 impl Nccl {
@@ -55,7 +55,7 @@ impl Nccl {
         // Compare every message of the plan, not only the caller's: a rank in between may compute
         // what it sends from what it received, as a deduplicated combine does.
         let [to, from] = plan.traffic();
-        task.agreement = Some(plan::sizes(own.rank, &to, &from));
+        task.agreement = Some(schedules::sizes(own.rank, &to, &from));
         self.start_plan(task, &slices(sends), &slices(receives), plan)
     }
 }

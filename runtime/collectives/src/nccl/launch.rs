@@ -6,7 +6,7 @@ use super::table::{BYTE, RawComm, RawStream, Table};
 use super::world::World;
 use crate::error::At;
 use crate::operation::{Next, Unequal};
-use crate::plan::{BufferRef, Copy, Expected, Message, Plan, Span, Step};
+use crate::schedules::{BufferRef, Copy, Expected, Message, Plan, Span, Step};
 use crate::transport::TransportError;
 use crate::{CollectiveError, Slice};
 use moesaic_target::{DeviceCopy, DeviceError, StreamDevice};

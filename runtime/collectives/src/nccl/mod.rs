@@ -123,7 +123,7 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
                 ..crate::mpi::Options::default()
             };
             crate::mpi::probe(&mpi).map_err(|error| {
-                find::setup(format!(
+                CollectiveError::setup(format!(
                     "the launcher is MPI's: {error}\n\
                      or set MOESAIC_RENDEZVOUS to a folder that all ranks see, to meet without MPI"
                 ))
@@ -133,7 +133,7 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
         }
         Meeting::Alone => {
             let alone = crate::threads::world(1).into_iter().next();
-            let transport = alone.ok_or_else(|| find::setup("there is no rank".to_string()))?;
+            let transport = alone.ok_or_else(|| CollectiveError::setup("there is no rank"))?;
             let control = Communicator::new(Box::new(transport), Arc::clone(&device));
             over(control, device, options)
         }
@@ -225,7 +225,7 @@ impl Begin<'_> {
             if code != table::SUCCESS {
                 // SAFETY: null is allowed.
                 let words = unsafe { self.api.table.words(code, std::ptr::null_mut()) };
-                return Err(find::setup(format!("ncclGetUniqueId: {words}")));
+                return Err(CollectiveError::setup(format!("ncclGetUniqueId: {words}")));
             }
         }
         let (host, bus) = card::place(self.options.host.as_deref(), &*self.device);
@@ -250,14 +250,13 @@ impl Begin<'_> {
         control: Option<Communicator>,
     ) -> Result<Nccl, CollectiveError> {
         let id = card::check(cards, self.options.share_device)?;
-        let setup = |error: moesaic_target::DeviceError| find::setup(error.to_string());
         // The library uses the GPU that is current on this thread.
         self.device
             .streams()
             .and_then(|gpu| gpu.native_stream())
-            .map_err(setup)?;
+            .map_err(CollectiveError::setup)?;
         let comm = Comm::begin(&self.api, table::UniqueId(id), self.rank, self.size);
-        let comm = Arc::new(comm.map_err(|error| find::setup(error.to_string()))?);
+        let comm = Arc::new(comm.map_err(CollectiveError::setup)?);
         self.wait_for(&comm, deadline)?;
         let on_host = || -> Arc<dyn Fold> { Arc::new(OnHost::new(&self.device)) };
         let world = world::World::new(Parts {
@@ -304,7 +303,10 @@ impl Begin<'_> {
             let own = Arc::clone(comm);
             let _ = std::thread::Builder::new().spawn(move || own.abort());
             let name = self.api.name();
-            return Err(find::setup(format!("rank {}: {name}: {reason}", self.rank)));
+            return Err(CollectiveError::setup(format!(
+                "rank {}: {name}: {reason}",
+                self.rank
+            )));
         }
     }
 }

@@ -85,9 +85,7 @@ impl Board {
         let own = Arc::clone(self);
         let builder = std::thread::Builder::new().name(name.to_string());
         let spawned = builder.spawn(move || body(&own));
-        spawned
-            .map(|_| ())
-            .map_err(|error| super::find::setup(error.to_string()))
+        spawned.map(|_| ()).map_err(CollectiveError::setup)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

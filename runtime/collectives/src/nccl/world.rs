@@ -58,7 +58,7 @@ pub struct Parts {
 
 impl World {
     pub fn new(parts: Parts) -> Result<World, CollectiveError> {
-        let device = |error: DeviceError| super::find::setup(error.to_string());
+        let device = |error: DeviceError| CollectiveError::setup(error);
         let buffer = Arc::new(parts.device.alloc(4).map_err(device)?);
         parts.device.upload(&[0; 4], &buffer, 0).map_err(device)?;
         Ok(World {
@@ -266,7 +266,7 @@ impl InFlight for OnStream {
         };
         let own = self.world.device.streams();
         let joined = own.and_then(|own| own.wait(&**event));
-        joined.map_err(|error| super::find::setup(error.to_string()))
+        joined.map_err(CollectiveError::setup)
     }
 }
 

@@ -4,7 +4,7 @@
 use crate::interpreter::{Ends, carry, delivered};
 use crate::{algorithms, bytes, carried, hop_counts, hops, shapes, size};
 use moesaic_collectives::Algorithm;
-use moesaic_collectives::plan::{self, Block, HopCounts};
+use moesaic_collectives::schedules::{self, Block, HopCounts};
 use std::ops::Range;
 
 const DEGREES: [usize; 5] = [1, 2, 3, 4, 8];
@@ -117,11 +117,11 @@ impl Drawn {
             } else {
                 counts[rank].there(&scale)
             };
-            let plan = plan::exchange_with(&schedule, sends, gets);
+            let plan = schedules::exchange_with(&schedule, sends, gets);
             carried(plan, self.degree.is_multiple_of(2))
         };
         let (_, found) = carry(&ends, &plan);
-        let (_, straight) = carry(&ends, &plan::exchange);
+        let (_, straight) = carry(&ends, &schedules::exchange);
         let right = found == straight && delivered(&ends, &found);
         assert!(right, "{self:?}, parts {parts:?}, back: {back}");
     }

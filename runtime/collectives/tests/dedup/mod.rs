@@ -4,7 +4,7 @@
 
 use crate::interpreter::{Ends, carry, delivered};
 use crate::{bytes, carried, hop_counts, shapes};
-use moesaic_collectives::plan::{
+use moesaic_collectives::schedules::{
     self, AddendRow, Block, DedupMap, GroupRank, HopOrder, Plan, RowBytes, Schedule,
 };
 use moesaic_collectives::{Element, NodeRank, NodeShape};
@@ -135,7 +135,7 @@ impl Rows {
         let numbers = |p: usize, node: usize| {
             let there = self.peers().filter(|(q, _)| shape.split(*q).node == node);
             let tokens = there.flat_map(|(q, e)| whole(p, q, e));
-            plan::dedup_indices(tokens.map(|token| *token as u32))
+            schedules::dedup_indices(tokens.map(|token| *token as u32))
         };
         let chunk_rows =
             |_: usize, block: Block| self.chunk_rows(block.units as usize, block.from, block.to);
@@ -167,7 +167,7 @@ impl Rows {
             )
         };
         let (plans, found) = carry(&ends, &once);
-        let (_, straight) = carry(&ends, &plan::exchange);
+        let (_, straight) = carry(&ends, &schedules::exchange);
         assert!(found == straight && delivered(&ends, &found), "{self:?}");
         for (p, plan) in plans.iter().enumerate() {
             let crossed = plan.bytes_to(|peer| self.far(peer, p));
@@ -220,7 +220,7 @@ impl Rows {
             )
         };
         let (plans, found) = carry(&ends, &once);
-        let (_, straight) = carry(&ends, &plan::exchange);
+        let (_, straight) = carry(&ends, &schedules::exchange);
         // One row returns for each token that a node has an answer for.
         let cross = |(q, plan): (usize, &Plan)| plan.bytes_to(|peer| self.far(peer, q));
         let crossed: usize = plans.iter().enumerate().map(cross).sum();

@@ -1,7 +1,7 @@
 //! An interpreter that executes the plans of all ranks in memory: no transport, no device.
 #![allow(dead_code)]
 
-use moesaic_collectives::plan::{BufferRef, Copy, Message, Plan, Span, Step};
+use moesaic_collectives::schedules::{BufferRef, Copy, Message, Plan, Span, Step};
 use std::collections::{HashMap, VecDeque};
 
 /// A rank's memory.

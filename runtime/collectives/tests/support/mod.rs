@@ -1,7 +1,7 @@
 //! The tests that every transport must pass, as ranks see it.
 #![allow(dead_code)]
 
-use moesaic_collectives::plan::Block;
+use moesaic_collectives::schedules::Block;
 use moesaic_collectives::{
     Algorithm, Call, CollectiveError, Collectives, Element, Levels, NodeShape, Reduction, Slice,
     Transfer,

@@ -1,7 +1,7 @@
 //! Every exchange on any number of threads.
 
 use crate::support::{part, read, slice, unset};
-use moesaic_collectives::plan::{self, AddendRow, DedupMap, RowBytes, Schedule};
+use moesaic_collectives::schedules::{self, AddendRow, DedupMap, RowBytes, Schedule};
 use moesaic_collectives::{
     Algorithm, Call, Collectives, Communicator, Element, Levels, NodeRank, NodeShape, Slice,
     Transfer, threads,
@@ -217,7 +217,7 @@ fn dedup(world: &mut Communicator, shape: NodeShape) -> Arc<DedupMap> {
     let dedup_indices = |node: usize| {
         let places = (0..shape.per_node).map(|place| shape.rank(node, place));
         let tokens = places.flat_map(|q| rows(shape, rank, q));
-        plan::dedup_indices(tokens.map(|token| token as u32))
+        schedules::dedup_indices(tokens.map(|token| token as u32))
     };
     let sent: Vec<Vec<u32>> = (0..shape.nodes).map(dedup_indices).collect();
     let others = |sizes: &dyn Fn(usize) -> Vec<u8>| -> Messages {

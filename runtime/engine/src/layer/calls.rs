@@ -1,7 +1,7 @@
 //! The calls of a layer: forward, backward, routing.
 
+use super::form::{Form, Layer};
 use super::saved::{Kept, Saved};
-use super::{Form, Layer};
 use crate::call::{CallArgs, CallInput, Given, Output, OutputGradient, RngKey};
 use crate::error::EngineError;
 use crate::into::raw_into;

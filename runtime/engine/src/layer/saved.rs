@@ -1,9 +1,10 @@
 //! The state between forward and backward.
 
-use super::strategy::Timed;
+use super::form::{PassTime, StrategyTuner};
 use crate::mesh::RankSaved;
 use crate::training::DeviceSaved;
 use moesaic_plan::Strategy;
+use std::sync::Arc;
 
 /// The state that a training forward pass keeps for backward: inputs, the routing record and, as
 /// the plan says, the pre-activations. Any number may be alive at a time. Dropping one gives its
@@ -20,6 +21,13 @@ pub(super) enum Kept {
     One(DeviceSaved),
     /// The state of one rank.
     Ranks(Box<RankSaved>),
+}
+
+/// A tuner's choice and the time of its forward pass.
+pub(super) struct Timed {
+    pub(super) tuner: Arc<dyn StrategyTuner>,
+    pub(super) choice: usize,
+    pub(super) forward: PassTime,
 }
 
 impl Saved {

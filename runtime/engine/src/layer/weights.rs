@@ -1,9 +1,10 @@
 //! Weights and gradients of a layer, all parts of a rank under one set of names.
 
-use super::{Form, Layer};
+use super::form::{Form, Layer};
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::mesh::part_of;
+use crate::router::is_of_router;
 use moesaic_plan::{Parallel, RankCoords, TensorPlan};
 use moesaic_spec::canonical_tensors;
 use moesaic_target::Ptr;
@@ -154,6 +155,11 @@ impl Layer {
             Form::One(layer) => layer.check_training(),
             Form::Ranks(layer) => layer.average_gradients(),
         }
+    }
+
+    /// Sets the gradients of the router to zero.
+    pub(crate) fn zero_router_gradients(&self) -> Result<(), EngineError> {
+        self.dispatch().zero_gradients_of(is_of_router)
     }
 
     /// Returns the bytes that a forward pass of `tokens` tokens keeps for backward; over ranks

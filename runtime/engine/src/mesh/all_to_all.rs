@@ -4,7 +4,7 @@ use super::groups::Mesh;
 use super::rows::{Rows, SendCounts};
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::plan::{
+use moesaic_collectives::schedules::{
     self, AddendRow, Block, DedupCombine, DedupMap, HopCounts, RowBytes, Schedule,
 };
 use moesaic_collectives::{
@@ -219,7 +219,7 @@ impl Rows {
                 .iter()
                 .filter(|chunk| shape.split(chunk.peer).node == other);
             let rows = there.flat_map(|chunk| chunk.first..chunk.first + chunk.rows);
-            plan::dedup_indices(rows.map(|row| tokens[row]))
+            schedules::dedup_indices(rows.map(|row| tokens[row]))
         };
         let sent: Vec<Vec<u32>> = (0..shape.nodes).map(numbers).collect();
         let counted = |other: usize| {
@@ -272,5 +272,5 @@ impl Rows {
 
 /// Returns the start of each part, and the end of all.
 fn starts(sizes: impl Iterator<Item = usize>) -> Vec<usize> {
-    plan::offsets(&sizes.collect::<Vec<_>>())
+    schedules::offsets(&sizes.collect::<Vec<_>>())
 }

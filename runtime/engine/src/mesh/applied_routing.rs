@@ -7,13 +7,13 @@ use bytemuck::cast_slice;
 impl MeshCall<'_> {
     /// Replaces the result of this rank's scan by the decision of global routing.
     pub(super) fn apply_global_routing(&mut self) -> Result<(), EngineError> {
-        let Some(routing) = self.routing.clone() else {
+        let Some(routing) = self.counts.routing.clone() else {
             return Ok(());
         };
         let spec = &self.plan.tokens.spec;
-        if spec.capacity.renormalize_after_drop && self.tokens.named("kept_sums").is_some() {
+        if spec.capacity.renormalize_after_drop && self.parts.tokens.named("kept_sums").is_some() {
             let weights = self.floats("topk_weights", routing.weights.len())?;
-            let sums = self.floats("kept_sums", self.tokens.scalars().tokens())?;
+            let sums = self.floats("kept_sums", self.parts.tokens.scalars().tokens())?;
             let sums = routing.kept_sums(spec, &weights, &sums);
             self.upload("kept_sums", cast_slice(&sums))?;
         }
@@ -36,14 +36,14 @@ impl MeshCall<'_> {
         if bytes.is_empty() {
             return Ok(());
         }
-        self.tokens.upload(name, bytes)
+        self.parts.tokens.upload(name, bytes)
     }
 
     fn floats(&self, name: &str, count: usize) -> Result<Vec<f32>, EngineError> {
         let mut values = vec![0.0f32; count];
-        if let (Some(buffer), true) = (self.tokens.named(name), count > 0) {
+        if let (Some(buffer), true) = (self.parts.tokens.named(name), count > 0) {
             let bytes = bytemuck::cast_slice_mut(&mut values);
-            self.tokens.layer.device.download(buffer, 0, bytes)?;
+            self.parts.tokens.layer.device.download(buffer, 0, bytes)?;
         }
         Ok(values)
     }

@@ -6,11 +6,13 @@ use super::shadow_weights::IdleWeights;
 use crate::device_layer::DeviceLayer;
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::memory::Buffers;
+use crate::shared::same_memory;
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_plan::TensorId;
 use moesaic_plan::{self as plan, LayerPlan, Overlap, RankPlan, RankStep, Role, Step, Strategy};
-use moesaic_tensor::Tensors;
+use moesaic_tensor::{Tensors, WeightSource};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -20,10 +22,10 @@ pub(super) struct BoundPlan {
     /// The parts of the strategy that the plan is for.
     pub form: PlanKey,
     pub plan: RankPlan,
-    /// The dispatch part, where gradients of row weights have another size than in the held layer.
-    /// Weights and gradients are the same memory.
+    /// The dispatch part, where gradients of row weights have another size than in the held layer,
+    /// or experts weight their outputs. Weights and gradients are the same memory.
     pub tokens: Option<DeviceLayer>,
-    /// The expert part, where weights are gathered.
+    /// The expert part, where weights are gathered, or experts weight their outputs.
     pub experts: Option<DeviceLayer>,
     /// The shadow part, where experts may have shadows.
     pub shadows: Option<DeviceLayer>,
@@ -46,6 +48,8 @@ pub(super) struct PlanKey {
     pub adaptive_r: usize,
     /// The most experts with shadows, as you asked for it.
     pub shadows: usize,
+    /// Whether ranks return sums.
+    pub sums: bool,
 }
 
 /// The layers of a rank's parts.
@@ -89,8 +93,9 @@ impl BoundPlan {
         })
     }
 
-    /// Binds a plan with shadows: the shadow part is new, the other parts hold the weights.
-    pub fn shadowed(
+    /// Binds a plan whose ranks run the experts that they own: other kernels over the same weights
+    /// where the plan has some, and a new shadow part if it has one.
+    pub fn owning(
         engine: &Engine,
         form: PlanKey,
         plan: RankPlan,
@@ -100,12 +105,21 @@ impl BoundPlan {
         let shadows = plan.shadows.as_ref();
         let shadows = shadows.map(|plan| engine.borrowing_layer(&texts(plan)?));
         let shadows = shadows.transpose()?;
+        let tokens = other_kernels(engine, &plan.tokens, held.tokens)?;
+        let experts = other_kernels(engine, &plan.experts, held.experts)?;
         let parts = PartLayers {
+            tokens: tokens.as_ref().unwrap_or(held.tokens),
+            experts: experts.as_ref().unwrap_or(held.experts),
             shadows: shadows.as_ref(),
             ..held
         };
         let bound = BoundPlan::over(form, plan, parts)?;
-        Ok(BoundPlan { shadows, ..bound })
+        Ok(BoundPlan {
+            tokens,
+            experts,
+            shadows,
+            ..bound
+        })
     }
 
     /// Binds a plan whose expert part gathers its weights.
@@ -122,11 +136,7 @@ impl BoundPlan {
         let experts = experts.taking_turns(held.experts.turn());
         // The degree changes the width of an expert's shard, and with it the number of partial sums
         // that the gradient of a row's weight comes in.
-        let tokens = if plan.tokens == *held.tokens.plan() {
-            None
-        } else {
-            Some(sharing(engine, &texts(&plan.tokens)?, held.tokens)?)
-        };
+        let tokens = other_kernels(engine, &plan.tokens, held.tokens)?;
         let parts = PartLayers {
             tokens: tokens.as_ref().unwrap_or(held.tokens),
             experts: &experts,
@@ -233,10 +243,36 @@ impl PartLayers<'_> {
     }
 }
 
-/// Makes a layer over the weights and gradients of another.
-fn sharing(engine: &Engine, texts: &Texts, of: &DeviceLayer) -> Result<DeviceLayer, EngineError> {
-    let named = |buffers: &crate::memory::Buffers, role: fn(Role) -> bool| {
-        let tensors = of.plan().tensors.iter().filter(|tensor| role(tensor.role));
+/// Makes a layer of a plan over all weights and gradients of another; `None` if the other has this
+/// plan.
+fn other_kernels(
+    engine: &Engine,
+    plan: &LayerPlan,
+    of: &DeviceLayer,
+) -> Result<Option<DeviceLayer>, EngineError> {
+    if plan == of.plan() {
+        return Ok(None);
+    }
+    // Packed weights in another layout would be read wrongly.
+    debug_assert!(same_memory(plan, of.plan()));
+    // An empty source: every weight is among the shared buffers, and a missing one is an error
+    // instead of a second copy.
+    let (texts, none) = (Texts::of(plan.clone().into())?, Tensors::new());
+    sharing(engine, &texts, of, &none, |_| true).map(Some)
+}
+
+/// Makes a layer over the weights and gradients of another whose names are `common`; it reads the
+/// other weights from `own` and has gradients of its own for them.
+pub(super) fn sharing(
+    engine: &Engine,
+    texts: &Texts,
+    of: &DeviceLayer,
+    own: &dyn WeightSource,
+    common: fn(&str) -> bool,
+) -> Result<DeviceLayer, EngineError> {
+    let named = |buffers: &Buffers, role: fn(Role) -> bool| {
+        let tensors = of.plan().tensors.iter();
+        let tensors = tensors.filter(|tensor| role(tensor.role) && common(&tensor.name));
         let buffer = |name: &String| {
             Some((
                 name.clone(),
@@ -250,9 +286,7 @@ fn sharing(engine: &Engine, texts: &Texts, of: &DeviceLayer) -> Result<DeviceLay
     let weights = named(&of.weights, |role| {
         matches!(role, Role::Weight | Role::Packed)
     });
-    // An empty source: every weight is among the shared buffers, and a missing one is an error here
-    // instead of a second copy.
-    let layer = engine.device_layer_sharing(texts, &Tensors::new(), weights)?;
+    let layer = engine.device_layer_sharing(texts, own, weights)?;
     if of.plan().training.is_some() {
         let gradients = named(of.gradient_buffers()?, |role| role == Role::WeightGradient);
         layer.share_gradients(gradients)?;

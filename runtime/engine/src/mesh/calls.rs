@@ -1,9 +1,12 @@
 //! The passes of a rank's part of a layer.
 
 use super::bound_plan::{BoundPlan, PlanKey};
+use super::call_state::{
+    CallCounts, CallParts, CallRequests, CallTransfers, CallWeights, CallerTensors,
+};
 use super::comm_cast::{CastCall, Packing, counted};
 use super::layer::{Choice, RankLayer};
-use super::mesh_call::{CallerTensors, MeshCall};
+use super::mesh_call::MeshCall;
 use super::passes::{Passes, Segment};
 use super::plan_part::PartCall;
 use super::routing::Routing;
@@ -97,7 +100,9 @@ impl RankLayer {
         let choice = self.choice();
         let run = self.evaluate(&choice, args)?;
         let bytes = bytemuck::cast_slice_mut(y);
-        Ok(layer.device.download(run.tokens.buffer(id), 0, bytes)?)
+        Ok(layer
+            .device
+            .download(run.parts.tokens.buffer(id), 0, bytes)?)
     }
 
     fn evaluate<'l>(
@@ -110,7 +115,7 @@ impl RankLayer {
         // and would wait for its own lock.
         let routing = self.global_routing(Pass::Evaluate, given, RngKey::default())?;
         let mut run = self.begin(choice, bound, choice.strategy.comm_dtype)?;
-        run.routing = routing;
+        run.counts.routing = routing;
         let evaluation = &bound.passes.evaluation;
         run.begin(Pass::Evaluate, evaluation, given, RngKey::default())?;
         run.take_gathered_workspace(false)?;
@@ -178,7 +183,7 @@ impl RankLayer {
         let routing = self.global_routing(pass, given, rng_key)?;
         // Routing moves no rows, so it needs no cast kernels.
         let mut run = self.begin(choice, bound, Both::same(CommDtype::Unchanged))?;
-        run.routing = routing;
+        run.counts.routing = routing;
         run.begin(pass, segments, given, rng_key)?;
         run.run(segments, |_, _| Ok(()))?;
         Ok(run)
@@ -207,8 +212,8 @@ impl RankLayer {
         let bound = self.bound(choice);
         let routing = self.global_routing(Pass::Train, given, rng_key)?;
         let mut run = self.begin(choice, bound, choice.strategy.comm_dtype)?;
-        run.routing = routing;
-        run.idle_weights = Some(&bound.idle_weights);
+        run.counts.routing = routing;
+        run.weights.idle_weights = Some(&bound.idle_weights);
         let forward = &bound.passes.forward;
         run.begin(Pass::Train, forward, given, rng_key)?;
         run.take_gathered_workspace(false)?;
@@ -222,16 +227,25 @@ impl RankLayer {
     /// Returns the state that a training pass keeps.
     fn saved(&self, choice: &Choice, run: MeshCall<'_>) -> RankSaved {
         let MeshCall {
+            parts,
+            counts,
+            weights,
+            ..
+        } = run;
+        let CallParts {
             tokens,
             experts,
             shadows,
-            shadow_weights,
             shared,
+            ..
+        } = parts;
+        let CallCounts {
             rows,
             routing,
             tp_peers,
             ..
-        } = run;
+        } = counts;
+        let shadow_weights = weights.shadow_weights;
         let (tokens, experts) = (tokens.into_saved(), experts.into_saved());
         let kept = tokens.zip(experts).zip(rows);
         let ((tokens, experts), rows) = kept.expect("a pass that trains keeps all of it");
@@ -268,7 +282,12 @@ impl RankLayer {
             return Ok(Output::default());
         }
         let mut names = self.tokens.input_gradients();
-        if run.cast.as_ref().is_some_and(CastCall::counts_backward) {
+        if run
+            .transfers
+            .cast
+            .as_ref()
+            .is_some_and(CastCall::counts_backward)
+        {
             // Only a cast to f16 can saturate: bf16 has the range of f32, and rows of fp8 have
             // scales.
             names.push(SATURATED);
@@ -293,11 +312,11 @@ impl RankLayer {
             return Err(EngineError::ForeignSaved);
         }
         let mut run = self.begin(choice, bound, comm_dtype)?;
-        run.own = Arc::clone(&saved.rows.own);
-        run.routing = saved.routing.clone();
+        run.counts.own = Arc::clone(&saved.rows.own);
+        run.counts.routing = saved.routing.clone();
         run.begin_back(saved, dy, accumulate)?;
         // Backward moves the same rows as forward, so it needs no count exchange.
-        run.rows = Some(saved.rows.clone());
+        run.counts.rows = Some(saved.rows.clone());
         run.run(&saved.passes.backward, |_, _| Ok(()))?;
         Ok(run)
     }
@@ -313,28 +332,33 @@ impl RankLayer {
         let groups = self.mesh.groups();
         let cast = choice.packing(bound, comm_dtype).map(Packing::begin);
         Ok(MeshCall {
-            cast: cast.transpose()?,
             mesh: &self.mesh,
             plan: &bound.plan,
             label: &bound.plan.tokens.spec.name,
-            row_schedule: choice.row_schedule,
             groups,
-            tokens: PartCall::new(parts.tokens),
-            experts: PartCall::new(parts.experts),
-            owned: &self.experts,
-            shadows: parts.shadows.map(PartCall::new),
-            model: &choice.shadow_model,
-            idle_weights: None,
-            shadow_weights: None,
-            shared: parts.shared.map(PartCall::new),
-            routing: None,
-            own: Arc::default(),
-            rows: None,
-            tp_peers: None,
-            exchanged: &bound.exchanged,
-            caller: CallerTensors::default(),
-            in_flight: Vec::new(),
-            recorder: self.recorder.as_deref(),
+            parts: CallParts {
+                tokens: PartCall::new(parts.tokens),
+                experts: PartCall::new(parts.experts),
+                owned: &self.experts,
+                shadows: parts.shadows.map(PartCall::new),
+                shared: parts.shared.map(PartCall::new),
+            },
+            counts: CallCounts::default(),
+            weights: CallWeights {
+                model: &choice.shadow_model,
+                idle_weights: None,
+                shadow_weights: None,
+            },
+            requests: CallRequests {
+                in_flight: Vec::new(),
+                recorder: self.recorder.as_deref(),
+            },
+            transfers: CallTransfers {
+                row_schedule: choice.row_schedule,
+                cast: cast.transpose()?,
+                exchanged: &bound.exchanged,
+                caller: CallerTensors::default(),
+            },
         })
     }
 }
@@ -348,7 +372,7 @@ impl<'l> MeshCall<'l> {
         given: &CallArgs<'_>,
         rng_key: RngKey,
     ) -> Result<(), EngineError> {
-        let (layer, tokens) = (self.tokens.layer, given.tokens());
+        let (layer, tokens) = (self.parts.tokens.layer, given.tokens());
         match given {
             CallArgs::Host(_, names) => layer.check_outputs(pass, &of_layer(names))?,
             CallArgs::Raw(call) => {
@@ -376,12 +400,12 @@ impl<'l> MeshCall<'l> {
         let scalars =
             layer.scalars_among(pass, rng_key, TokenCount { own: tokens, most }, factor)?;
         match pass {
-            Pass::Train => self.tokens.train(scalars)?,
-            _ => self.tokens.pass(scalars)?,
+            Pass::Train => self.parts.tokens.train(scalars)?,
+            _ => self.parts.tokens.pass(scalars)?,
         }
         match given {
             CallArgs::Host(input, names) => {
-                let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
+                let buffer = |tensor| Some(&**self.parts.tokens.buffer(tensor));
                 layer.stage(pass, input, &of_layer(names), buffer)
             }
             CallArgs::Raw(_) => self.copy_inputs(),
@@ -395,7 +419,7 @@ impl<'l> MeshCall<'l> {
         dy: &BackwardArgs<'_>,
         accumulate: bool,
     ) -> Result<(), EngineError> {
-        let (layer, tokens) = (self.tokens.layer, saved.tokens());
+        let (layer, tokens) = (self.parts.tokens.layer, saved.tokens());
         layer.check_saved(&saved.tokens)?;
         if let BackwardArgs::Raw(tensors) = dy {
             let (inputs, ports) = (layer.id("dy"), [Role::OutputGradient, Role::InputGradient]);
@@ -404,21 +428,25 @@ impl<'l> MeshCall<'l> {
         self.take_gathered_workspace(true)?;
         // Before `back` of each part, which lays out the addresses of what was taken here.
         self.reserve_shadows_backward(saved.shadow_weights.as_ref())?;
-        self.tokens.back(&saved.tokens, accumulate)?;
-        self.experts.back(&saved.experts, accumulate)?;
-        if let (Some(part), Some(kept)) = (&mut self.shadows, &saved.shadows) {
+        self.parts.tokens.back(&saved.tokens, accumulate)?;
+        self.parts.experts.back(&saved.experts, accumulate)?;
+        if let (Some(part), Some(kept)) = (&mut self.parts.shadows, &saved.shadows) {
             part.back(kept, accumulate)?;
         }
         self.begin_gradients(accumulate)?;
         self.begin_shadow_gradients(accumulate)?;
-        if let (Some(part), Some((kept, tp_peers))) = (&mut self.shared, &saved.shared) {
+        if let (Some(part), Some((kept, tp_peers))) = (&mut self.parts.shared, &saved.shared) {
             part.back(kept, accumulate)?;
-            self.tp_peers = Some(tp_peers.clone());
+            self.counts.tp_peers = Some(tp_peers.clone());
         }
         match dy {
             BackwardArgs::Host(dy) => {
                 layer.check_dy(tokens, dy)?;
-                let staged = self.tokens.named("dy").expect("training plans have dy");
+                let staged = self
+                    .parts
+                    .tokens
+                    .named("dy")
+                    .expect("training plans have dy");
                 Ok(layer.device.upload(&dy.data, staged, 0)?)
             }
             BackwardArgs::Raw(_) => self.copy_inputs(),
@@ -438,12 +466,12 @@ impl<'l> MeshCall<'l> {
     }
 
     fn read(&self, names: &[&str]) -> Result<Output, EngineError> {
-        let tokens = self.tokens.scalars().tokens();
-        let buffer = |tensor| Some(&**self.tokens.buffer(tensor));
+        let tokens = self.parts.tokens.scalars().tokens();
+        let buffer = |tensor| Some(&**self.parts.tokens.buffer(tensor));
         let own = of_layer(names);
-        let mut output = self.tokens.layer.read(&own, tokens, buffer)?;
+        let mut output = self.parts.tokens.layer.read(&own, tokens, buffer)?;
         if own.len() < names.len() {
-            let saturated = match &self.cast {
+            let saturated = match &self.transfers.cast {
                 Some(cast) => cast.saturated()?,
                 None => counted(0),
             };

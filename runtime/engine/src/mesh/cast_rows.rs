@@ -6,7 +6,7 @@ use super::mesh_call::MeshCall;
 use super::rows::RowMesh;
 use super::transfers::RowTransfer;
 use crate::error::EngineError;
-use moesaic_collectives::plan::{AddendRow, DedupCombine, RowBytes};
+use moesaic_collectives::schedules::{AddendRow, DedupCombine, RowBytes};
 use moesaic_collectives::{Call, Transfer};
 use moesaic_dist::Payload;
 use moesaic_plan::{Exchange, Packed, RankCoords};
@@ -14,7 +14,7 @@ use moesaic_plan::{Exchange, Packed, RankCoords};
 impl<'l> MeshCall<'l> {
     /// Returns the cast of an exchange's rows, if it has one.
     pub(super) fn packed(&self, exchange: &Exchange) -> Option<&'l Packed> {
-        self.cast.as_ref()?.packing.packed(exchange)
+        self.transfers.cast.as_ref()?.packing.packed(exchange)
     }
 
     /// As [`MeshCall::send_rows`], with rows for other nodes cast before the exchange and back
@@ -60,19 +60,19 @@ impl<'l> MeshCall<'l> {
         // One workspace holds the rows that leave and those that arrive, each in its own tensor, so
         // it is as large as the larger of the two needs.
         let rows = out.places.len().max(back.places.len());
-        let cast = self.cast.as_mut().expect(MAY_CAST);
+        let cast = self.transfers.cast.as_mut().expect(MAY_CAST);
         let mut workspace = cast.workspace(rows)?;
-        let cast = self.cast.as_ref().expect(MAY_CAST);
+        let cast = self.transfers.cast.as_ref().expect(MAY_CAST);
         cast.pack(
             &mut workspace,
             packed,
             self.part(sent.part).buffer(sent.tensor),
             &out.places,
         )?;
-        let near = self.transfers(sent.part, sent.tensor, &out.near)?;
+        let near = self.byte_transfers(sent.part, sent.tensor, &out.near)?;
         let far = workspace.transfers(packed.sent.bytes, packed.row_bytes, &out.far)?;
         let sends = by_peer(near, far);
-        let near = self.transfers(received.part, received.tensor, &back.near)?;
+        let near = self.byte_transfers(received.part, received.tensor, &back.near)?;
         let far = workspace.transfers(packed.received.bytes, packed.row_bytes, &back.far)?;
         let receives = by_peer(near, far);
         let request = self.send_by(path, &sends, &receives, call)?;

@@ -102,15 +102,15 @@ impl MeshCall<'_> {
         let row_mesh = self.row_mesh();
         let RowMesh { mesh, place } = row_mesh;
         self.count_own()?;
-        let (placement, own) = (self.plan.row_placement(), Arc::clone(&self.own));
-        let device = &*self.tokens.layer.device;
+        let (placement, own) = (self.plan.row_placement(), Arc::clone(&self.counts.own));
+        let device = &*self.parts.tokens.layer.device;
         let sent = Rows::send_counts(row_mesh, &placement, &own);
-        let algorithm = match self.row_schedule {
+        let algorithm = match self.transfers.row_schedule {
             RowSchedule::Direct => Algorithm::Direct,
             RowSchedule::OverNodes(algorithm) => algorithm,
             RowSchedule::Dedup(shape) => AllToAll::Dedup.row().algorithm(shape),
         };
-        if self.row_schedule != RowSchedule::Direct {
+        if self.transfers.row_schedule != RowSchedule::Direct {
             let call = self.call("counts");
             let group = self.group(OpGroup::Ep);
             let (counted, hop_counts) = Rows::exchange_counts(group, algorithm, &sent, &call)?;
@@ -141,15 +141,19 @@ impl MeshCall<'_> {
     pub fn count_own(&mut self) -> Result<(), EngineError> {
         // The choice of shadows has read them already; a second download would wait for the device
         // again.
-        if !self.own.offsets.is_empty() {
+        if !self.counts.own.offsets.is_empty() {
             return Ok(());
         }
         let mut offsets = vec![0i64; self.plan.tokens.spec.shape.experts + 1];
-        let from = self.tokens.named("offsets").expect("a scan has offsets");
+        let from = self
+            .parts
+            .tokens
+            .named("offsets")
+            .expect("a scan has offsets");
         let bytes = bytemuck::cast_slice_mut(&mut offsets);
-        self.tokens.layer.device.download(from, 0, bytes)?;
+        self.parts.tokens.layer.device.download(from, 0, bytes)?;
         let offsets = offsets.into_iter().map(|row| row as usize).collect();
-        self.own = Arc::new(OwnRows {
+        self.counts.own = Arc::new(OwnRows {
             offsets,
             ..OwnRows::default()
         });
@@ -158,12 +162,15 @@ impl MeshCall<'_> {
 
     /// Exchanges which rows belong to one token, for deduplicated dispatch.
     fn exchange_dedup_map(&mut self, mut rows: Rows) -> Result<Rows, EngineError> {
-        let RowSchedule::Dedup(shape) = self.row_schedule else {
+        let RowSchedule::Dedup(shape) = self.transfers.row_schedule else {
             return Ok(rows);
         };
-        let (device, call) = (&*self.tokens.layer.device, self.call("tokens of rows"));
+        let (device, call) = (
+            &*self.parts.tokens.layer.device,
+            self.call("tokens of rows"),
+        );
         let mut slots = vec![0i32; rows.of_tokens()];
-        let from = self.tokens.named("row_slots");
+        let from = self.parts.tokens.named("row_slots");
         let from = from.expect("a scan says which slot a row is of");
         device.download(from, 0, bytemuck::cast_slice_mut(&mut slots))?;
         let top_k = self.plan.tokens.spec.shape.top_k as i32;
@@ -175,7 +182,10 @@ impl MeshCall<'_> {
 
     /// Exchanges token counts among TP peers.
     pub fn count_tp_peers(&mut self, exchange: &Exchange) -> Result<TpPeers, EngineError> {
-        let (tokens, call) = (self.tokens.scalars().tokens(), self.call(&exchange.name));
+        let (tokens, call) = (
+            self.parts.tokens.scalars().tokens(),
+            self.call(&exchange.name),
+        );
         let counts = self.gather_count_of(tokens, OpGroup::SharedTp, &call)?;
         Ok(TpPeers::new(counts, self.mesh.place().tp))
     }
@@ -187,21 +197,21 @@ impl MeshCall<'_> {
         to: TensorId,
         call: &Call,
     ) -> Result<(), EngineError> {
-        let device = &*self.tokens.layer.device;
+        let device = &*self.parts.tokens.layer.device;
         let (tokens, top_k) = (
-            self.tokens.scalars().tokens(),
+            self.parts.tokens.scalars().tokens(),
             self.plan.tokens.spec.shape.top_k,
         );
         let mut choices = vec![0i32; tokens * top_k];
         let bytes = bytemuck::cast_slice_mut(&mut choices);
-        device.download(self.tokens.buffer(ids), 0, bytes)?;
+        device.download(self.parts.tokens.buffer(ids), 0, bytes)?;
         let has_one = |ids: &&[i32]| ids.iter().any(|id| *id >= 0);
         let own = choices.chunks(top_k).filter(has_one).count();
         let all: usize = self
             .gather_count_of(own, OpGroup::World, call)?
             .iter()
             .sum();
-        device.upload(&(all as i64).to_le_bytes(), self.tokens.buffer(to), 0)?;
+        device.upload(&(all as i64).to_le_bytes(), self.parts.tokens.buffer(to), 0)?;
         Ok(())
     }
 }

@@ -11,7 +11,7 @@ use super::transfers::{RowTransfer, TensorRows, element};
 use crate::error::EngineError;
 use crate::launch::Bound;
 use bytemuck::cast_slice;
-use moesaic_collectives::plan::RowBytes;
+use moesaic_collectives::schedules::RowBytes;
 use moesaic_collectives::{Call, Reduction, Slice};
 use moesaic_dist::{Amount, CollectiveOp, OpGroup};
 use moesaic_plan::{self as plan, Exchange, FromTo, Packed, TensorId};
@@ -39,24 +39,24 @@ impl<'l> MeshCall<'l> {
                         let recorded = self.begins(exchange);
                         let rows = self.choose_shadows()?;
                         self.ended(recorded, Instant::now());
-                        arrive(self.shadows.as_mut().expect(SHADOWED), rows)?;
+                        arrive(self.parts.shadows.as_mut().expect(SHADOWED), rows)?;
                         self.upload_shadow_layout()?;
                     }
                     CollectiveOp::RowCounts => {
                         let recorded = self.begins(exchange);
                         let rows = self.count()?.in_chunks(count, by);
                         self.ended(recorded, Instant::now());
-                        arrive(&mut self.experts, rows.workspace())?;
+                        arrive(&mut self.parts.experts, rows.workspace())?;
                         self.upload_layout(&rows)?;
-                        self.rows = Some(rows);
+                        self.counts.rows = Some(rows);
                     }
                     CollectiveOp::TpTokenCounts => {
                         let recorded = self.begins(exchange);
                         let tp_peers = self.count_tp_peers(exchange)?;
                         self.ended(recorded, Instant::now());
-                        let shared = self.shared.as_mut().expect(SHARDED);
+                        let shared = self.parts.shared.as_mut().expect(SHARDED);
                         arrive(shared, tp_peers.tokens())?;
-                        self.tp_peers = Some(tp_peers);
+                        self.counts.tp_peers = Some(tp_peers);
                     }
                     _ => self.exchange(exchange)?,
                 },
@@ -78,7 +78,7 @@ impl<'l> MeshCall<'l> {
         chunk: Option<plan::Chunk>,
     ) -> Result<(), EngineError> {
         // The shadow model often chooses none; its launches would only cost time.
-        if part == plan::PlanPart::Shadows && self.own.shadowed.is_empty() {
+        if part == plan::PlanPart::Shadows && self.counts.own.shadowed.is_empty() {
             return Ok(());
         }
         let Some(chunk) = chunk else {
@@ -96,7 +96,7 @@ impl<'l> MeshCall<'l> {
         // The kernels read `offsets` and `row_tiles` from one buffer for all chunks. The upload is
         // in stream order, so it cannot overtake the launch of the chunk before.
         self.upload_chunk_layout(rows, number)?;
-        self.experts.run_part(bound, part)
+        self.parts.experts.run_part(bound, part)
     }
 
     /// Starts an exchange, and waits for it unless it moves a chunk.
@@ -127,8 +127,12 @@ impl<'l> MeshCall<'l> {
             let Some(RowTransfer { sent, received, .. }) = self.row_transfer(exchange) else {
                 continue;
             };
-            sends.extend(self.transfers(sent.part, sent.tensor, &sent.ranges)?);
-            receives.extend(self.transfers(received.part, received.tensor, &received.ranges)?);
+            sends.extend(self.byte_transfers(sent.part, sent.tensor, &sent.ranges)?);
+            receives.extend(self.byte_transfers(
+                received.part,
+                received.tensor,
+                &received.ranges,
+            )?);
             written.extend(self.written(exchange));
         }
         let names: Vec<&str> = exchanges.iter().map(|one| &*one.name).collect();
@@ -159,7 +163,7 @@ impl<'l> MeshCall<'l> {
 
     /// Returns the rows of an exchange, if it moves rows of tokens.
     fn row_transfer(&self, exchange: &Exchange) -> Option<RowTransfer> {
-        let (rows, payload) = (self.rows.as_ref()?, exchange.payload?);
+        let (rows, payload) = (self.counts.rows.as_ref()?, exchange.payload?);
         let chunks = rows.numbers(exchange.chunk);
         let (sent, received) = match exchange.op {
             CollectiveOp::Dispatch => (rows.sent(&chunks), rows.arrived(&chunks)),
@@ -198,7 +202,7 @@ impl<'l> MeshCall<'l> {
     fn start(&mut self, exchange: &Exchange) -> Result<Option<Request>, EngineError> {
         let row = exchange.op.row();
         let is_of_shadows = matches!(row.amount, Amount::ShadowRows | Amount::ShadowTensor);
-        if is_of_shadows && self.own.shadowed.is_empty() {
+        if is_of_shadows && self.counts.own.shadowed.is_empty() {
             return Ok(None); // no expert is shadowed in this call
         }
         let call = self.call_of(&exchange.name, exchange.chunk);
@@ -268,7 +272,7 @@ impl<'l> MeshCall<'l> {
         let span = rows.span(rows.numbers(chunk));
         let element = element(self.plan.experts[tensor].dtype);
         let width = self.plan.row_bytes(plan::PlanPart::Experts, tensor) / element.size();
-        let buffer = self.experts.buffer(tensor);
+        let buffer = self.parts.experts.buffer(tensor);
         let data = Slice::new(buffer, element, span.start * width, span.len() * width)?;
         let tp = self.group(OpGroup::ExpertTp);
         let sum = tp.all_reduce(&data, &data, Reduction::Sum, call)?;
@@ -284,13 +288,13 @@ impl<'l> MeshCall<'l> {
     ) -> Result<Request, EngineError> {
         let tp_peers = self.tp_peers();
         let (sent, arrived) = (tp_peers.sent(), tp_peers.arrived());
-        let sends = self.transfers(plan::PlanPart::Dispatch, from, &sent)?;
-        let receives = self.transfers(plan::PlanPart::Shared, to, &arrived)?;
+        let sends = self.byte_transfers(plan::PlanPart::Dispatch, from, &sent)?;
+        let receives = self.byte_transfers(plan::PlanPart::Shared, to, &arrived)?;
         self.send(OpGroup::SharedTp, &sends, &receives, call)
     }
 
     fn tp_peers(&self) -> &TpPeers {
-        let tp_peers = self.tp_peers.as_ref();
+        let tp_peers = self.counts.tp_peers.as_ref();
         tp_peers.expect("tokens are counted before their rows go")
     }
 
@@ -313,8 +317,8 @@ impl<'l> MeshCall<'l> {
         } = transfer;
         let bytes = RowBytes::same(self.plan.row_bytes(sent.part, sent.tensor));
         let path = self.rows().schedule(content, &chunks, bytes, &|_, _| false);
-        let sends = self.transfers(sent.part, sent.tensor, &sent.ranges)?;
-        let receives = self.transfers(received.part, received.tensor, &received.ranges)?;
+        let sends = self.byte_transfers(sent.part, sent.tensor, &sent.ranges)?;
+        let receives = self.byte_transfers(received.part, received.tensor, &received.ranges)?;
         self.send_by(path, &sends, &receives, call)
     }
 
@@ -336,7 +340,7 @@ impl<'l> MeshCall<'l> {
             0,
             counts.iter().sum(),
         )?;
-        let output = Slice::new(self.tokens.buffer(to), element, 0, own)?;
+        let output = Slice::new(self.parts.tokens.buffer(to), element, 0, own)?;
         let (tp, reduction) = (&mut self.groups.expert_tp, Reduction::Sum);
         let sum = tp.reduce_scatter_v(&input, &counts, &output, reduction, call)?;
         Ok(Request::of(sum, &input))
@@ -360,17 +364,17 @@ impl<'l> MeshCall<'l> {
             0 => (0..self.mesh.parallel().expert_tp).map(chunk).collect(),
             _ => Vec::new(),
         };
-        let sends = self.transfers(plan::PlanPart::Shared, from, &sends)?;
-        let receives = self.transfers(plan::PlanPart::Dispatch, to, &[chunk(0)])?;
+        let sends = self.byte_transfers(plan::PlanPart::Shared, from, &sends)?;
+        let receives = self.byte_transfers(plan::PlanPart::Dispatch, to, &[chunk(0)])?;
         self.send(OpGroup::SharedTp, &sends, &receives, call)
     }
 
     /// Uploads the index of each row and the layout of the first chunk for the experts' kernels.
     fn upload_layout(&self, rows: &Rows) -> Result<(), EngineError> {
         // The indices cost a pass over all rows, and an evaluation may lack the tensor.
-        if self.experts.named("row_slots").is_some() {
+        if self.parts.experts.named("row_slots").is_some() {
             let slots = rows.numbers_in_chunks();
-            self.experts.upload("row_slots", cast_slice(&slots))?;
+            self.parts.experts.upload("row_slots", cast_slice(&slots))?;
         }
         self.upload_chunk_layout(rows, 0)
     }
@@ -379,8 +383,8 @@ impl<'l> MeshCall<'l> {
     fn upload_chunk_layout(&self, rows: &Rows, chunk: usize) -> Result<(), EngineError> {
         let tiles = rows.row_tiles(chunk, self.plan.experts.tile_rows());
         let offsets = rows.expert_offsets(chunk);
-        self.experts.upload("offsets", cast_slice(&offsets))?;
-        self.experts.upload("row_tiles", cast_slice(&tiles))
+        self.parts.experts.upload("offsets", cast_slice(&offsets))?;
+        self.parts.experts.upload("row_tiles", cast_slice(&tiles))
     }
 
     /// Reduces a tensor of the dispatch part over all ranks.
@@ -392,9 +396,9 @@ impl<'l> MeshCall<'l> {
         call: &Call,
     ) -> Result<Request, EngineError> {
         let tensor = &self.plan.tokens[from];
-        let count = tensor.elements(self.tokens.scalars().tokens() as u64) as usize;
+        let count = tensor.elements(self.parts.tokens.scalars().tokens() as u64) as usize;
         let element = element(tensor.dtype);
-        let slice = |id| Slice::new(self.tokens.buffer(id), element, 0, count);
+        let slice = |id| Slice::new(self.parts.tokens.buffer(id), element, 0, count);
         let (input, output) = (slice(from)?, slice(to)?);
         let world = &mut self.groups.world;
         let sum = world.all_reduce(&input, &output, reduction, call)?;
@@ -431,8 +435,8 @@ impl<'l> MeshCall<'l> {
         let sent = |peer| own.iter().map(move |chunk| RowRange { peer, ..*chunk });
         let sends: Vec<RowRange> = (0..mesh.group()).flat_map(sent).collect();
         let receives: Vec<RowRange> = (0..mesh.ep).flat_map(|ep| runs(ep, true)).collect();
-        let sends = self.transfers(plan::PlanPart::Experts, from, &sends)?;
-        let receives = self.transfers(plan::PlanPart::Dispatch, to, &receives)?;
+        let sends = self.byte_transfers(plan::PlanPart::Experts, from, &sends)?;
+        let receives = self.byte_transfers(plan::PlanPart::Dispatch, to, &receives)?;
         self.send(OpGroup::Ep, &sends, &receives, call)
     }
 }

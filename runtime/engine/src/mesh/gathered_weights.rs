@@ -32,7 +32,7 @@ impl MeshCall<'_> {
         if !self.plan.by().is_owner_only() {
             let plan = self.plan;
             let of = &plan.experts;
-            self.experts.borrowed = self.take_workspace(of, |id| {
+            self.parts.experts.borrowed = self.take_workspace(of, |id| {
                 let is_gradient = gradients && of[id].role == Role::WeightGradient;
                 is_gradient || of.is_multiplied(id)
             })?;
@@ -58,7 +58,10 @@ impl MeshCall<'_> {
     /// Returns the workspace of all parts to the pool, because everything that uses it has been
     /// launched.
     pub fn return_workspace(&mut self) {
-        for part in [&mut self.experts].into_iter().chain(&mut self.shadows) {
+        for part in [&mut self.parts.experts]
+            .into_iter()
+            .chain(&mut self.parts.shadows)
+        {
             let borrowed = std::mem::take(&mut part.borrowed);
             let buffers = borrowed.into_iter().map(|(_, buffer)| buffer);
             self.groups.workspaces.give(buffers);
@@ -73,8 +76,8 @@ impl MeshCall<'_> {
         call: &Call,
     ) -> Result<(), EngineError> {
         let regions = self.plan.regions(weight, dim);
-        let to = Arc::clone(self.experts.buffer(weight));
-        let own = Arc::clone(self.own(weight, &self.owned.weights)?);
+        let to = Arc::clone(self.parts.experts.buffer(weight));
+        let own = Arc::clone(self.own(weight, &self.parts.owned.weights)?);
         let experts = self.plan.experts_here().len();
         // Rows of whole experts are received in place. A region of many small rows travels as one
         // message and is spread out by a copy.
@@ -175,7 +178,7 @@ impl MeshCall<'_> {
             counts[region.owner] += region.elements();
         }
         let elements: usize = counts.iter().sum();
-        let from = Arc::clone(self.experts.buffer(gradient));
+        let from = Arc::clone(self.parts.experts.buffer(gradient));
         let chunks = if in_order(&regions) {
             None
         } else {
@@ -190,7 +193,7 @@ impl MeshCall<'_> {
         }
         let input = chunks.as_ref().unwrap_or(&from);
         let input = Slice::new(input, Element::F32, 0, elements)?;
-        let own = Arc::clone(self.own(gradient, self.owned.gradient_buffers()?)?);
+        let own = Arc::clone(self.own(gradient, self.parts.owned.gradient_buffers()?)?);
         let mine: Vec<&ShardRegion> = regions.iter().filter(|region| region.owner == me).collect();
         // A replica that another group owns leaves a gap between this rank's regions, but the sum
         // is contiguous; it has to be spread out afterwards.
@@ -235,10 +238,10 @@ impl MeshCall<'_> {
             return Ok(());
         }
         let me = self.block_position().me;
-        let device = &*self.owned.device;
+        let device = &*self.parts.owned.device;
         if !accumulate && self.has_replicas_alone() {
             for (gradient, _) in self.scattered() {
-                let own = self.own(gradient, self.owned.gradient_buffers()?)?;
+                let own = self.own(gradient, self.parts.owned.gradient_buffers()?)?;
                 clear(device, own, own.bytes())?;
             }
         }
@@ -246,10 +249,10 @@ impl MeshCall<'_> {
             return Ok(());
         }
         for (gradient, dim) in self.scattered() {
-            let to = Arc::clone(self.experts.buffer(gradient));
+            let to = Arc::clone(self.parts.experts.buffer(gradient));
             let bytes = self.plan.experts[gradient].bytes(0) as usize;
             clear(device, &to, bytes)?;
-            let own = self.own(gradient, self.owned.gradient_buffers()?)?;
+            let own = self.own(gradient, self.parts.owned.gradient_buffers()?)?;
             let regions = self.plan.regions(gradient, dim);
             for region in regions.iter().filter(|region| region.owner == me) {
                 self.copy(
@@ -296,7 +299,7 @@ impl MeshCall<'_> {
             rows: region.rows,
             row_bytes: region.row * size,
         };
-        Ok(self.owned.device.copy_rows(&copy)?)
+        Ok(self.parts.owned.device.copy_rows(&copy)?)
     }
 }
 

@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Returns whether a pass needs all tokens of a call to route one of them.
-fn looks_at_all(spec: &LayerSpec, trains: bool) -> bool {
+pub(crate) fn looks_at_all(spec: &LayerSpec, trains: bool) -> bool {
     let selects = match spec.router.select {
         Select::ExpertChoice(_) => true,
         Select::Sinkhorn(_) => trains,

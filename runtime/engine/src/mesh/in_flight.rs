@@ -10,18 +10,19 @@ use std::time::Instant;
 /// An exchange that has started.
 pub(super) struct Request {
     pub handle: Handle,
-    /// The bytes that this rank sends.
+    /// The bytes that this rank sends to others.
     pub bytes: u64,
     /// Cast rows that arrive and have to be cast back.
     pub incoming: Option<IncomingRows>,
 }
 
 impl Request {
-    /// Makes the request of messages that this rank sends.
-    pub fn sending(handle: Handle, sends: &[Transfer]) -> Request {
+    /// Makes the request of messages that rank `own` sends.
+    pub fn sending(handle: Handle, own: usize, sends: &[Transfer]) -> Request {
+        let others = sends.iter().filter(|send| send.peer != own);
         Request {
             handle,
-            bytes: sends.iter().map(|send| send.slice.bytes() as u64).sum(),
+            bytes: others.map(|send| send.slice.bytes() as u64).sum(),
             incoming: None,
         }
     }

@@ -1,7 +1,7 @@
 //! One rank's part of a layer over ranks.
 
 use super::all_to_all::RowSchedule;
-use super::bound_plan::{BoundPlan, PartLayers, PlanKey};
+use super::bound_plan::{BoundPlan, PartLayers, PlanKey, sharing};
 use super::comm_cast::Packing;
 use super::groups::Mesh;
 use super::part::ReplicatedWeights;
@@ -10,6 +10,7 @@ use crate::device_layer::{DeviceLayer, check_spec};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::numbers::Numbers;
+use crate::router::is_of_router;
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_cache::hash_source;
@@ -42,6 +43,8 @@ pub(crate) struct RankLayer {
     choice: RwLock<Choice>,
     /// The recorder of exchanges.
     pub(super) recorder: Option<Arc<dyn Recorder>>,
+    /// Whether all gradients but the router's are another layer's, too, which reduces them.
+    pub(super) borrows_gradients: bool,
 }
 
 /// The way that ranks carry out calls from now on, with what that needs.
@@ -120,6 +123,7 @@ impl Engine {
         let form = PlanKey {
             adaptive_r: mesh.parallel().expert_tp,
             shadows: 0,
+            sums: false,
         };
         let plan = self.plan_of(mesh, spec, training, form)?;
         check_same(mesh, &plan, training)?;
@@ -156,6 +160,7 @@ impl Engine {
                 packings: BTreeMap::new(),
             }),
             recorder: None,
+            borrows_gradients: false,
         })
     }
 
@@ -173,7 +178,7 @@ impl Engine {
         };
         let sharing = Sharing::from(mesh.parallel()).at_r(form.adaptive_r);
         let sharing = sharing.placed(mesh.placement()).shadowing(form.shadows);
-        let sharing = sharing.over(mesh.scope());
+        let sharing = sharing.over(mesh.scope()).summing(form.sums);
         Ok(plan_rank(
             spec,
             self.target(),
@@ -289,7 +294,32 @@ impl RankLayer {
                 packings: BTreeMap::new(),
             }),
             recorder: self.recorder.clone(),
+            borrows_gradients: false,
         }
+    }
+
+    /// Returns a layer of another router over the same weights and gradients of everything else.
+    /// All ranks call it. It begins with the default strategy, as a handle does, and reduces the
+    /// router's gradients alone.
+    pub fn with_router(&self, router: &dyn WeightSource) -> Result<RankLayer, EngineError> {
+        let texts = Texts::of(self.tokens.plan().clone().into())?;
+        // The router is a part of the dispatch part, so this part alone is another one. Its steps
+        // name tensors by number and kernels that are loaded once, so those bound for the first
+        // layer serve it, too.
+        let call = Call::new("weights of a router");
+        let tokens = self.mesh.with_heartbeat(&call, || {
+            sharing(&self.engine, &texts, &self.tokens, router, |name| {
+                !is_of_router(name)
+            })
+        })?;
+        let shared = self.shared.as_ref().map(DeviceLayer::handle_to_gradients);
+        Ok(RankLayer {
+            tokens,
+            experts: self.experts.handle_to_gradients()?,
+            shared: shared.transpose()?,
+            borrows_gradients: true,
+            ..self.handle()
+        })
     }
 
     /// Returns the strategy of calls from now on.
@@ -339,9 +369,13 @@ impl RankLayer {
     }
 
     fn form(&self, strategy: Strategy) -> PlanKey {
+        let mesh = self.mesh.parallel();
         PlanKey {
-            adaptive_r: strategy.adaptive_r(&self.mesh.parallel()),
+            adaptive_r: strategy.adaptive_r(&mesh),
             shadows: strategy.shadows,
+            // Experts that weight their outputs are other kernels than those that leave it to
+            // `combine`.
+            sums: strategy.returns_sums(&mesh),
         }
     }
 
@@ -389,7 +423,8 @@ impl RankLayer {
         // Only the packed form is in memory, in the layout of one rank's kernels, and other ranks
         // could not use it. Codes are packed alike in every plan of a layer.
         let codes = held.spec.precision.experts.is_some();
-        if !codes
+        if strategy.gathers(&self.mesh.parallel())
+            && !codes
             && weights.any(|tensor| held.id(&tensor.name).is_some_and(|id| held.packs_away(id)))
         {
             return Err(PlanError::from(StrategyError::Packed { strategy }).into());
@@ -401,7 +436,7 @@ impl RankLayer {
         let call = Call::new("kernels of a strategy");
         let mut bound = self.mesh.with_heartbeat(&call, || {
             if by.is_owner_only() {
-                BoundPlan::shadowed(&self.engine, form, plan, self.held())
+                BoundPlan::owning(&self.engine, form, plan, self.held())
             } else {
                 BoundPlan::gathering(&self.engine, form, plan, self.held())
             }

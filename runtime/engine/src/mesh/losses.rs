@@ -16,16 +16,16 @@ impl MeshCall<'_> {
         tensor: TensorId,
         call: &Call,
     ) -> Result<(), EngineError> {
-        let device = Arc::clone(&self.tokens.layer.device);
+        let device = Arc::clone(&self.parts.tokens.layer.device);
         let width = self.plan.row_bytes(PlanPart::Dispatch, tensor) / size_of::<f32>();
-        let tokens = self.tokens.scalars().tokens() as u64;
+        let tokens = self.parts.tokens.scalars().tokens() as u64;
         let plan = &self.plan.tokens[tensor];
         // Some tensors have one extra row that belongs to no tile.
         let tiles = (plan.elements(tokens) - plan.elements(0)) as usize / width.max(1);
         let mut parts = vec![0.0f32; tiles * width];
         if !parts.is_empty() {
             let bytes = cast_slice_mut(&mut parts);
-            device.download(self.tokens.buffer(tensor), 0, bytes)?;
+            device.download(self.parts.tokens.buffer(tensor), 0, bytes)?;
         }
         let mut sums = vec![0.0f32; width];
         for tile in parts.chunks(width.max(1)) {
@@ -45,7 +45,7 @@ impl MeshCall<'_> {
         }
         parts.fill(0.0);
         device.download(&workspace, 0, cast_slice_mut(&mut parts[..width]))?;
-        device.upload(cast_slice(&parts), self.tokens.buffer(tensor), 0)?;
+        device.upload(cast_slice(&parts), self.parts.tokens.buffer(tensor), 0)?;
         Ok(())
     }
 }

@@ -1,26 +1,19 @@
 //! The state of one call of one rank, and what all parts of a call use of it.
 
-use super::all_to_all::RowSchedule;
-use super::comm_cast::CastCall;
+use super::call_state::{CallCounts, CallParts, CallRequests, CallTransfers, CallWeights};
 use super::groups::{Groups, Mesh};
-use super::in_flight::{InFlight, Request};
+use super::in_flight::Request;
 use super::passes::{SHADOWED, SHARDED};
 use super::plan_part::PartCall;
-use super::routing::Routing;
-use super::rows::{OwnRows, RowMesh, RowRange, Rows};
-use super::shadow_weights::{IdleWeights, ShadowWeights};
-use super::tp_peers::TpPeers;
+use super::rows::{RowMesh, RowRange, Rows};
 use super::transfers::transfers;
-use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::memory::Buffers;
-use crate::trace::Recorder;
-use moesaic_collectives::plan::Schedule;
+use moesaic_collectives::schedules::{GroupRank, Schedule};
 use moesaic_collectives::{Call, Collectives, Transfer};
 use moesaic_dist::OpGroup;
-use moesaic_plan::{self as plan, RankPlan, ShadowModel, TensorId, TensorPlan};
+use moesaic_plan::{self as plan, RankPlan, TensorId, TensorPlan};
 use moesaic_target::{Buffer, RowCopy};
-use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard};
 
 /// A call of one rank. It holds the locks of the mesh's groups and of all parts until it is
@@ -30,48 +23,13 @@ pub(super) struct MeshCall<'l> {
     pub plan: &'l RankPlan,
     /// The name of the layer, for errors of exchanges.
     pub label: &'l str,
-    /// The all-to-all schedule; backward uses forward's.
-    pub row_schedule: RowSchedule,
     pub groups: MutexGuard<'l, Groups>,
-    pub tokens: PartCall<'l>,
-    pub experts: PartCall<'l>,
-    /// The layer with the weights that this rank owns; another one than the expert part's where
-    /// weights are gathered.
-    pub owned: &'l DeviceLayer,
-    /// The shadow part, where experts may have shadows.
-    pub shadows: Option<PartCall<'l>>,
-    /// The model that chooses shadows.
-    pub model: &'l ShadowModel,
-    /// The memory for weights of shadows in a pass that trains.
-    pub idle_weights: Option<&'l Arc<IdleWeights>>,
-    /// Weights of shadows that stay for backward.
-    pub shadow_weights: Option<ShadowWeights>,
-    /// The shared-expert part, where shared experts are sharded.
-    pub shared: Option<PartCall<'l>>,
-    /// The decision of routing the tokens of all ranks together, where the call needs it.
-    pub routing: Option<Arc<Routing>>,
-    /// Rows of this rank's tokens, known after the scan.
-    pub own: Arc<OwnRows>,
-    pub rows: Option<Rows>,
-    pub tp_peers: Option<TpPeers>,
-    /// The tensors of the dispatch part that exchanges move.
-    pub exchanged: &'l BTreeSet<TensorId>,
-    /// The caller's memory for these tensors, in a raw call.
-    pub caller: CallerTensors,
-    /// Exchanges that nobody has waited for yet, in their order.
-    pub in_flight: Vec<InFlight>,
-    /// The cast kernels, where rows are cast for other nodes.
-    pub cast: Option<CastCall<'l>>,
-    /// The recorder of exchanges.
-    pub recorder: Option<&'l dyn Recorder>,
-}
-
-/// The caller's memory for tensors of the dispatch part that kernels use in the layer's memory.
-#[derive(Default)]
-pub(super) struct CallerTensors {
-    pub tensors: Vec<(TensorId, Arc<Buffer>)>,
-    /// The caller's memory for [`SATURATED`], which is no tensor of the layer.
-    pub saturated: Option<Arc<Buffer>>,
+    pub parts: CallParts<'l>,
+    pub counts: CallCounts,
+    pub weights: CallWeights<'l>,
+    /// Declared before the casts, so that exchanges end before the memory of cast rows is free.
+    pub requests: CallRequests<'l>,
+    pub transfers: CallTransfers<'l>,
 }
 
 /// A buffer and a byte offset in it.
@@ -90,10 +48,10 @@ impl<'b> Bytes<'b> {
 impl<'l> MeshCall<'l> {
     pub(super) fn part(&self, part: plan::PlanPart) -> &PartCall<'_> {
         match part {
-            plan::PlanPart::Dispatch => &self.tokens,
-            plan::PlanPart::Experts => &self.experts,
-            plan::PlanPart::Shadows => self.shadows.as_ref().expect(SHADOWED),
-            plan::PlanPart::Shared => self.shared.as_ref().expect(SHARDED),
+            plan::PlanPart::Dispatch => &self.parts.tokens,
+            plan::PlanPart::Experts => &self.parts.experts,
+            plan::PlanPart::Shadows => self.parts.shadows.as_ref().expect(SHADOWED),
+            plan::PlanPart::Shared => self.parts.shared.as_ref().expect(SHARDED),
         }
     }
 
@@ -122,7 +80,10 @@ impl<'l> MeshCall<'l> {
     }
 
     pub(super) fn rows(&self) -> &Rows {
-        self.rows.as_ref().expect("rows are counted before they go")
+        self.counts
+            .rows
+            .as_ref()
+            .expect("rows are counted before they go")
     }
 
     pub fn send(
@@ -134,7 +95,7 @@ impl<'l> MeshCall<'l> {
     ) -> Result<Request, EngineError> {
         let group = self.group(group);
         let handle = group.exchange(sends, receives, call)?;
-        Ok(Request::sending(handle, sends))
+        Ok(Request::sending(handle, group.rank(), sends))
     }
 
     /// Exchanges by a schedule, or directly without one.
@@ -145,16 +106,26 @@ impl<'l> MeshCall<'l> {
         receives: &[Transfer],
         call: &Call,
     ) -> Result<Request, EngineError> {
-        let group = self.group(OpGroup::Ep);
-        let handle = match path {
-            None => group.exchange(sends, receives, call)?,
-            Some(path) => group.exchange_with(sends, receives, &*path, call)?,
+        let Some(path) = path else {
+            return self.send(OpGroup::Ep, sends, receives, call);
         };
-        Ok(Request::sending(handle, sends))
+        let recorded = self.requests.recorder.is_some();
+        let group = self.group(OpGroup::Ep);
+        let handle = group.exchange_with(sends, receives, &*path, call)?;
+        let own = GroupRank {
+            rank: group.rank(),
+            size: group.size(),
+        };
+        let mut request = Request::sending(handle, own.rank, sends);
+        // Making the plan again is worth it for a recorder alone.
+        if recorded {
+            request.bytes = sent_by(&*path, own, sends, receives).unwrap_or(request.bytes);
+        }
+        Ok(request)
     }
 
     /// Returns transfers of a tensor's rows as bytes, because an exchange only moves them.
-    pub(super) fn transfers(
+    pub(super) fn byte_transfers(
         &self,
         part: plan::PlanPart,
         tensor: TensorId,
@@ -171,7 +142,7 @@ impl<'l> MeshCall<'l> {
         of: &'b Buffers,
     ) -> Result<&'b Arc<Buffer>, EngineError> {
         let TensorPlan { name, .. } = &self.plan.experts[tensor];
-        let found = self.owned.id(name).and_then(|id| of.handle(id));
+        let found = self.parts.owned.id(name).and_then(|id| of.handle(id));
         found.ok_or_else(|| EngineError::Weight {
             name: name.clone(),
             problem: "is not on the device as other ranks could gather it".to_string(),
@@ -179,7 +150,9 @@ impl<'l> MeshCall<'l> {
     }
 
     pub(super) fn take_buffer(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
-        self.groups.workspaces.take(&*self.owned.device, bytes)
+        self.groups
+            .workspaces
+            .take(&*self.parts.owned.device, bytes)
     }
 
     pub(super) fn copy_bytes(
@@ -198,6 +171,22 @@ impl<'l> MeshCall<'l> {
             rows: 1,
             row_bytes: bytes,
         };
-        Ok(self.owned.device.copy_rows(&copy)?)
+        Ok(self.parts.owned.device.copy_rows(&copy)?)
     }
+}
+
+/// Returns the bytes that this rank sends by a schedule: fewer than its rows have where each goes
+/// once, more where it passes rows on. `None` for messages that the schedule refuses.
+fn sent_by(
+    path: &dyn Schedule,
+    own: GroupRank,
+    sends: &[Transfer],
+    receives: &[Transfer],
+) -> Option<u64> {
+    let sizes = |list: &[Transfer]| -> Vec<(usize, usize)> {
+        let sizes = list.iter().map(|one| (one.peer, one.slice.bytes()));
+        sizes.collect()
+    };
+    let plan = path.plan(own, &sizes(sends), &sizes(receives)).ok()?;
+    Some(plan.bytes_to(|_| true) as u64)
 }

@@ -7,6 +7,7 @@
 mod all_to_all;
 mod applied_routing;
 mod bound_plan;
+mod call_state;
 mod calls;
 mod cast_rows;
 mod collect;
@@ -45,6 +46,7 @@ mod weights;
 mod workspace_pool;
 
 pub(crate) use calls::RankSaved;
+pub(crate) use global_routing::looks_at_all;
 pub use groups::Mesh;
 pub(crate) use layer::RankLayer;
 pub use part::{part_of, part_of_placed, part_shape, part_shape_placed};

@@ -23,7 +23,7 @@ impl MeshCall<'_> {
         inputs: &[TensorId],
         roles: [Role; 2],
     ) -> Result<(), EngineError> {
-        let layer = self.tokens.layer;
+        let layer = self.parts.tokens.layer;
         self.refuse_weights(tensors)?;
         let role = |name: &str| layer.id(name).map(|id| layer.plan()[id].role);
         let is_port = |(name, _): &&(&str, Ptr)| role(name).is_some_and(|r| roles.contains(&r));
@@ -35,15 +35,18 @@ impl MeshCall<'_> {
         for (id, address) in found.into_iter().filter(|(id, _)| taken.insert(*id)) {
             // An exchange may still access its buffer after the call has failed; the layer's memory
             // lives long enough, the caller's may not.
-            if self.exchanged.contains(&id) {
+            if self.transfers.exchanged.contains(&id) {
                 let bytes = layer.plan()[id].bytes(tokens as u64);
-                self.caller.tensors.push((id, theirs(address, bytes)));
+                self.transfers
+                    .caller
+                    .tensors
+                    .push((id, theirs(address, bytes)));
             } else {
-                self.tokens.given.push((id, address));
+                self.parts.tokens.given.push((id, address));
             }
         }
         let count = tensors.iter().find(|(name, _)| *name == SATURATED);
-        self.caller.saturated = match count {
+        self.transfers.caller.saturated = match count {
             Some((name, Ptr(0))) => return Err(input_error(name, NULL_ADDRESS.to_string())),
             Some((_, address)) => Some(theirs(*address, COUNT_BYTES)),
             None => None,
@@ -89,22 +92,22 @@ impl MeshCall<'_> {
         results
             .into_iter()
             .try_for_each(|[own, theirs]| self.copy_whole(own, theirs, theirs.bytes()))?;
-        let Some(to) = &self.caller.saturated else {
+        let Some(to) = &self.transfers.caller.saturated else {
             return Ok(());
         };
-        match &self.cast {
+        match &self.transfers.cast {
             Some(cast) => self.copy_whole(cast.packing.saturated(), to, to.bytes()),
-            None => Ok(self.owned.device.upload(&0i64.to_le_bytes(), to, 0)?),
+            None => Ok(self.parts.owned.device.upload(&0i64.to_le_bytes(), to, 0)?),
         }
     }
 
     /// Returns the tensors of some roles: the layer's memory and the caller's.
     fn caller(&self, roles: [Role; 2]) -> Vec<[&Arc<Buffer>; 2]> {
-        let plan = self.tokens.layer.plan();
-        let tensors = self.caller.tensors.iter();
+        let plan = self.parts.tokens.layer.plan();
+        let tensors = self.transfers.caller.tensors.iter();
         let tensors = tensors.filter(|(id, _)| roles.contains(&plan[*id].role));
         tensors
-            .map(|(id, theirs)| [self.tokens.buffer(*id), theirs])
+            .map(|(id, theirs)| [self.parts.tokens.buffer(*id), theirs])
             .collect()
     }
 

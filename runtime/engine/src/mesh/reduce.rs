@@ -6,6 +6,7 @@ use super::process_group::ProcessGroup;
 use super::replicas::OnDevice;
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
+use crate::router::is_of_router;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
 use moesaic_plan::TensorId;
@@ -27,10 +28,14 @@ impl RankLayer {
     pub fn reduce_gradients(&self) -> Result<(), EngineError> {
         self.replicated().check_training()?;
         let mut groups = self.mesh().groups();
-        sum(self.replicated(), &mut *groups.world)?;
-        sum(self.own(), &mut *groups.expert_dp)?;
+        // The sums of the others are in place, and reducing these again would multiply them.
+        if self.borrows_gradients {
+            return sum(self.replicated(), &mut *groups.world, is_of_router);
+        }
+        sum(self.replicated(), &mut *groups.world, EVERY)?;
+        sum(self.own(), &mut *groups.expert_dp, EVERY)?;
         if let Some(shared) = self.shared() {
-            sum(shared, groups.process_group(ProcessGroup::EpDp))?;
+            sum(shared, groups.process_group(ProcessGroup::EpDp), EVERY)?;
         }
         // `sum_replicas` exchanges through the mesh's groups by itself and would wait for this
         // lock.
@@ -50,7 +55,10 @@ impl RankLayer {
     pub fn average_gradients(&self) -> Result<(), EngineError> {
         self.reduce_gradients()?;
         let ranks = self.mesh().parallel().ranks() as f32;
-        self.parts().try_for_each(|part| divide(part, ranks))
+        if self.borrows_gradients {
+            return divide(self.replicated(), ranks, is_of_router);
+        }
+        self.parts().try_for_each(|part| divide(part, ranks, EVERY))
     }
 
     /// Sums gradients of experts that several groups hold, through host memory.
@@ -76,10 +84,19 @@ impl RankLayer {
 
 /// Sums the gradients of a layer that every rank holds.
 pub(crate) fn sum_gradients(layer: &DeviceLayer, mesh: &Mesh) -> Result<(), EngineError> {
-    sum(layer, &mut *mesh.groups().world)
+    sum(layer, &mut *mesh.groups().world, EVERY)
 }
 
-fn sum(layer: &DeviceLayer, group: &mut dyn Collectives) -> Result<(), EngineError> {
+/// Chooses gradients by their names.
+type Wanted = fn(&str) -> bool;
+
+const EVERY: Wanted = |_| true;
+
+fn sum(
+    layer: &DeviceLayer,
+    group: &mut dyn Collectives,
+    wanted: Wanted,
+) -> Result<(), EngineError> {
     if group.size() == 1 {
         return Ok(());
     }
@@ -88,6 +105,9 @@ fn sum(layer: &DeviceLayer, group: &mut dyn Collectives) -> Result<(), EngineErr
     let mut handles = Vec::new();
     for (tensor, _) in buffers.iter() {
         let plan = &layer.plan()[tensor];
+        if !wanted(&plan.name) {
+            continue;
+        }
         let buffer = buffers.handle(tensor).expect("it was just listed");
         let data = Slice::new(buffer, Element::F32, 0, plan.elements(0) as usize)?;
         let call = Call::new(&plan.name);
@@ -100,10 +120,11 @@ fn sum(layer: &DeviceLayer, group: &mut dyn Collectives) -> Result<(), EngineErr
     Ok(())
 }
 
-fn divide(layer: &DeviceLayer, by: f32) -> Result<(), EngineError> {
+fn divide(layer: &DeviceLayer, by: f32, wanted: Wanted) -> Result<(), EngineError> {
     let buffers = layer.gradient_buffers()?;
     let _turn = layer.lock_workspaces();
-    for (tensor, buffer) in buffers.iter() {
+    let wanted = |tensor: TensorId| wanted(&layer.plan()[tensor].name);
+    for (tensor, buffer) in buffers.iter().filter(|(tensor, _)| wanted(*tensor)) {
         let mut values = vec![0.0f32; layer.plan()[tensor].elements(0) as usize];
         layer
             .device

@@ -1,6 +1,6 @@
 //! The layout and the transfers of rows in one call, computed from counts alone.
 
-use moesaic_collectives::plan::{DedupMap, HopCounts};
+use moesaic_collectives::schedules::{DedupMap, HopCounts};
 use moesaic_plan::{self as plan, Distance, OverlapBy, Parallel, Placement, RankCoords, RowSource};
 use std::ops::Range;
 use std::sync::Arc;

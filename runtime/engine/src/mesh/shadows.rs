@@ -28,22 +28,31 @@ impl MeshCall<'_> {
     pub fn choose_shadows(&mut self) -> Result<usize, EngineError> {
         self.count_own()?;
         let experts = self.plan.tokens.spec.shape.experts;
-        let own = (0..experts).map(|expert| self.own.of(expert) as u64);
+        let own = (0..experts).map(|expert| self.counts.own.of(expert) as u64);
         let (own, call) = (own.collect::<Vec<_>>(), self.call("tokens per expert"));
         let counts = self.gather_counts_of(&own, OpGroup::Ep, &call)?;
         let placement = self.plan.placement();
         // The shadow part was planned for so many experts; its tensors have no room for more.
         let model = ShadowModel {
-            most: self.model.most.min(self.shadow_plan().spec.shape.experts),
-            ..*self.model
+            most: self
+                .weights
+                .model
+                .most
+                .min(self.shadow_plan().spec.shape.experts),
+            ..*self.weights.model
         };
         let mut chosen = shadows(&model, &placement, self.plan.mesh.expert_tp, &counts);
         // Ordered by owner, because a reduce-scatter gives each rank one contiguous part of the
         // gradients.
         chosen.sort_by_key(|&expert| (placement.owner(expert), expert));
-        Arc::make_mut(&mut self.own).shadowed = chosen;
+        Arc::make_mut(&mut self.counts.own).shadowed = chosen;
         self.reserve_shadows()?;
-        let stay = self.own.shadowed.iter().map(|&expert| self.own.of(expert));
+        let stay = self
+            .counts
+            .own
+            .shadowed
+            .iter()
+            .map(|&expert| self.counts.own.of(expert));
         Ok(stay.sum())
     }
 
@@ -51,19 +60,23 @@ impl MeshCall<'_> {
     /// their own where they stay for backward.
     fn reserve_shadows(&mut self) -> Result<(), EngineError> {
         let plan = self.plan;
-        let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) else {
+        let (Some(of), false) = (&plan.shadows, self.counts.own.shadowed.is_empty()) else {
             return Ok(());
         };
         // Weights that stay for backward must outlive the call, so they cannot come from the
         // workspace pool, which the next call uses.
-        let Some(idle) = self.idle_weights.filter(|_| plan.keeps_shadow_weights()) else {
+        let Some(idle) = self
+            .weights
+            .idle_weights
+            .filter(|_| plan.keeps_shadow_weights())
+        else {
             let borrowed = self.take_workspace(of, |id| of.is_multiplied(id))?;
-            self.shadows.as_mut().expect(SHADOWED).borrowed = borrowed;
+            self.parts.shadows.as_mut().expect(SHADOWED).borrowed = borrowed;
             return Ok(());
         };
-        let weights = ShadowWeights::take(of, idle, &*self.owned.device)?;
-        self.shadows.as_mut().expect(SHADOWED).kept_weights = weights.buffers.clone();
-        self.shadow_weights = Some(weights);
+        let weights = ShadowWeights::take(of, idle, &*self.parts.owned.device)?;
+        self.parts.shadows.as_mut().expect(SHADOWED).kept_weights = weights.buffers.clone();
+        self.weights.shadow_weights = Some(weights);
         Ok(())
     }
 
@@ -74,14 +87,14 @@ impl MeshCall<'_> {
         stayed: Option<&ShadowWeights>,
     ) -> Result<(), EngineError> {
         let plan = self.plan;
-        let (Some(of), false) = (&plan.shadows, self.own.shadowed.is_empty()) else {
+        let (Some(of), false) = (&plan.shadows, self.counts.own.shadowed.is_empty()) else {
             return Ok(());
         };
         let borrowed = self.take_workspace(of, |id| {
             let is_weight = stayed.is_none() && of.is_multiplied(id);
             is_weight || of[id].role == Role::WeightGradient
         })?;
-        let part = self.shadows.as_mut().expect(SHADOWED);
+        let part = self.parts.shadows.as_mut().expect(SHADOWED);
         part.borrowed = borrowed;
         part.kept_weights = stayed.map_or_else(Buffers::default, |weights| weights.buffers.clone());
         Ok(())
@@ -90,7 +103,7 @@ impl MeshCall<'_> {
     /// Uploads the layout of each shadow's rows.
     pub fn upload_shadow_layout(&self) -> Result<(), EngineError> {
         let (part, plan) = (self.shadow_part(), self.shadow_plan());
-        let offsets = self.own.shadow_offsets(plan.spec.shape.experts);
+        let offsets = self.counts.own.shadow_offsets(plan.spec.shape.experts);
         let rows: Vec<i32> = (0..offsets[offsets.len() - 1] as i32).collect();
         part.upload("offsets", cast_slice(&offsets))?;
         part.upload(
@@ -103,7 +116,10 @@ impl MeshCall<'_> {
     /// Copies rows of the dispatch part to the shadow part.
     pub fn keep_shadow_rows(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
         let row = self.plan.row_bytes(plan::PlanPart::Dispatch, from);
-        let (from, to) = (self.tokens.buffer(from), self.shadow_part().buffer(to));
+        let (from, to) = (
+            self.parts.tokens.buffer(from),
+            self.shadow_part().buffer(to),
+        );
         self.rows_of_shadows().try_for_each(|[here, there, rows]| {
             self.copy_bytes(
                 Bytes::at(from, here * row),
@@ -116,7 +132,10 @@ impl MeshCall<'_> {
     /// Copies rows of the shadow part back to the dispatch part.
     pub fn return_shadow_rows(&self, from: TensorId, to: TensorId) -> Result<(), EngineError> {
         let row = self.plan.row_bytes(plan::PlanPart::Shadows, from);
-        let (from, to) = (self.shadow_part().buffer(from), self.tokens.buffer(to));
+        let (from, to) = (
+            self.shadow_part().buffer(from),
+            self.parts.tokens.buffer(to),
+        );
         self.rows_of_shadows().try_for_each(|[here, there, rows]| {
             self.copy_bytes(
                 Bytes::at(from, there * row),
@@ -129,7 +148,7 @@ impl MeshCall<'_> {
     /// Returns for each shadow the first row on the dispatch part, the first row on the shadow
     /// part, and the number of rows.
     fn rows_of_shadows(&self) -> impl Iterator<Item = [usize; 3]> {
-        let own = &self.own;
+        let own = &self.counts.own;
         own.shadowed.iter().scan(0, |next, &expert| {
             let (there, rows) = (*next, own.of(expert));
             *next += rows;
@@ -145,7 +164,7 @@ impl MeshCall<'_> {
         call: &Call,
     ) -> Result<(), EngineError> {
         let to = Arc::clone(self.shadow_part().buffer(to));
-        let own = Arc::clone(self.own(from, &self.owned.weights)?);
+        let own = Arc::clone(self.own(from, &self.parts.owned.weights)?);
         let (dtype, elements) = self.of_expert(from);
         let bytes = elements * dtype.size();
         let owners = self.owners();
@@ -170,15 +189,15 @@ impl MeshCall<'_> {
     /// Initialises gradients of shadows before a backward pass that accumulates: the owner's
     /// gradient goes in once, so that the sum contains it.
     pub fn begin_shadow_gradients(&mut self, accumulate: bool) -> Result<(), EngineError> {
-        if !accumulate || self.own.shadowed.is_empty() {
+        if !accumulate || self.counts.own.shadowed.is_empty() {
             return Ok(());
         }
         for FromTo { from, to } in shadow_gradients(&self.plan.backward) {
             let gradient = self.shadow_part().buffer(from);
-            let own = self.own(to, self.owned.gradient_buffers()?)?;
+            let own = self.own(to, self.parts.owned.gradient_buffers()?)?;
             let bytes = self.of_expert(to).1 * Element::F32.size();
             let owners = self.owners();
-            clear(&*self.owned.device, gradient, owners.len() * bytes)?;
+            clear(&*self.parts.owned.device, gradient, owners.len() * bytes)?;
             for (number, slot) in self.mine(&owners) {
                 self.copy_bytes(
                     Bytes::at(own, slot * bytes),
@@ -210,7 +229,7 @@ impl MeshCall<'_> {
         let group = self.group(OpGroup::Ep);
         let sum = group.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
-        let own = self.own(to, self.owned.gradient_buffers()?)?;
+        let own = self.own(to, self.parts.owned.gradient_buffers()?)?;
         let bytes = elements * Element::F32.size();
         for (number, (_, slot)) in self.mine(&owners).enumerate() {
             self.copy_bytes(
@@ -231,7 +250,7 @@ impl MeshCall<'_> {
             let slot = placement.slot(owner, expert);
             [owner, slot.expect("an owner has its expert")]
         };
-        self.own.shadowed.iter().map(of).collect()
+        self.counts.own.shadowed.iter().map(of).collect()
     }
 
     /// Returns the shadows of this rank's experts: the index of the shadow and the expert's slot.
@@ -249,7 +268,7 @@ impl MeshCall<'_> {
     }
 
     fn shadow_part(&self) -> &PartCall<'_> {
-        self.shadows.as_ref().expect(SHADOWED)
+        self.parts.shadows.as_ref().expect(SHADOWED)
     }
 
     fn shadow_plan(&self) -> &LayerPlan {

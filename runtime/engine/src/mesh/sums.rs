@@ -14,7 +14,7 @@ use super::mesh_call::MeshCall;
 use super::rows::RowRange;
 use super::transfers::{TensorRows, transfers};
 use crate::error::EngineError;
-use moesaic_collectives::plan::IntraNodeCombine;
+use moesaic_collectives::schedules::IntraNodeCombine;
 use moesaic_collectives::{Call, NodeRank, NodeShape};
 use moesaic_plan::Packed;
 use moesaic_target::Buffer;
@@ -89,7 +89,7 @@ impl<'l> MeshCall<'l> {
         let (near, far): (Vec<RowRange>, Vec<RowRange>) =
             received.ranges.into_iter().partition(is_near);
         let split = SumRows::new(sums, shape, own, &far);
-        let device = Arc::clone(&self.owned.device);
+        let device = Arc::clone(&self.parts.owned.device);
         let bytes = self.plan.row_bytes(sent.part, sent.tensor);
         let (gone, arrive) = (end_of(&split.sent), end_of(&split.received));
         let summed = self.groups.workspaces.take(&*device, gone * bytes)?;
@@ -99,7 +99,7 @@ impl<'l> MeshCall<'l> {
             ranges: near,
         };
         let inside = self.sum_inside_node(sums, [sent, received], (&summed, &split.sent), call)?;
-        let cast = self.cast.as_mut().expect(MAY_CAST);
+        let cast = self.transfers.cast.as_mut().expect(MAY_CAST);
         let mut workspace = cast.workspace(gone.max(split.places.len()))?;
         let all: Vec<i32> = (0..gone as i32).collect();
         cast.pack(&mut workspace, packed, &summed, &all)?;
@@ -140,8 +140,8 @@ impl<'l> MeshCall<'l> {
         call: &Call,
     ) -> Result<u64, EngineError> {
         let bytes = self.plan.row_bytes(sent.part, sent.tensor);
-        let sends = self.transfers(sent.part, sent.tensor, &sent.ranges)?;
-        let mut receives = self.transfers(near.part, near.tensor, &near.ranges)?;
+        let sends = self.byte_transfers(sent.part, sent.tensor, &sent.ranges)?;
+        let mut receives = self.byte_transfers(near.part, near.tensor, &near.ranges)?;
         receives.extend(transfers(summed, bytes, rows)?);
         let request = self.send_by(Some(Box::new(sums.clone())), &sends, &receives, call)?;
         let sent = request.bytes;

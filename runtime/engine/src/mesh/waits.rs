@@ -12,7 +12,7 @@ use std::time::Instant;
 impl MeshCall<'_> {
     /// Reports the start of an exchange to the recorder, if there is one.
     pub(super) fn begins(&self, exchange: &Exchange) -> Option<Recording> {
-        let recorder = self.recorder?;
+        let recorder = self.requests.recorder?;
         let activity = Activity {
             lane: Lane::Exchange,
             name: exchange.name.clone(),
@@ -56,7 +56,7 @@ impl MeshCall<'_> {
             self.unpack(in_flight.incoming.take())?;
         }
         if later {
-            self.in_flight.push(in_flight)
+            self.requests.in_flight.push(in_flight)
         } else {
             self.wait(in_flight)?
         }
@@ -69,7 +69,7 @@ impl MeshCall<'_> {
         if !handle.is_in_stream() {
             return Ok(handle.wait()?);
         }
-        self.in_flight.push(InFlight {
+        self.requests.in_flight.push(InFlight {
             handle,
             writes: Vec::new(),
             recorded: None,
@@ -86,13 +86,13 @@ impl MeshCall<'_> {
         needed: impl Fn(&Written) -> bool,
     ) -> Result<(), EngineError> {
         let needed = |one: &InFlight| !one.handle.is_in_stream() && one.writes.iter().any(&needed);
-        while let Some(at) = self.in_flight.iter().position(needed) {
-            if !self.in_flight[at].handle.is_overlapped() {
-                let one = self.in_flight.remove(at);
+        while let Some(at) = self.requests.in_flight.iter().position(needed) {
+            if !self.requests.in_flight[at].handle.is_overlapped() {
+                let one = self.requests.in_flight.remove(at);
                 self.wait(one)?;
                 continue;
             }
-            let one = &mut self.in_flight[at];
+            let one = &mut self.requests.in_flight[at];
             // On a second stream only the device waits: `join` makes its own stream wait for the
             // exchange. The handle stays in flight, because an error is only known at its end.
             one.handle.join()?;
@@ -105,7 +105,7 @@ impl MeshCall<'_> {
 
     /// Waits for all exchanges in flight.
     pub(super) fn finish_all(&mut self) -> Result<(), EngineError> {
-        let all = std::mem::take(&mut self.in_flight);
+        let all = std::mem::take(&mut self.requests.in_flight);
         all.into_iter().try_for_each(|one| self.wait(one))
     }
 
@@ -117,7 +117,9 @@ impl MeshCall<'_> {
 
     /// Reports the end of an exchange to the recorder.
     pub(super) fn ended(&self, recorded: Option<Recording>, end: Instant) {
-        if let (Some(recorder), Some(Recording { activity, begin })) = (self.recorder, recorded) {
+        if let (Some(recorder), Some(Recording { activity, begin })) =
+            (self.requests.recorder, recorded)
+        {
             recorder.ended(&activity, begin, end);
         }
     }
@@ -128,7 +130,7 @@ impl MeshCall<'_> {
             return Ok(());
         };
         let rows = Arc::clone(self.part(incoming.part).buffer(incoming.tensor));
-        let cast = self.cast.as_mut().expect(MAY_CAST);
+        let cast = self.transfers.cast.as_mut().expect(MAY_CAST);
         cast.unpack(incoming, &rows)
     }
 }

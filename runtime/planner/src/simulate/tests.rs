@@ -41,7 +41,7 @@ fn bytes_are_those_that_the_plan_says_of_itself() {
         let simulator = Simulator::new(&scenario);
         let mesh = mesh(ep, expert_tp, dp);
         let found = simulator.predict(mesh, Strategy::default()).unwrap();
-        let planned = simulator.plan(mesh, expert_tp, 0).unwrap();
+        let planned = simulator.plan(mesh, Strategy::default()).unwrap();
         let plan = &planned.plan;
         // Sums of gradients are no steps of a pass.
         let summed = found.passes.iter().filter(|pass| pass.name == "gradients");

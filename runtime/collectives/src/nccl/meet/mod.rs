@@ -4,7 +4,6 @@
 mod file;
 mod tcp;
 
-use super::find::setup;
 use crate::world::{Launcher, World};
 use crate::{CollectiveError, hash};
 use std::path::PathBuf;
@@ -58,14 +57,14 @@ impl Meeting {
         let (Some(address), Some(port)) = (address, port) else {
             return match world.launcher {
                 Some(Launcher::Slurm) => Ok(Meeting::Mpi),
-                _ => Err(setup(
+                _ => Err(CollectiveError::setup(
                     "nothing says where ranks meet; set MASTER_ADDR and MASTER_PORT, or \
-                     MOESAIC_RENDEZVOUS to a folder that all ranks see"
-                        .to_string(),
+                     MOESAIC_RENDEZVOUS to a folder that all ranks see",
                 )),
             };
         };
-        let wrong = |_| setup(format!("MASTER_PORT is `{port}`; it must be a port"));
+        let wrong =
+            |_| CollectiveError::setup(format!("MASTER_PORT is `{port}`; it must be a port"));
         let port: u16 = port.trim().parse().map_err(wrong)?;
         // torchrun's own agent may be listening at that port; the next one is ours then.
         let agent_store = variable("TORCHELASTIC_USE_AGENT_STORE");
@@ -157,7 +156,7 @@ impl Guest {
             Meeting::Loopback(port) => tcp::gather(&mut self, "127.0.0.1", *port),
             Meeting::Mpi | Meeting::Alone => Ok(vec![self.card]),
         };
-        gathered.map_err(setup)
+        gathered.map_err(CollectiveError::setup)
     }
 
     fn late(&self) -> bool {
