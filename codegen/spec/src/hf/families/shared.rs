@@ -328,6 +328,7 @@ fn granite_shared(c: &Config, layer: usize, default: usize) -> Result<Draft, HfE
             gate: SharedGate::None,
             bias: None,
             clamp: None,
+            activation: None,
         });
         d.decoder(layer, &["shared_mlp."]);
         for (half, part) in ["gate", "up"].into_iter().enumerate() {
