@@ -155,3 +155,40 @@ fn moondream_is_the_loop_of_vllm() {
         y
     });
 }
+
+/// Intern-S2-Mobius: layer 5 of models with 4 banks has the experts and the router of bank 1, and a
+/// shared expert of its own.
+#[test]
+fn mobius_is_the_loop_of_sglang() {
+    let config = r#"{"model_type": "interns2_mobius", "text_config": {"hidden_size": 8,
+        "model_type": "interns2_mobius_text", "moe_intermediate_size": 5, "num_experts": 4,
+        "num_experts_per_tok": 2, "num_hidden_layers": 6, "num_blocks": 4,
+        "shared_expert_intermediate_size": 6}}"#;
+    let mut model = Served::new(config, 5);
+    let (bank, own) = (
+        "model.language_model.meta_mlp.1",
+        "model.language_model.layers.5.mlp",
+    );
+    let router = model.add(&format!("{bank}.gate.weight"), &[4, 8]);
+    let gate_up = model.add(&format!("{bank}.experts.gate_up_proj"), &[4, 10, 8]);
+    let down = model.add(&format!("{bank}.experts.down_proj"), &[4, 8, 5]);
+    let gate = model.add(&format!("{own}.shared_expert_gate.weight"), &[1, 8]);
+    let shared = [("gate", [6, 8]), ("up", [6, 8]), ("down", [8, 6])]
+        .map(|(part, shape)| model.add(&format!("{own}.shared_expert.{part}_proj.weight"), &shape));
+    let silu = |x: f64| x / (1.0 + (-x).exp());
+    model.check(|x| {
+        let weight = 1.0 / (1.0 + (-rows(&gate, x)[0]).exp());
+        let beside = glu(silu, 0.0, shared.each_ref().map(Vec::as_slice), x);
+        let mut y: Vec<f64> = beside.iter().map(|v| weight * v).collect();
+        let logits = rows(&router, x);
+        let chosen = best(&logits, 2);
+        let sum: f64 = chosen.iter().map(|e| logits[*e].exp()).sum();
+        for e in chosen {
+            let (gate, up) = gate_up[e * 80..(e + 1) * 80].split_at(40);
+            let own = glu(silu, 0.0, [gate, up, &down[e * 40..(e + 1) * 40]], x);
+            let weight = logits[e].exp() / sum;
+            y.iter_mut().zip(own).for_each(|(y, v)| *y += weight * v);
+        }
+        y
+    });
+}

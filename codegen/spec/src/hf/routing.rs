@@ -354,6 +354,16 @@ const TABLE: &[Keys] = &[
         rule: Rule::Ignored("the router is f32 in any case"),
     },
     Keys {
+        names: &["router_type"],
+        about: "routers by modality",
+        rule: Rule::Same(|s| s.value != "MultiRouter"),
+    },
+    Keys {
+        names: &["rms_norm_eps_moe_gate"],
+        about: "a norm in the router",
+        rule: Rule::Ignored("no program reads it, and the router has no norm"),
+    },
+    Keys {
         names: &[
             "ep_size",
             "moe_tp_size",

@@ -38,6 +38,9 @@ pub(crate) struct RankLayer {
     pub(super) experts: DeviceLayer,
     /// The shared-expert part, where shared experts are sharded.
     shared: Option<DeviceLayer>,
+    /// Whether gradients of experts are this layer's, and not those of the layer whose experts it
+    /// uses.
+    pub(super) owns_experts: bool,
     /// Read by calls, written while the strategy changes.
     choice: RwLock<Choice>,
     /// The recorder of exchanges.
@@ -83,7 +86,26 @@ impl Engine {
             tokens: &weights,
             experts: &own,
         };
-        self.rank_layer_with(mesh, spec, weights, training)
+        self.rank_layer_with(mesh, spec, weights, training, None)
+    }
+
+    /// Makes this rank's part of a layer over the experts of another one of the same mesh.
+    pub(crate) fn rank_layer_over(
+        &self,
+        bank: &RankLayer,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+    ) -> Result<RankLayer, EngineError> {
+        let mesh = &bank.mesh;
+        let weights = Numbers::new(spec, self.target(), weights);
+        let own = Shard::new(spec, mesh.parallel(), mesh.place(), &weights);
+        let own = own.placed(mesh.placement());
+        let weights = RankWeights {
+            tokens: &weights,
+            experts: &own,
+        };
+        let training = bank.tokens.plan().training;
+        self.rank_layer_with(mesh, spec, weights, training, Some(&bank.experts))
     }
 
     /// As [`Engine::rank_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
@@ -105,16 +127,17 @@ impl Engine {
             tokens: &around,
             experts: part,
         };
-        self.rank_layer_with(mesh, spec, weights, training)
+        self.rank_layer_with(mesh, spec, weights, training, None)
     }
 
-    /// Makes the layer from the weights of its parts.
+    /// Makes the layer from the weights of its parts, or over experts that another has.
     fn rank_layer_with(
         &self,
         mesh: &Mesh,
         spec: &LayerSpec,
         weights: RankWeights<'_>,
         training: Option<Training>,
+        bank: Option<&DeviceLayer>,
     ) -> Result<RankLayer, EngineError> {
         check_spec(spec)?;
         let form = PlanKey {
@@ -131,7 +154,14 @@ impl Engine {
         let call = Call::new("kernels and weights of a layer");
         let (tokens, experts, shared) = mesh.with_heartbeat(&call, || {
             let tokens = part(&plan.tokens, weights.tokens)?;
-            let experts = part(&plan.experts, weights.experts)?;
+            let experts = match bank {
+                None => part(&plan.experts, weights.experts)?,
+                Some(bank) => {
+                    let texts = Texts::of(plan.experts.clone().into())?;
+                    let layer = self.device_layer_over(&texts, weights.experts, bank);
+                    layer.map_err(|error| error.needing(&options))?
+                }
+            };
             let shared = plan.shared.as_ref().map(|plan| part(plan, weights.experts));
             Ok((tokens, experts, shared.transpose()?))
         })?;
@@ -148,6 +178,7 @@ impl Engine {
             tokens,
             experts,
             shared,
+            owns_experts: bank.is_none(),
             choice: RwLock::new(Choice {
                 strategy: Strategy::default(),
                 row_schedule: RowSchedule::Direct,
@@ -281,6 +312,8 @@ impl RankLayer {
             tokens: self.tokens.handle(),
             experts: self.experts.handle(),
             shared: self.shared.as_ref().map(DeviceLayer::handle),
+            // A handle's gradients are its own, those of experts too.
+            owns_experts: true,
             choice: RwLock::new(Choice {
                 strategy: Strategy::default(),
                 row_schedule: RowSchedule::Direct,

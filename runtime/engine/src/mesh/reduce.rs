@@ -28,13 +28,19 @@ impl RankLayer {
         self.replicated().check_training()?;
         let mut groups = self.mesh().groups();
         sum(self.replicated(), &mut *groups.world)?;
-        sum(self.own(), &mut *groups.expert_dp)?;
+        if self.owns_experts {
+            sum(self.own(), &mut *groups.expert_dp)?;
+        }
         if let Some(shared) = self.shared() {
             sum(shared, groups.process_group(ProcessGroup::EpDp))?;
         }
         // `sum_replicas` exchanges through the mesh's groups by itself and would wait for this
         // lock.
         drop(groups);
+        // The other layer reduces them. Twice would count each rank's gradients twice.
+        if !self.owns_experts {
+            return Ok(());
+        }
         self.sum_replicas()
     }
 
@@ -50,7 +56,9 @@ impl RankLayer {
     pub fn average_gradients(&self) -> Result<(), EngineError> {
         self.reduce_gradients()?;
         let ranks = self.mesh().parallel().ranks() as f32;
-        self.parts().try_for_each(|part| divide(part, ranks))
+        let own = |part: &&DeviceLayer| self.owns_experts || !std::ptr::eq(*part, self.own());
+        let mut parts = self.parts().filter(own);
+        parts.try_for_each(|part| divide(part, ranks))
     }
 
     /// Sums gradients of experts that several groups hold, through host memory.

@@ -23,7 +23,7 @@ const FAMILIES: &[Refused] = &[
         names: &["muse_spark", "muse_spark_text"],
         does: "each expert's output is normalised before its weight, between projections to and \
                from a narrower width with a norm",
-        has: "experts without norms",
+        has: "a norm of the experts' sum alone, `latent.norm_eps`",
     },
     Refused {
         names: &["vitpose", "vitpose_backbone"],
