@@ -82,6 +82,7 @@ impl Init {
             "router.temperature" => return Distribution::Constant(std::f32::consts::LN_2),
             "router.select_bias" => return Distribution::Constant(0.0),
             "router.load" => return Distribution::Constant(1.0 / columns(tensor)),
+            "latent.norm.weight" => return Distribution::Constant(1.0),
             name if name.ends_with("_scale") => return Distribution::Constant(1.0),
             _ => {}
         }

@@ -126,6 +126,43 @@ impl Engine {
         self.0.multi_gate(spec, weights, routers, options)
     }
 
+    /// Makes a layer whose routed experts are those of `bank`, in the same memory
+    /// (Intern-S2-Mobius, whose decoder layers share banks of experts). Router, projections and
+    /// shared experts are the layer's own, from `weights`, which need not have the experts. The spec
+    /// may differ in all but the experts. The layer trains if `bank` does, and has the mesh of
+    /// `bank`, all of whose ranks make it.
+    ///
+    /// The experts of both have one gradient, too: begin a step with [`Layer::zero_gradients`] of
+    /// each, and let every backward pass add. [`Layer::reduce_gradients`] of the new layer leaves
+    /// it to that of `bank` to sum the experts' gradients, so reduce `bank` last.
+    ///
+    /// ```
+    /// use moesaic::Input;
+    ///
+    /// # use moesaic::example::{engine, spec, wave, weights};
+    /// # fn main() -> Result<(), moesaic::Error> {
+    /// # let engine = engine();
+    /// let bank = engine.layer(&spec(), &weights())?;
+    /// let mut own = spec();
+    /// own.router.scale = 2.0;
+    /// let layer = engine.layer_over_experts_of(&bank, &own, &weights())?;
+    /// layer.forward(&Input::new(3, &wave(24)))?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`EngineError::Weight`] for an expert's tensor that the bank does not have in the form that
+    /// the spec asks for; otherwise as [`Engine::layer_with`].
+    pub fn layer_over_experts_of(
+        &self,
+        bank: &Layer,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+    ) -> Result<Layer, EngineError> {
+        self.0.layer_over_experts_of(bank, spec, weights)
+    }
+
     /// Compiles or finds every kernel of a layer and loads it, without weights.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use moesaic::kernel::{KernelSource, Stem};
 use moesaic::plan::{
     Both, CommDtype, KernelPlan, LayerPlan, Parallel, PlanOptions, Training, plan, plan_rank,
 };
-use moesaic::spec::{ActivationFormat, LayerSpec, WeightFormat};
+use moesaic::spec::{ActivationFormat, Latent, LayerSpec, WeightFormat};
 use moesaic::target::{CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::toolchain::{Registry, ToolKind};
@@ -157,6 +157,29 @@ fn comm_cast_sources(target: &str) -> Vec<Emitted> {
     ON_THE_WIRE.into_iter().flat_map(of_layer).collect()
 }
 
+/// The norm of the routed experts' sum, and its backward pass.
+fn norm_sources(target: &str) -> Vec<Emitted> {
+    let parsed: Target = target.parse().expect("a known target");
+    let mut spec = spec("deepseek-v3");
+    spec.latent = Some(Latent {
+        dim: 3584,
+        bias: false,
+        norm_eps: Some(1e-5),
+    });
+    let options = PlanOptions::training(Training::default());
+    let plan = plan(&spec, parsed, &options).expect("it can be planned");
+    let mut list = emitted("deepseek-v3.norm", &plan);
+    list.retain(|kernel| [Stem::RmsNorm, Stem::RmsNormBwd].contains(&kernel.source.stem));
+    list
+}
+
+/// Kernels that no layer of [`SPECS`] has: those between nodes, and norms.
+fn other_sources(target: &str) -> impl Iterator<Item = Emitted> {
+    comm_cast_sources(target)
+        .into_iter()
+        .chain(norm_sources(target))
+}
+
 /// All kernels whose text is kept; those that a reader wants first come first.
 fn kept() -> Vec<Emitted> {
     let of_target = |target: &&str| {
@@ -164,7 +187,7 @@ fn kept() -> Vec<Emitted> {
         let training = TRAINED
             .iter()
             .flat_map(|spec| training_sources(spec, target));
-        let all = forward.chain(training).chain(comm_cast_sources(target));
+        let all = forward.chain(training).chain(other_sources(target));
         let wanted = |kernel: &Emitted| KEPT.contains(target) || is_product(kernel.source.stem);
         all.filter(wanted).collect::<Vec<_>>()
     };
@@ -284,7 +307,7 @@ fn gpu_text_compiles_without_spills() {
                         .iter()
                         .flat_map(move |spec| training_sources(spec, target)),
                 )
-                .chain(comm_cast_sources(target))
+                .chain(other_sources(target))
                 .map(|kernel| kernel.source)
         })
         .collect();
@@ -355,8 +378,8 @@ fn compile_c(compilers: &[Vec<String>], isas: &[&str], specs: &[&str]) {
         .flat_map(|(cc, turn, isa)| in_turn(specs, turn).map(move |spec| (cc, isa, spec)))
         .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |k| (cc, k.source)))
         .chain(compilers.iter().flat_map(|cc| {
-            let comm_dtype = isas.iter().flat_map(|isa| comm_cast_sources(isa));
-            comm_dtype.map(move |kernel| (cc, kernel.source))
+            let others = isas.iter().flat_map(|isa| other_sources(isa));
+            others.map(move |kernel| (cc, kernel.source))
         }))
         .collect();
     on_all_cores(&jobs, |((cc, version), source)| {

@@ -104,7 +104,7 @@ fn layers_of_more_hugging_face_families() {
 #[test]
 fn layers_of_every_other_family() {
     hugging_face(&hurried(), "families", 40);
-    hugging_face(&hurried(), "families_limits", 7);
+    hugging_face(&hurried(), "families_limits", 8);
 }
 
 impl Tutel {

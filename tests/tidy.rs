@@ -168,6 +168,7 @@ const ENGINE: &[&str] = &[
     "precompile",
     "numbers",
     "engine",
+    "bank",
     "stack",
     "mesh",
     "layer",

@@ -107,6 +107,9 @@ pub const CPU: &[Template] = index![
     "grouped_gemm/cpu/parts/wgrad_scratch.c",
     "grouped_gemm/cpu/parts/wgrad_tiles.c",
     "grouped_gemm/cpu/parts/wgrad_vectors.c",
+    "rms_norm/cpu/inverse_rms.c",
+    "rms_norm/cpu/rms_norm.c",
+    "rms_norm/cpu/rms_norm_bwd.c",
 ];
 
 /// Templates of GPU kernels: those for CUDA and HIP alike, then each vendor's own.
@@ -248,6 +251,9 @@ pub const GPU: &[Template] = index![
     "grouped_gemm/rocm/multiply_wmma.cu",
     "grouped_gemm/rocm/wgrad_header.cu",
     "grouped_gemm/rocm/wgrad_kernel.cu",
+    "rms_norm/gpu/inverse_rms.cu",
+    "rms_norm/gpu/rms_norm.cu",
+    "rms_norm/gpu/rms_norm_bwd.cu",
     "route/gpu/gate_logits_decode.cu",
     "route/gpu/route.cu",
 ];

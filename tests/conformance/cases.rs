@@ -148,6 +148,7 @@ pub fn changes() -> Vec<LayerSpec> {
                 gate: SharedGate::None,
                 bias: None,
                 clamp: None,
+                activation: None,
             }];
         }),
         // In f32 no rounding crosses the clamp.
@@ -174,6 +175,7 @@ pub fn changes() -> Vec<LayerSpec> {
                 gate: SharedGate::Sigmoid,
                 bias: None,
                 clamp: None,
+                activation: None,
             }];
         }),
         with(external(16, 24, 6, 2), |s| {

@@ -52,6 +52,7 @@ fn shared_of(hidden_dim: usize) -> SharedExpert {
         gate: SharedGate::Sigmoid,
         bias: None,
         clamp: None,
+        activation: None,
     }
 }
 

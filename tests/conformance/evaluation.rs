@@ -46,6 +46,7 @@ fn two_faced() -> Vec<LayerSpec> {
                 gate: SharedGate::Sigmoid,
                 bias: None,
                 clamp: None,
+                activation: None,
             }];
             s.losses = vec![Loss {
                 kind: LossKind::Global,

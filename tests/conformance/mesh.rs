@@ -337,7 +337,7 @@ pub fn specs() -> Vec<LayerSpec> {
          shared = [{ hidden_dim = 16 }]",
         "shape = { model_dim = 24, hidden_dim = 16, experts = 8, top_k = 3 }
          experts = { identity = 2 }
-         latent = { dim = 10 }",
+         latent = { dim = 10, norm_eps = 0.05 }",
     ]
     .map(spec)
     .into()

@@ -52,7 +52,7 @@ const LAYERS: [&str; 4] = [
      experts = { bias = true, form = 'plain', activation = 'gelu' }
      precision = { weights = 'bf16', activations = 'bf16' }",
     "shape = { model_dim = 20, hidden_dim = 12, experts = 8, top_k = 3 }
-     latent = { dim = 10 }
+     latent = { dim = 10, norm_eps = 0.05 }
      router = { weight_on = 'input', score = 'sigmoid' }
      precision = { weights = 'f16', activations = 'f16' }",
 ];

@@ -8,6 +8,7 @@
 mod adaptive;
 mod addresses;
 mod arranged;
+mod bank;
 mod batch;
 mod caches;
 mod case;

@@ -38,6 +38,7 @@ fn shared(hidden_dim: usize, gate: SharedGate, bias: Option<Biases>) -> SharedEx
         gate,
         bias,
         clamp: None,
+        activation: None,
     }
 }
 
@@ -71,7 +72,13 @@ fn biases() -> Vec<LayerSpec> {
 /// Projections around the routed experts: alone, and with what reads the token
 /// beside them.
 fn latents() -> Vec<LayerSpec> {
-    let latent = |dim, bias| Some(Latent { dim, bias });
+    let latent = |dim, bias| {
+        Some(Latent {
+            dim,
+            bias,
+            norm_eps: None,
+        })
+    };
     let mut alone = small(24, 40, 6, 2);
     alone.latent = latent(16, false);
     alone.shape.output_dim = Some(17);
@@ -97,6 +104,37 @@ fn latents() -> Vec<LayerSpec> {
     vec![alone, gated, input, identity]
 }
 
+/// Norms of the routed experts' sum: of one element, of whole and of part packs, of sums that
+/// capacity leaves empty.
+fn latent_norms() -> Vec<LayerSpec> {
+    let latent = |dim, eps| {
+        Some(Latent {
+            dim,
+            bias: dim > 16,
+            norm_eps: Some(eps),
+        })
+    };
+    let mut alone = small(24, 40, 6, 2);
+    alone.latent = latent(96, 1e-5);
+    let mut gated = of_type(DType::Bf16, small(40, 24, 6, 2));
+    gated.latent = latent(72, 0.02);
+    gated.shared = vec![
+        shared(16, SharedGate::Sigmoid, None),
+        shared(8, SharedGate::None, None),
+    ];
+    let mut input = of_type(DType::F16, small(64, 64, 6, 2));
+    input.latent = latent(33, 0.02);
+    input.router.weight_on = WeightSite::Input;
+    input.shared = vec![shared(16, SharedGate::Residual, None)];
+    let mut dropping = small(24, 16, 5, 3);
+    dropping.latent = latent(1, 0.5);
+    dropping.experts.identity = 2;
+    dropping.capacity.mode = CapacityMode::Fixed;
+    dropping.capacity.rows = Some(5);
+    dropping.router.token_mask = true;
+    vec![alone, gated, input, dropping]
+}
+
 /// Clamps on either side of the activation, shared experts with clamps of their own, soft caps of
 /// up, and SiTU-GLU.
 fn limits() -> Vec<LayerSpec> {
@@ -114,6 +152,14 @@ fn limits() -> Vec<LayerSpec> {
     apart.router.weight_on = WeightSite::Activation;
     apart.experts.clamp = Some(0.7);
     apart.shared = vec![clamped(Some(0.0)), clamped(None)];
+    let mut own = small(24, 40, 6, 2);
+    own.experts.activation = Activation::Silu;
+    own.experts.alpha = 1.702;
+    let acts = |activation| SharedExpert {
+        activation: Some(activation),
+        ..shared(16, SharedGate::Sigmoid, None)
+    };
+    own.shared = vec![acts(Activation::GeluTanh), acts(Activation::Silu)];
     let mut situ = of_type(DType::F16, small(64, 64, 6, 2));
     let gate = Expression::parse("4 * tanh(x / 4) * sigmoid(x)").expect("a formula of x");
     situ.experts.activation = Activation::Custom(gate);
@@ -123,7 +169,7 @@ fn limits() -> Vec<LayerSpec> {
     alone.experts.up_softcap = Some(2.5);
     alone.experts.up_offset = 1.0;
     alone.experts.clamp = Some(1.0);
-    vec![behind, apart, situ, alone]
+    vec![behind, apart, own, situ, alone]
 }
 
 /// PR-MoE: a shared expert whose weight the routed ones do not have.
@@ -143,6 +189,7 @@ fn residuals() -> Vec<LayerSpec> {
     latent.latent = Some(Latent {
         dim: 16,
         bias: true,
+        norm_eps: Some(0.05),
     });
     latent.experts.identity = 2;
     latent.shared = vec![shared(16, SharedGate::Residual, None)];
@@ -224,4 +271,11 @@ macro_rules! on_each {
     )*};
 }
 
-on_each!(biases, latents, limits, residuals, many_experts);
+on_each!(
+    biases,
+    latents,
+    latent_norms,
+    limits,
+    residuals,
+    many_experts
+);

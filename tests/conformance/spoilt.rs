@@ -31,7 +31,13 @@ fn with_empty_tokens() -> Vec<LayerSpec> {
             change(s);
         })
     };
-    let latent = |s: &mut LayerSpec| s.latent = Some(Latent { dim: 7, bias: true });
+    let latent = |s: &mut LayerSpec| {
+        s.latent = Some(Latent {
+            dim: 7,
+            bias: true,
+            norm_eps: Some(0.1),
+        })
+    };
     let mut list = vec![
         masked(&|s| {
             s.router.bias = true;
@@ -71,7 +77,11 @@ fn with_empty_tokens() -> Vec<LayerSpec> {
             (s.shape.model_dim, s.shape.hidden_dim) = (64, 64);
             (s.router.kind, s.shape.top_k) = (RouterKind::External, 1);
             let dim = 64;
-            s.latent = Some(Latent { dim, bias: false });
+            s.latent = Some(Latent {
+                dim,
+                bias: false,
+                norm_eps: None,
+            });
         }),
     );
     list.push(halves);
@@ -270,7 +280,11 @@ fn scores_of_next_to_nothing(engine: &Engine) {
 fn ranks_pass_over_padding() {
     let spec = changed(|s| {
         (s.router.token_mask, s.shape.hidden_dim) = (true, 12);
-        s.latent = Some(Latent { dim: 7, bias: true });
+        s.latent = Some(Latent {
+            dim: 7,
+            bias: true,
+            norm_eps: Some(0.1),
+        });
     });
     let case = padded(&spec).expect("it has masked tokens");
     compare(&cpu(), mesh(2, 2, 1), &case, Recompute::None);

@@ -116,6 +116,7 @@ fn changes() -> Vec<LayerSpec> {
         gate,
         bias: None,
         clamp: None,
+        activation: None,
     };
     let mut list = vec![
         with(|s| s.router.weight_on = WeightSite::Input),

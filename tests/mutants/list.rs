@@ -41,7 +41,7 @@ experts = { clamp = 0.4, bias = true }
 precision = { weights = \"bf16\", activations = \"f32\" }";
 
 /// Defaults of mistakes in backward.
-const BACKWARD: Mutant = Mutant {
+pub(super) const BACKWARD: Mutant = Mutant {
     layer: TRAINED,
     training: true,
     ..MUTANT

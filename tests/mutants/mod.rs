@@ -3,6 +3,7 @@
 
 mod decode;
 mod list;
+mod norm;
 mod scan;
 mod scheduler;
 
@@ -141,6 +142,7 @@ fn mutants() -> impl Iterator<Item = &'static Mutant> {
         decode::MUTANTS,
         scan::MUTANTS,
         scheduler::MUTANTS,
+        norm::MUTANTS,
     ];
     parts.into_iter().flatten()
 }

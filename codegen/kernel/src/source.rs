@@ -19,6 +19,10 @@ pub enum Stem {
     GroupedGemm,
     /// Expert rows back to tokens, weighted.
     Combine,
+    /// Rows divided by their root mean square.
+    RmsNorm,
+    /// Gradients of normalised rows to those of the rows, and of the weight.
+    RmsNormBwd,
     /// The gradient of expert rows from the output's, and of combine weights.
     CombineBwd,
     /// Gradients of the inputs of the experts' GEMMs.
@@ -35,16 +39,18 @@ pub enum Stem {
 
 impl Stem {
     /// The stems of a forward pass, in the order it runs them.
-    pub const FORWARD: [Stem; 5] = [
+    pub const FORWARD: [Stem; 6] = [
         Stem::GateTopk,
         Stem::ExpertScan,
         Stem::Dispatch,
         Stem::GroupedGemm,
         Stem::Combine,
+        Stem::RmsNorm,
     ];
 
     /// The stems of a backward pass, in the order it runs them.
-    pub const BACKWARD: [Stem; 5] = [
+    pub const BACKWARD: [Stem; 6] = [
+        Stem::RmsNormBwd,
         Stem::CombineBwd,
         Stem::GroupedGemmDgrad,
         Stem::GroupedGemmWgrad,
@@ -69,6 +75,8 @@ impl Stem {
             Stem::Dispatch => "dispatch",
             Stem::GroupedGemm => "grouped_gemm",
             Stem::Combine => "combine",
+            Stem::RmsNorm => "rms_norm",
+            Stem::RmsNormBwd => "rms_norm_bwd",
             Stem::CombineBwd => "combine_bwd",
             Stem::GroupedGemmDgrad => "grouped_gemm_dgrad",
             Stem::GroupedGemmWgrad => "grouped_gemm_wgrad",
@@ -86,6 +94,7 @@ impl Stem {
             Stem::DispatchBwd => Stem::Dispatch.name(),
             Stem::GroupedGemmDgrad | Stem::GroupedGemmWgrad => Stem::GroupedGemm.name(),
             Stem::CombineBwd => Stem::Combine.name(),
+            Stem::RmsNormBwd => Stem::RmsNorm.name(),
             own => own.name(),
         }
     }

@@ -1,12 +1,12 @@
 //! Layers around the routed experts: latent projections and shared experts.
 
-use crate::Biases;
+use crate::{Activation, Biases, Experts, LayerSpec};
 use serde::{Deserialize, Serialize};
 
 /// Projections around the routed experts (Nemotron-H). One takes tokens down to `dim` before the
 /// experts, the other takes the experts' weighted sum up again. Router and shared experts still
 /// read the token itself.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Latent {
     /// Width of a routed expert's input and output, `l`.
@@ -14,10 +14,14 @@ pub struct Latent {
     /// Biases on both projections.
     #[serde(default)]
     pub bias: bool,
+    /// The ε of an RMS norm of the experts' weighted sum before it is taken up, with
+    /// `latent.norm.weight [l]` (Kimi-K3); without a norm when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub norm_eps: Option<f64>,
 }
 
 /// An expert that every token visits. It has the form, activation, clamp, soft cap, alpha and offset
-/// of the routed experts.
+/// of the routed experts, but for what it sets itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SharedExpert {
@@ -32,6 +36,33 @@ pub struct SharedExpert {
     /// Its own clamp, where it differs from that of the routed experts; 0 for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clamp: Option<f64>,
+    /// Its own activation, where it differs from that of the routed experts; with an alpha of 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub activation: Option<Activation>,
+}
+
+impl LayerSpec {
+    /// Returns the form and activation of a shared expert: those of the routed ones, with its own
+    /// clamp and activation.
+    ///
+    /// # Panics
+    /// If there is no shared expert `index`.
+    pub fn shared_experts(&self, index: usize) -> Experts {
+        let (own, routed) = (&self.shared[index], &self.experts);
+        let clamp = own
+            .clamp
+            .map_or(routed.clamp, |own| (own != 0.0).then_some(own));
+        let (activation, alpha) = match &own.activation {
+            Some(activation) => (activation.clone(), 1.0),
+            None => (routed.activation.clone(), routed.alpha),
+        };
+        Experts {
+            clamp,
+            activation,
+            alpha,
+            ..routed.clone()
+        }
+    }
 }
 
 /// The weight of a shared expert's output.

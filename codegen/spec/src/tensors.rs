@@ -155,6 +155,12 @@ fn latent_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
         list.push(of("down.bias", &[latent.dim], "bias of the way down"));
         list.push(of("up.bias", &[output], "bias of the way up"));
     }
+    if latent.norm_eps.is_some() {
+        list.push(TensorSpec {
+            dtype: DType::F32,
+            ..of("norm.weight", &[latent.dim], "scale of the normalised sum")
+        });
+    }
     list
 }
 

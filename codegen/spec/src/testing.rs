@@ -2,7 +2,10 @@
 //!
 //! Not part of the public promise.
 
+mod around;
+
 use crate::*;
+use around::{biases, expression, latent, limits, own_activations, residual};
 use moesaic_kernel::DType;
 
 /// A random generator that depends on a seed and a counter only, so a failing test needs to print
@@ -121,6 +124,7 @@ pub fn sample(seed: u64) -> LayerSpec {
     always_chosen(seed, &mut spec);
     blocks(seed, &mut spec);
     limits(seed, &mut spec);
+    own_activations(seed, &mut spec);
     spec
 }
 
@@ -161,53 +165,6 @@ fn expert_choice(rng: &mut SampleRng, spec: &mut LayerSpec) {
     spec.shape.top_k = spec.shape.experts;
     (spec.router.groups, spec.router.select_bias) = (None, false);
     spec.router.select = Select::ExpertChoice(rng.pick(&[1.0, 2.0, 0.3, 1.5]));
-}
-
-/// Gives one layer in ten a custom activation, without disturbing its other draws.
-fn expression(seed: u64, experts: &mut Experts) {
-    let rng = &mut SampleRng::new(!seed);
-    let own = [
-        "x * sigmoid(1.7 * x)",
-        "max(x, 0.1 * x)",
-        "x * tanh(softplus(x))",
-        "where(x < 0, exp(x) - 1, x)",
-        "min(relu(x), 6)^2 / 6",
-        "x / (1 + abs(x)) + 0.5 * erf(x)",
-        "log(1 + x^2) + x / sqrt(x^2 + 1)",
-    ];
-    if rng.one_in(10)
-        && let Ok(expression) = Expression::parse(rng.pick(&own))
-    {
-        experts.activation = Activation::Custom(expression);
-        experts.alpha = 1.0;
-    }
-}
-
-/// Draws soft caps of up, clamps of shared experts alone, and clamps behind the activation.
-fn limits(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut SampleRng::new(seed ^ 0x11b1_7ed0);
-    if spec.experts.form == ExpertForm::Plain {
-        return;
-    }
-    spec.experts.up_softcap = rng.one_in(4).then(|| rng.pick(&[25.0, 0.8]));
-    for shared in &mut spec.shared {
-        shared.clamp = rng.one_in(3).then(|| rng.pick(&[0.0, 0.6, 16.0]));
-    }
-    let clamps = |index: usize| spec.shared_experts(index).clamp.is_some();
-    let clamped = spec.experts.clamp.is_some() || (0..spec.shared.len()).any(clamps);
-    if clamped && rng.one_in(2) {
-        spec.experts.clamp_on = ClampSite::Output;
-    }
-}
-
-/// Makes a shared expert residual in one of four layers that have some.
-fn residual(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut SampleRng::new(seed.rotate_left(48));
-    if let Some(last) = spec.shared.last_mut()
-        && rng.one_in(4)
-    {
-        last.gate = SharedGate::Residual;
-    }
 }
 
 /// Puts every third selection bias on the logits, and takes experts from each of several groups in
@@ -266,27 +223,6 @@ fn softcap(seed: u64, spec: &mut LayerSpec) {
     let rng = &mut SampleRng::new(seed ^ 0x50f7_ca90);
     if spec.has_logits() && !spec.learned_noise() && rng.one_in(6) {
         spec.router.logit_softcap = Some(rng.pick(&[0.75, 2.0, 30.0]));
-    }
-}
-
-/// Gives one layer in eight projections around its routed experts.
-fn latent(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut SampleRng::new(seed.rotate_left(16));
-    spec.latent = rng.one_in(8).then(|| Latent {
-        dim: width(rng),
-        bias: rng.one_in(2),
-    });
-}
-
-/// Gives some projections biases and others none, without disturbing the other draws.
-fn biases(seed: u64, spec: &mut LayerSpec) {
-    let rng = &mut SampleRng::new(seed.rotate_left(32));
-    let all = [Biases::None, Biases::Up, Biases::Down, Biases::All];
-    if spec.experts.bias == Biases::All && rng.one_in(2) {
-        spec.experts.bias = rng.pick(&all[1..3]);
-    }
-    for shared in &mut spec.shared {
-        shared.bias = rng.one_in(2).then(|| rng.pick(&all));
     }
 }
 
@@ -578,6 +514,7 @@ fn shared(rng: &mut SampleRng, spec: &mut LayerSpec) {
             gate: rng.pick(&[SharedGate::None, SharedGate::Sigmoid]),
             bias: None,
             clamp: None,
+            activation: None,
         });
     }
 }

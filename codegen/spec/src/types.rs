@@ -545,20 +545,6 @@ impl LayerSpec {
         self.shared[index].bias.unwrap_or(self.experts.bias)
     }
 
-    /// Returns the form and activation of a shared expert: those of the routed experts, with its
-    /// own clamp if it sets one.
-    ///
-    /// # Panics
-    /// If there is no shared expert `index`.
-    pub fn shared_experts(&self, index: usize) -> Experts {
-        let own = self.shared[index].clamp;
-        let clamp = own.map_or(self.experts.clamp, |own| (own != 0.0).then_some(own));
-        Experts {
-            clamp,
-            ..self.experts.clone()
-        }
-    }
-
     /// Returns the index of the residual shared expert, whose gate also weights the routed experts.
     pub fn residual(&self) -> Option<usize> {
         let mut gates = self.shared.iter().map(|shared| shared.gate);

@@ -109,6 +109,7 @@ fn published_deepseek_v3_router() {
             gate: SharedGate::None,
             bias: None,
             clamp: None,
+            activation: None,
         }]
     );
     assert_eq!(got.spec.shape.experts, 256);
@@ -394,12 +395,37 @@ fn limits_of_experts() {
             (spec.experts.activation, spec.experts.up_softcap),
             (formula, up)
         );
-        assert_eq!(spec.latent.map(|latent| latent.dim), Some(3584));
+        let latent = spec.latent.unwrap();
+        assert_eq!((latent.dim, latent.norm_eps), (3584, None));
     }
+    let normed = kimi(r#", "latent_moe_use_norm": true, "rms_norm_eps": 1e-5"#).unwrap();
+    assert_eq!(normed.latent.unwrap().norm_eps, Some(1e-5));
     let said = kimi(r#", "activation_situ_beta": 0"#)
         .unwrap_err()
         .to_string();
     assert!(said.contains("a number above 0"), "{said}");
+}
+
+/// Files of Grok name the types of other models.
+#[test]
+fn an_architecture_goes_before_the_model_type() {
+    let grok = |more: &str| {
+        let config = format!(
+            r#"{{"architectures": ["Grok1ForCausalLM"], "model_type": "mixtral", "hidden_size": 8192,
+            "intermediate_size": 32768, "num_local_experts": 8, "num_experts_per_tok": 2 {more}}}"#
+        );
+        import(&config, 63).unwrap().spec
+    };
+    let (one, two) = (
+        grok(""),
+        grok(r#", "residual_moe": true, "moe_intermediate_size": 16384"#),
+    );
+    assert_eq!((one.shape.hidden_dim, one.shared.len()), (32768, 0));
+    assert_eq!(one.router.logit_softcap, Some(30.0));
+    assert_eq!(one.router.renormalize, Renormalize::None);
+    assert_eq!(two.shape.hidden_dim, 16384);
+    assert_eq!(two.shared[0].hidden_dim, 32768);
+    assert_eq!(two.shared[0].activation, Some(Activation::GeluTanh));
 }
 
 #[test]

@@ -128,6 +128,7 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("add_router_probs", "switch_transformers", "true"),
     ("uniform_expert_assignment", "mixtral", "true"),
     ("multi_gate", "bailing_moe", "true"),
+    ("router_type", "bailing_hybrid", "\"MultiRouter\""),
 ];
 
 /// No routing key is ignored silently: each one in the table is refused where it disagrees, or

@@ -179,7 +179,7 @@ fn spoil_size(spec: &mut LayerSpec, rng: &mut SampleRng) {
 fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let number = rng.pick(&[0.0, -0.0, 1.0, -1.0, 1e-50, 1e300, nan, inf, -inf]);
-    match rng.between(0, 11) {
+    match rng.between(0, 12) {
         0 => spec.router.scale = number,
         1 => spec.router.norm_order = number,
         2 => spec.router.renormalize_eps = number,
@@ -191,6 +191,13 @@ fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
         8 => spec.experts.alpha = number,
         9 => spec.router.logit_softcap = Some(number),
         10 => spec.experts.up_softcap = Some(number),
+        11 => {
+            spec.latent = Some(Latent {
+                dim: 8,
+                bias: false,
+                norm_eps: Some(number),
+            });
+        }
         _ => spec.experts.up_offset = number,
     }
 }
@@ -203,6 +210,7 @@ fn spoil_choice(spec: &mut LayerSpec, rng: &mut SampleRng) {
             gate: SharedGate::None,
             bias: None,
             clamp: None,
+            activation: None,
         }]),
         1 => spec.losses.extend([Loss {
             kind: LossKind::Z,

@@ -174,6 +174,13 @@ impl DeviceLayer {
         DeviceLayer { turns, ..self }
     }
 
+    /// Returns the layer with the locks of a handle of another: weights that both have change when
+    /// no call of either runs.
+    pub(crate) fn beside(self, other: &DeviceLayer) -> DeviceLayer {
+        let turns = Arc::new(other.turns.handle());
+        DeviceLayer { turns, ..self }
+    }
+
     /// Returns the id of the tensor of this name.
     pub(crate) fn id(&self, name: &str) -> Option<TensorId> {
         let plan = self.plan();

@@ -19,6 +19,7 @@
 //! notice.
 
 mod addresses;
+mod bank;
 mod call;
 mod device_layer;
 mod engine;

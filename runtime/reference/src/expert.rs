@@ -3,6 +3,7 @@
 use crate::activation::phi;
 use crate::math::{dot, sigmoid};
 use crate::place::kept;
+use crate::row_norm::normed;
 use crate::rows::Rows;
 use crate::{Input, Placement, Weights};
 use moesaic_spec::{Biases, ClampSite, ExpertForm, Experts, LayerSpec, SharedGate, WeightSite};
@@ -231,17 +232,9 @@ pub fn combine(
     let mut y = Vec::with_capacity(input.tokens * spec.output_dim());
     for t in 0..input.tokens {
         let x = &input.x[t * d..(t + 1) * d];
-        let routed = project_latent(spec, weights, "down", x);
-        let mut sum = vec![0.0; spec.expert_output_dim()];
-        let reaches = |&slot: &usize| kept(spec, topk_ids[slot], placed.locations[slot]);
-        for slot in (t * k..(t + 1) * k).filter(reaches) {
-            let expert = topk_ids[slot] as usize;
-            add(
-                &mut sum,
-                &weighted_row(spec, weights, expert, placed.weights[slot], &routed),
-            );
-        }
-        let mut sum = project_latent(spec, weights, "up", &sum);
+        let choices = Choices::of(t, k, topk_ids, placed);
+        let sum = choices.sum(spec, weights, &project_latent(spec, weights, "down", x));
+        let mut sum = project_latent(spec, weights, "up", &normed(spec, weights, &sum));
         let factor = residual_weights(spec, weights, x)[0];
         sum.iter_mut().for_each(|v| *v *= factor);
         for index in 0..spec.shared.len() {
@@ -250,6 +243,36 @@ pub fn combine(
         y.extend(sum);
     }
     y
+}
+
+/// A token's choices and what became of them.
+pub(crate) struct Choices<'a> {
+    pub ids: &'a [i32],
+    pub locations: &'a [i32],
+    pub weights: &'a [f64],
+}
+
+impl<'a> Choices<'a> {
+    /// Returns those of token `t`.
+    pub fn of(t: usize, k: usize, ids: &'a [i32], placed: &'a Placement) -> Choices<'a> {
+        let slots = t * k..(t + 1) * k;
+        Choices {
+            ids: &ids[slots.clone()],
+            locations: &placed.locations[slots.clone()],
+            weights: &placed.weights[slots],
+        }
+    }
+
+    /// Returns the weighted sum of the experts' rows for `x`, in slot order.
+    pub fn sum(&self, spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
+        let mut sum = vec![0.0; spec.expert_output_dim()];
+        let reaches = |&slot: &usize| kept(spec, self.ids[slot], self.locations[slot]);
+        for slot in (0..self.ids.len()).filter(reaches) {
+            let (expert, weight) = (self.ids[slot] as usize, self.weights[slot]);
+            add(&mut sum, &weighted_row(spec, weights, expert, weight, x));
+        }
+        sum
+    }
 }
 
 /// Runs one row through one routed expert, with its weight at the place that the spec chooses.

@@ -29,6 +29,7 @@ mod noise;
 mod norm;
 mod place;
 pub mod rng;
+mod row_norm;
 mod rows;
 mod skew;
 mod stored;

@@ -301,6 +301,7 @@ fn limits_behind_the_activation_and_soft_caps() {
         gate: SharedGate::None,
         bias: None,
         clamp,
+        activation: None,
     };
     s.shared = vec![shared(None), shared(Some(0.0)), shared(Some(1.0))];
     let clamps = [0, 1, 2].map(|index| s.shared_experts(index).clamp);
@@ -342,6 +343,7 @@ fn identity_shared_and_scales_add_up() {
         gate: SharedGate::Sigmoid,
         bias: None,
         clamp: None,
+        activation: None,
     }];
     let weights = Weights::random(&s, 3);
     let input = Input {

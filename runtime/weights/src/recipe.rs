@@ -8,7 +8,7 @@ use crate::weight::{Elements, Part, Weight};
 use crate::{LoadOptions, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::format::BLOCKS;
-use moesaic_spec::hf::{Alternative, TensorParts, TensorStep};
+use moesaic_spec::hf::{Alternative, TensorParts, TensorPiece, TensorStep};
 use moesaic_spec::{Chooser, LayerSpec, TensorSpec, canonical_tensors, closest};
 use moesaic_tensor::read_float;
 use safetensors::Dtype;
@@ -123,6 +123,7 @@ impl<'a> Finder<'a, '_> {
         let (shape, steps) = (&self.tensor.shape, &alternative.steps);
         let (parts, stacked) = match &alternative.parts {
             TensorParts::One(name) => (vec![self.part(name, steps, shape)?], false),
+            TensorParts::Joined(pieces) => (self.joined(pieces, steps)?, true),
             TensorParts::PerExpert { .. } | TensorParts::Repeated { .. } => {
                 let names = alternative.parts.names();
                 let (rows, row) = shape.split_first().unwrap_or((&1, &[]));
@@ -150,6 +151,34 @@ impl<'a> Finder<'a, '_> {
             allow_infinite: self.options.allow_infinite,
             tally: Mutex::default(),
         })
+    }
+
+    /// Returns the rows of all pieces, each as a part of its own.
+    fn joined(
+        &self,
+        pieces: &[TensorPiece],
+        steps: &[TensorStep],
+    ) -> Result<Vec<Part<'a>>, WeightsError> {
+        let (rows, row) = self.tensor.shape.split_first().unwrap_or((&1, &[]));
+        let found = pieces.iter().map(|piece| piece.rows).sum::<usize>();
+        if found != *rows {
+            return Err(WeightsError::WrongCount {
+                tensor: self.tensor.name.clone(),
+                found,
+                expected: *rows,
+            });
+        }
+        let mut parts = Vec::with_capacity(*rows);
+        for piece in pieces {
+            let steps = [steps, &piece.steps].concat();
+            let shape = [&[piece.rows], row].concat();
+            for index in 0..piece.rows {
+                let mut part = self.part(&piece.name, &steps, &shape)?;
+                part.layout = part.layout.rows(index..index + 1);
+                parts.push(part);
+            }
+        }
+        Ok(parts)
     }
 
     /// Returns one tensor of the file after the steps, with this shape.

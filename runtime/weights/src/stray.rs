@@ -61,6 +61,7 @@ fn option(name: &str) -> Option<String> {
     let parts: Vec<&str> = name.split('.').collect();
     let text = match parts.as_slice() {
         ["latent", "down" | "up", "weight"] => "a [latent] table".to_string(),
+        ["latent", "norm", "weight"] => "`norm_eps` under [latent]".to_string(),
         ["latent", "down" | "up", "bias"] => "`bias = true` under [latent]".to_string(),
         ["experts", "gate_up", "weight" | "bias"] | ["shared", _, "gate_up", "weight" | "bias"] => {
             FUSED.to_string()
@@ -119,7 +120,7 @@ mod tests {
             "router = { input = \"rms-scaled\", expert_scale = true }",
             "router = { kind = \"table\", table_rows = 4 }",
             "router = { kind = \"cosine\", projection_dim = 2 }",
-            "latent = { dim = 2, bias = true }",
+            "latent = { dim = 2, bias = true, norm_eps = 1e-5 }",
             "experts = { bias = true }",
             "shared = [{ hidden_dim = 2, gate = \"sigmoid\", bias = true }]",
         ];

@@ -12,6 +12,7 @@ mod quantize_hostile;
 mod quantized;
 mod quantizer;
 mod reader;
+mod served;
 mod stored;
 mod strict;
 mod support;

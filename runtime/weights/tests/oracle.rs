@@ -87,12 +87,13 @@ fn every_architecture_and_block_type_has_a_layer() {
 #[test]
 fn every_other_family() {
     check_all("families", 40);
+    check_all("families_limits", 8);
 }
 
 /// Tensors as transformers holds them in memory, listed by `case.json`, can be stored and read too.
 #[test]
 fn tensors_of_the_model_in_memory() {
-    for dir in cases("families") {
+    for dir in [cases("families"), cases("families_limits")].concat() {
         let what = dir.display().to_string();
         let case = fs::read(dir.join("case.json")).unwrap();
         let case: serde_json::Value = serde_json::from_slice(&case).unwrap();

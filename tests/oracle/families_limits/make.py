@@ -1,4 +1,5 @@
-"""Makes the fixtures beside it: layers of families whose experts have limits of their own.
+"""Makes the fixtures beside it: layers of families whose experts have limits of their own, and of
+families that came with them.
 
     python make.py [NAME…]      makes those, or all
 
@@ -7,6 +8,8 @@ The cases run through ../families/make.py. Made with transformers 5.24 and torch
 
 import pathlib
 import sys
+
+import torch
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "families"))
@@ -24,10 +27,23 @@ def step(name, **limits):
     return families.nested("step3p7", "Step3p7", dict(**STEP, **limits), name=name)
 
 
+def run_inkling(model, case, x):
+    """The block, with its shared experts as the last ones of the router."""
+    y, ids = families.run_block(model, case, x)
+    gate = model.get_submodule(case.block).gate
+    shared = torch.arange(gate.num_experts, gate.n_total_experts).expand(len(ids), -1)
+    return y, torch.cat([ids, shared], dim=1)
+
+
 families.HERE = HERE
 families.CASES = [
     families.decoder("hy_v4", "HYV4", **V2, **families.SPARSE, swiglu_limit=0.8),
     families.nested("hy_v4_vl", "HYV4VL", dict(**V2, **families.SPARSE, swiglu_limit=0.9)),
+    families.nested(
+        "inkling", "Inkling", dict(**V2, n_shared_experts=2, route_scale=2.5),
+        vision_config=dict(text_hidden_size=16), audio_config=dict(text_hidden_size=16),
+        run=run_inkling,
+    ),
     families.nested(
         "inkling2", "Inkling2", dict(**V2, mlp_gate_softcap=0.9, mlp_up_softcap=0.7),
         vision_config=dict(text_hidden_size=16),

@@ -58,6 +58,7 @@ pub fn limited(spec: &mut LayerSpec, clamp: Option<f64>) {
         gate: SharedGate::None,
         bias: None,
         clamp,
+        activation: None,
     };
     spec.shared = vec![shared(Some(0.2)), shared(Some(0.0))];
 }

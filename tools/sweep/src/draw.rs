@@ -121,6 +121,7 @@ pub fn products(seed: u64) -> LayerSpec {
             gate: SharedGate::Sigmoid,
             bias: None,
             clamp: None,
+            activation: None,
         });
     }
     spec

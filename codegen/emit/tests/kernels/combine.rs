@@ -184,6 +184,7 @@ fn shared(gate: SharedGate) -> SharedExpert {
         gate,
         bias: None,
         clamp: None,
+        activation: None,
     }
 }
 
@@ -229,6 +230,7 @@ fn on(target: &str) {
         s.latent = Some(Latent {
             dim: 24,
             bias: false,
+            norm_eps: None,
         });
     });
     Sum::new(&latent, target, "combine_later").check_company();

@@ -130,6 +130,7 @@ fn experts() {
                 gate,
                 bias: None,
                 clamp: None,
+                activation: None,
             };
             s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
             s.experts.bias = true.into();
@@ -172,6 +173,7 @@ fn busy() -> LayerSpec {
             gate: SharedGate::Sigmoid,
             bias: None,
             clamp: None,
+            activation: None,
         }];
     })
 }

@@ -88,6 +88,7 @@ fn scores() {
                 gate: SharedGate::None,
                 bias: None,
                 clamp: None,
+                activation: None,
             }];
         },
         |s| {
@@ -185,6 +186,7 @@ fn experts() {
                 gate,
                 bias: None,
                 clamp: None,
+                activation: None,
             };
             s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
             s.experts.identity = 3;

@@ -115,6 +115,7 @@ fn shared_experts_are_dense() {
             gate: SharedGate::None,
             bias: None,
             clamp: None,
+            activation: None,
         }];
         run(
             &spec,

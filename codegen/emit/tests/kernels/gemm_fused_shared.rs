@@ -18,6 +18,7 @@ fn shared(dtype: DType, experts: [usize; 2], [hidden, shared]: [usize; 2]) -> La
             gate: SharedGate::None,
             bias: None,
             clamp: None,
+            activation: None,
         }];
     })
 }

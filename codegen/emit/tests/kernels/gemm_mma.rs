@@ -106,6 +106,7 @@ fn shared_experts_are_dense() {
             gate: SharedGate::None,
             bias: None,
             clamp: None,
+            activation: None,
         }];
         let gemms = matrix(&spec);
         for tokens in [0, 1, 150] {

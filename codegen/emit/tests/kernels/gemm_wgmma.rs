@@ -82,6 +82,7 @@ fn shared_experts_are_dense() {
         gate: SharedGate::None,
         bias: None,
         clamp: None,
+        activation: None,
     }];
     let gemms = hopper(&spec, 2);
     for tokens in [0, 1, 200] {
@@ -111,6 +112,7 @@ fn blocks_go_from_tile_to_tile() {
         gate: SharedGate::None,
         bias: None,
         clamp: None,
+        activation: None,
     }];
     let weighted = |site| {
         let mut spec = layer([200, 136, 264], [8, 8], DType::F16);

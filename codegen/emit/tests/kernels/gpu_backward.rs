@@ -113,6 +113,7 @@ fn shared_and_identity_experts() {
                 gate,
                 bias: None,
                 clamp: None,
+                activation: None,
             };
             s.shared = vec![
                 shared(9, SharedGate::Sigmoid),
@@ -162,6 +163,7 @@ fn busy() -> LayerSpec {
             gate: SharedGate::Sigmoid,
             bias: None,
             clamp: None,
+            activation: None,
         }];
     })
 }

@@ -59,6 +59,7 @@ pub fn deepseek_v3() -> LayerSpec {
             gate: SharedGate::None,
             bias: None,
             clamp: None,
+            activation: None,
         }];
     })
 }
@@ -133,6 +134,7 @@ fn options() -> Vec<LayerSpec> {
                 gate: SharedGate::Sigmoid,
                 bias: None,
                 clamp: None,
+                activation: None,
             }];
             s.capacity.mode = CapacityMode::MaxCount;
             s.router.groups = Some(Groups {
@@ -460,6 +462,7 @@ fn training_options() -> Vec<LayerSpec> {
         gate: SharedGate::Sigmoid,
         bias: None,
         clamp: None,
+        activation: None,
     };
     vec![
         with(typed(spec(2880, 2880, 32, 4), DType::Bf16), |s| {

@@ -267,12 +267,14 @@ fn shared_experts() {
                 gate: SharedGate::Sigmoid,
                 bias: None,
                 clamp: None,
+                activation: None,
             },
             SharedExpert {
                 hidden_dim: 140,
                 gate: SharedGate::None,
                 bias: None,
                 clamp: None,
+                activation: None,
             },
         ];
         s.experts.bias = true.into();

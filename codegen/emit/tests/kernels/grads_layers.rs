@@ -63,6 +63,7 @@ fn shared_experts() {
         gate: SharedGate::None,
         bias: None,
         clamp: None,
+        activation: None,
     }];
     run("sim:sm_80", "mma", &spec, &[0, 60]);
     run("sim:sm_90a", "wgmma", &spec, &[0, 60]);

@@ -98,6 +98,7 @@ fn shared_experts_are_dense() {
             gate,
             bias: None,
             clamp: None,
+            activation: None,
         }];
         let grads = matrix(&spec);
         assert!(

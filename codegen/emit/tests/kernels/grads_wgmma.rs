@@ -73,6 +73,7 @@ fn shared_experts_are_dense() {
             gate,
             bias: None,
             clamp: None,
+            activation: None,
         }];
         let grads = hopper(&spec, 2);
         assert!(

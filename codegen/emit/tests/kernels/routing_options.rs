@@ -92,6 +92,7 @@ const SERVED: [Change; 18] = [
         (s.router.logit_softcap, s.router.score) = (Some(0.25), Score::Sigmoid);
         s.shared = vec![SharedExpert {
             clamp: None,
+            activation: None,
             hidden_dim: 7,
             gate: SharedGate::Sigmoid,
             bias: None,

@@ -24,6 +24,8 @@ pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         .collect();
     list.extend(token_tensors(spec));
     list.extend(latent_tensors(spec));
+    let tokens = std::slice::from_ref(&Size::Tokens);
+    list.push(tensor("latent.inverse_rms", F32, tokens, Role::Scratch));
     list.extend(row_tensors(spec));
     for index in 0..spec.shared.len() {
         list.extend(shared_tensors(spec, index));
@@ -69,10 +71,11 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     ]
 }
 
-fn latent_tensors(spec: &LayerSpec) -> [TensorPlan; 5] {
+fn latent_tensors(spec: &LayerSpec) -> [TensorPlan; 6] {
     [
         ("drouted", spec.output_dim()),
         ("latent.dsum", spec.expert_output_dim()),
+        ("latent.dnormed", spec.expert_output_dim()),
         ("latent.dx", spec.expert_input_dim()),
         ("latent.drows", spec.shape.model_dim),
         ("latent.rows", spec.shape.model_dim),

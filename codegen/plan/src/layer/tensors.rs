@@ -114,6 +114,7 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         ),
         scratch("latent.x", &tokens, constant(spec.expert_input_dim())),
         scratch("latent.sum", &tokens, constant(spec.expert_output_dim())),
+        scratch("latent.normed", &tokens, constant(spec.expert_output_dim())),
         scratch("routed", &tokens, output.clone()),
         scratch("gate_pre", &rows, constant(spec.shape.hidden_dim)),
         scratch("up_pre", &rows, constant(spec.shape.hidden_dim)),

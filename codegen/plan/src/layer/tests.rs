@@ -46,6 +46,7 @@ fn tensors_and_parameters_agree() {
             gate: SharedGate::Sigmoid,
             bias: None,
             clamp: None,
+            activation: None,
         });
         s.experts.bias = true.into();
         s.experts.identity = 2;
@@ -112,6 +113,7 @@ fn a_shared_expert_comes_along() {
             gate,
             bias: None,
             clamp: None,
+            activation: None,
         }];
         let plan = plan(&spec, target.parse().unwrap(), &PlanOptions::default()).unwrap();
         [1, 64, 65].map(|tokens| plan.launched(plan.evaluation_steps(), tokens))
@@ -185,6 +187,7 @@ fn backward_tensors_and_parameters_agree() {
                 gate: SharedGate::Sigmoid,
                 bias: None,
                 clamp: None,
+                activation: None,
             });
             s.experts.bias = true.into();
             s.experts.identity = 2;

@@ -14,6 +14,7 @@ pub(crate) mod gate_topk;
 pub(crate) mod grouped_gemm;
 mod machine;
 mod params;
+mod rms_norm;
 pub(crate) mod route;
 mod shared;
 
@@ -32,6 +33,7 @@ pub use grouped_gemm::{
 };
 pub use grouped_gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
 pub use machine::{Core, Gpu, Machine};
+pub use rms_norm::{RmsNormBwdConfig, RmsNormBwdDesc, RmsNormConfig, RmsNormDesc};
 pub use route::{DecodeLogits, RouteConfig, RouteDesc};
 pub use shared::{SharedBwdDesc, SharedDesc};
 
@@ -72,6 +74,16 @@ pub enum Op {
     Combine {
         desc: CombineDesc,
         config: CombineConfig,
+    },
+    /// Rows divided by their root mean square.
+    RmsNorm {
+        desc: RmsNormDesc,
+        config: RmsNormConfig,
+    },
+    /// Gradients of normalised rows, and of the weight.
+    RmsNormBwd {
+        desc: RmsNormBwdDesc,
+        config: RmsNormBwdConfig,
     },
     /// The output's gradient to expert rows, and gradients of weights.
     CombineBwd {
@@ -142,6 +154,8 @@ impl Op {
             Op::Dispatch { .. } => Stem::Dispatch,
             Op::GroupedGemm { .. } => Stem::GroupedGemm,
             Op::Combine { .. } => Stem::Combine,
+            Op::RmsNorm { .. } => Stem::RmsNorm,
+            Op::RmsNormBwd { .. } => Stem::RmsNormBwd,
             Op::CombineBwd { .. } => Stem::CombineBwd,
             Op::GroupedGemmDgrad { .. } => Stem::GroupedGemmDgrad,
             Op::GroupedGemmWgrad { .. } => Stem::GroupedGemmWgrad,
@@ -176,6 +190,8 @@ impl Op {
             Op::Dispatch { desc, config } => desc.entries(config),
             Op::GroupedGemm { desc, config } => desc.entries(config),
             Op::Combine { desc, config } => desc.entries(config),
+            Op::RmsNorm { desc, config } => desc.entries(config),
+            Op::RmsNormBwd { desc, config } => desc.entries(config),
             Op::CombineBwd { desc, config } => desc.entries(config),
             Op::GroupedGemmDgrad { desc, config } => desc.entries(config),
             Op::GroupedGemmWgrad { desc, config } => desc.entries(config),
@@ -194,6 +210,8 @@ impl Op {
             Op::Dispatch { desc, .. } => desc.flops(symbol, tokens),
             Op::GroupedGemm { desc, .. } => desc.flops(symbol, tokens),
             Op::Combine { desc, .. } => desc.flops(symbol, tokens),
+            Op::RmsNorm { desc, .. } => desc.flops(symbol, tokens),
+            Op::RmsNormBwd { desc, .. } => desc.flops(symbol, tokens),
             Op::CombineBwd { desc, .. } => desc.flops(symbol, tokens),
             Op::GroupedGemmDgrad { desc, .. } => desc.flops(symbol, tokens),
             Op::GroupedGemmWgrad { desc, .. } => desc.flops(symbol, tokens),

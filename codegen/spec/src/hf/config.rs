@@ -61,10 +61,22 @@ impl Config {
             config.around = std::mem::replace(&mut config.values, inner);
             config.read_types()?;
         }
+        config.read_architecture();
         if config.model.is_empty() {
             return Err(HfError::NoModelType);
         }
         Ok(config)
+    }
+
+    /// Replaces the model type by that of the architecture, where files of one architecture name
+    /// the types of several other models.
+    fn read_architecture(&mut self) {
+        let named = self.values.get("architectures").and_then(Value::as_array);
+        let named = named.and_then(|list| list.first()?.as_str());
+        // Grok 1 and 2, which say `mixtral`, `git` or `grok-1`.
+        if named.is_some_and(|name| name.starts_with("Grok1")) {
+            self.model = "grok-1".to_string();
+        }
     }
 
     /// Takes the language model's configuration out of this one.

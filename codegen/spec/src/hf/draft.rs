@@ -3,7 +3,7 @@
 use super::codes::Codes;
 use super::config::Config;
 use super::source::half_of;
-use super::{Alternative, HfError, Import, TensorParts, TensorSource, TensorStep};
+use super::{Alternative, HfError, Import, TensorParts, TensorPiece, TensorSource, TensorStep};
 use crate::{
     Activation, Capacity, ClampSite, Experts, Expression, Groups, LayerSpec, Precision,
     Renormalize, Router, Score, Shape, SharedExpert, SharedGate, canonical_tensors,
@@ -150,6 +150,36 @@ impl Draft {
         self.push(canonical, alternatives);
     }
 
+    /// Adds a tensor that is joined from pieces, whose names are under one of the roots.
+    pub fn joined(&mut self, canonical: &str, pieces: &[TensorPiece]) {
+        let under = |root: &String| {
+            let of = |piece: &TensorPiece| TensorPiece {
+                name: format!("{root}{}", piece.name),
+                ..piece.clone()
+            };
+            Alternative {
+                parts: TensorParts::Joined(pieces.iter().map(of).collect()),
+                steps: Vec::new(),
+            }
+        };
+        let alternatives = self.roots.iter().map(under).collect();
+        self.push(canonical, alternatives);
+    }
+
+    /// Adds a tensor that is one number in the checkpoint, the same for all experts.
+    pub fn repeated(&mut self, canonical: &str, name: &str) {
+        let count = self.spec.routed_experts();
+        let under = |root: &String| Alternative {
+            parts: TensorParts::Repeated {
+                name: format!("{root}{name}"),
+                count,
+            },
+            steps: vec![TensorStep::Reshape(Vec::new())],
+        };
+        let alternatives = self.roots.iter().map(under).collect();
+        self.push(canonical, alternatives);
+    }
+
     /// Adds alternatives to a tensor.
     pub fn push(&mut self, canonical: &str, alternatives: Vec<Alternative>) {
         match self
@@ -289,6 +319,7 @@ impl Draft {
             gate,
             bias: None,
             clamp: None,
+            activation: None,
         });
         let mut parts = vec![("up", UP), ("down", DOWN)];
         if self.spec.gated() {

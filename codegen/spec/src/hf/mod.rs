@@ -15,6 +15,7 @@ mod families;
 mod json;
 mod quantization;
 mod routing;
+mod said;
 mod scheme;
 mod shape;
 mod source;
@@ -27,7 +28,9 @@ pub use routing::{RoutingKeys, routing_keys};
 pub use scheme::{MXFP4_IN_BLOCKS, SCHEMES, Scheme, SchemePart, SchemeTensor};
 pub use shape::{AttentionShape, ModelShape, model_shape};
 pub(crate) use source::half_of;
-pub use source::{Alternative, TensorParts, TensorSource, TensorStep, canonical_sources};
+pub use source::{
+    Alternative, TensorParts, TensorPiece, TensorSource, TensorStep, canonical_sources,
+};
 
 use crate::LayerSpec;
 use config::Config;

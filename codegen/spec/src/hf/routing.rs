@@ -8,8 +8,8 @@ use super::HfError;
 use super::config::{Config, unlimited};
 use super::draft::Draft;
 use super::families;
-use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score, Select, SharedGate, WeightSite};
-use serde_json::Value;
+use super::said::Said;
+use crate::{Score, Select, SharedGate, WeightSite};
 
 /// Spellings of one setting.
 struct Keys {
@@ -25,15 +25,6 @@ enum Rule {
     Same(fn(&Said<'_>) -> bool),
     /// It changes no output of a layer, for this reason.
     Ignored(&'static str),
-}
-
-/// A key with its value, and the layer to compare it with.
-struct Said<'a> {
-    value: &'a Value,
-    config: &'a Config,
-    spec: &'a LayerSpec,
-    /// The layer's index in the stack that the configuration describes, if known.
-    layer: Option<usize>,
 }
 
 const TABLE: &[Keys] = &[
@@ -152,7 +143,7 @@ const TABLE: &[Keys] = &[
     Keys {
         names: families::EXPERTS,
         about: "the number of experts",
-        rule: Rule::Same(|s| s.numbers(|n| n == s.spec.shape.experts as f64)),
+        rule: Rule::Same(|s| s.numbers(|n| n == s.others(s.spec.shape.experts))),
     },
     Keys {
         names: &[
@@ -165,7 +156,7 @@ const TABLE: &[Keys] = &[
             "experts_per_token",
         ],
         about: "the number of experts per token",
-        rule: Rule::Same(|s| s.numbers(|n| n == s.spec.shape.top_k as f64)),
+        rule: Rule::Same(|s| s.numbers(|n| n == s.others(s.spec.shape.top_k))),
     },
     Keys {
         names: &[
@@ -175,7 +166,10 @@ const TABLE: &[Keys] = &[
             "num_shared_expert",
         ],
         about: "shared experts",
-        rule: Rule::Same(|s| s.numbers(|n| (n > 0.0) != s.spec.shared.is_empty())),
+        rule: Rule::Same(|s| {
+            let some = !s.spec.shared.is_empty() || s.spec.router.always_chosen > 0;
+            s.numbers(|n| (n > 0.0) == some)
+        }),
     },
     Keys {
         names: &[
@@ -236,7 +230,10 @@ const TABLE: &[Keys] = &[
     Keys {
         names: &["latent_moe_use_norm"],
         about: "a norm around experts",
-        rule: Rule::Same(|s| s.is(false)),
+        rule: Rule::Same(|s| {
+            let latent = s.spec.latent.as_ref();
+            s.is(latent.is_some_and(|latent| latent.norm_eps.is_some()))
+        }),
     },
     Keys {
         names: &["swiglu_limit"],
@@ -357,6 +354,16 @@ const TABLE: &[Keys] = &[
         rule: Rule::Ignored("the router is f32 in any case"),
     },
     Keys {
+        names: &["router_type"],
+        about: "routers by modality",
+        rule: Rule::Same(|s| s.value != "MultiRouter"),
+    },
+    Keys {
+        names: &["rms_norm_eps_moe_gate"],
+        about: "a norm in the router",
+        rule: Rule::Ignored("no program reads it, and the router has no norm"),
+    },
+    Keys {
         names: &[
             "ep_size",
             "moe_tp_size",
@@ -449,149 +456,4 @@ fn about_routing(key: &str) -> bool {
     const OTHERS: [&str; 2] = ["moe_intermediate_size", "expert_ffn_hidden_size"];
     let of_attention = key.starts_with("index_");
     PARTS.iter().any(|part| key.contains(part)) && !OTHERS.contains(&key) && !of_attention
-}
-
-impl Said<'_> {
-    /// Returns true if the flag has this value.
-    fn is(&self, flag: bool) -> bool {
-        self.value.as_bool() == Some(flag)
-    }
-
-    /// Returns true if a table of token ids chooses the experts.
-    fn by_table(&self) -> bool {
-        self.spec.router.kind.chooser() == Chooser::Table
-    }
-
-    /// Returns true if the number, or each one of a list, is accepted by `wanted`.
-    fn numbers(&self, wanted: impl Fn(f64) -> bool) -> bool {
-        match self.value {
-            Value::Array(list) => list.iter().all(|n| n.as_f64().is_some_and(&wanted)),
-            value => value.as_f64().is_some_and(&wanted),
-        }
-    }
-
-    fn score(&self) -> bool {
-        let score = self.spec.router.score;
-        match self.value.as_str().unwrap_or_default() {
-            "softmax" => matches!(score, Score::Softmax | Score::SoftmaxSelected),
-            "sigmoid" => score == Score::Sigmoid,
-            "sqrtsoftplus" => score == Score::SqrtSoftplus,
-            // Some families' files put the method's name under this key.
-            "noaux_tc" => score == Score::Sigmoid && self.spec.router.select_bias,
-            _ => false,
-        }
-    }
-
-    fn method(&self) -> bool {
-        let router = &self.spec.router;
-        let groups_by = |stat| {
-            router
-                .groups
-                .as_ref()
-                .is_none_or(|groups| groups.stat == stat)
-        };
-        let method = self.value.as_str().unwrap_or_default();
-        match method {
-            _ if self.by_table() => true,
-            "greedy" => router.groups.is_none() && !router.select_bias,
-            "group_limited_greedy" => !router.select_bias && groups_by(GroupStat::Max),
-            "noaux_tc" => router.select_bias && groups_by(GroupStat::Top2Sum),
-            _ => false,
-        }
-    }
-
-    /// Returns true if weights sum to one: the softmax of the selected logits does so without a
-    /// division.
-    fn normalised(&self) -> bool {
-        let router = &self.spec.router;
-        let divided = router.renormalize != Renormalize::None;
-        router.score == Score::SoftmaxSelected || self.is(divided)
-    }
-
-    /// Returns true if there is one group, or if no group is dropped.
-    fn one_group(&self) -> bool {
-        let number = |keys: [&str; 3]| keys.into_iter().find_map(|k| self.config.peek(k)?.as_f64());
-        let count = number(["n_group", "num_expert_group", "num_expert_groups"]).unwrap_or(1.0);
-        let keep = number(["topk_group", "num_limited_groups", "topk_group"]).unwrap_or(count);
-        count <= 1.0 || keep >= count
-    }
-
-    fn grouped(&self, of: impl Fn(&crate::Groups) -> usize) -> bool {
-        // Here the method, not the group count, says that groups are not used.
-        let greedy = self
-            .config
-            .peek("topk_method")
-            .is_some_and(|m| m == "greedy");
-        match &self.spec.router.groups {
-            Some(groups) => self.numbers(|n| n == of(groups) as f64),
-            None => self.one_group() || greedy || self.by_table(),
-        }
-    }
-
-    /// Returns true if `width` is that of one shared expert or of several merged, or if there is no
-    /// shared expert.
-    fn shared_width(&self, width: f64) -> bool {
-        let widths = self
-            .spec
-            .shared
-            .iter()
-            .map(|expert| expert.hidden_dim as f64);
-        let mut widths = widths.peekable();
-        if width == 0.0 || widths.peek().is_none() {
-            return (width == 0.0) == self.spec.shared.is_empty();
-        }
-        let counts = [
-            "n_shared_experts",
-            "num_shared_experts",
-            "moe_num_shared_experts",
-        ];
-        let count = counts
-            .iter()
-            .find_map(|key| self.config.peek(key)?.as_f64());
-        widths.all(|hidden| hidden == width || hidden == width * count.unwrap_or(1.0))
-    }
-
-    fn biased(&self) -> bool {
-        let shared = 0..self.spec.shared.len();
-        let none = self.spec.experts.bias == crate::Biases::None
-            && shared
-                .map(|i| self.spec.shared_bias(i))
-                .all(|b| b == crate::Biases::None);
-        self.is(!none)
-    }
-
-    /// Returns true if a number agrees that this layer has experts. A list of layer types overrides
-    /// such numbers.
-    fn placed(&self, has: impl Fn(usize, usize) -> bool) -> bool {
-        let Some(layer) = self
-            .layer
-            .filter(|_| self.config.peek("mlp_layer_types").is_none())
-        else {
-            return true;
-        };
-        let number = self.value.as_u64().and_then(|n| usize::try_from(n).ok());
-        number.is_some_and(|n| has(layer, n))
-    }
-
-    fn frequent(&self) -> bool {
-        match (self.value, self.layer) {
-            (Value::Array(list), Some(layer)) => list
-                .get(layer)
-                .and_then(Value::as_u64)
-                .is_some_and(|n| n > 0),
-            _ => self.placed(|layer, n| n > 0 && layer.is_multiple_of(n)),
-        }
-    }
-
-    /// Returns true if a list of layers, as numbers or as text, contains this one.
-    fn lists_layer(&self) -> bool {
-        let Some(layer) = self.layer else {
-            return false;
-        };
-        match self.value {
-            Value::Array(list) => list.iter().any(|n| n.as_u64() == Some(layer as u64)),
-            Value::String(text) => text.split(',').any(|n| n.trim().parse() == Ok(layer)),
-            _ => false,
-        }
-    }
 }

@@ -23,8 +23,30 @@ pub struct Alternative {
     pub steps: Vec<TensorStep>,
 }
 
+/// Some rows of a tensor that is joined from several.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TensorPiece {
+    /// The tensor to read.
+    pub name: String,
+    /// The size of the first dimension of what the steps make of it.
+    pub rows: usize,
+    /// The steps applied to this tensor alone, after those of the [`Alternative`].
+    pub steps: Vec<TensorStep>,
+}
+
+impl TensorPiece {
+    /// Returns `rows` rows of a tensor, after the steps.
+    pub(crate) fn of(name: &str, rows: usize, steps: Vec<TensorStep>) -> TensorPiece {
+        TensorPiece {
+            name: name.to_string(),
+            rows,
+            steps,
+        }
+    }
+}
+
 /// The tensors to read.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum TensorParts {
     /// One tensor.
     One(String),
@@ -47,6 +69,9 @@ pub enum TensorParts {
         /// The number of repetitions.
         count: usize,
     },
+    /// Tensors joined along their first dimension, such as routed experts and shared ones that
+    /// the router scores with them.
+    Joined(Vec<TensorPiece>),
 }
 
 /// An operation on a tensor.
@@ -94,6 +119,7 @@ impl TensorParts {
                 .map(|e| format!("{before}{e}{after}"))
                 .collect(),
             TensorParts::Repeated { name, count } => vec![name.clone(); *count],
+            TensorParts::Joined(pieces) => pieces.iter().map(|piece| piece.name.clone()).collect(),
         }
     }
 }

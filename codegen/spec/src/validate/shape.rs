@@ -1,6 +1,6 @@
 //! Name, sizes and element types.
 
-use super::{Range, quoted};
+use super::{Range, Real, quoted};
 use crate::{LayerSpec, MAX_EXPERTS, MAX_MATRIX, MAX_NAME, Problem};
 use moesaic_kernel::DType;
 
@@ -74,6 +74,9 @@ fn matrix(spec: &LayerSpec, problems: &mut Vec<Problem>) {
 fn latent(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let Some(latent) = &spec.latent else { return };
     Range::dim("latent.dim", latent.dim).check(problems);
+    if let Some(eps) = latent.norm_eps {
+        Real::Positive.check("latent.norm_eps", eps, problems);
+    }
     let wide = spec.shape.model_dim.max(spec.output_dim());
     let sane = wide <= crate::MAX_DIM && latent.dim <= crate::MAX_DIM;
     if sane && latent.dim.saturating_mul(wide) > MAX_MATRIX {

@@ -1,6 +1,6 @@
 //! The options of a layer, and how an engine makes one.
 
-use super::form::{Layer, StrategyTuner};
+use super::form::{Form, Layer, StrategyTuner};
 use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::mesh::Mesh;
@@ -121,6 +121,38 @@ impl Engine {
             layer.set_tuner(options.tuner)?;
         }
         Ok(layer)
+    }
+
+    /// Makes a layer whose routed experts are those of `bank`, in the same memory (Intern-S2-Mobius,
+    /// whose decoder layers share banks of experts). Router, projections and shared experts are the
+    /// layer's own, from `weights`, which need not have the experts. The spec may differ in all but
+    /// the experts. The layer trains if `bank` does, and has the mesh of `bank`, all of whose ranks
+    /// make it.
+    ///
+    /// The experts of both have one gradient, too: begin a step with [`Layer::zero_gradients`] of
+    /// each, and let every backward pass add. [`Layer::reduce_gradients`] of the new layer leaves
+    /// it to that of `bank` to sum the experts' gradients, so reduce `bank` last.
+    ///
+    /// # Errors
+    /// [`EngineError::Weight`] for an expert's tensor that the bank does not have in the form that
+    /// the spec asks for; otherwise as [`Engine::layer_with`].
+    pub fn layer_over_experts_of(
+        &self,
+        bank: &Layer,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+    ) -> Result<Layer, EngineError> {
+        match &bank.form {
+            Form::One(bank) => {
+                let texts = self.texts(spec, bank.plan().training)?;
+                let weights = Numbers::new(spec, self.target(), weights);
+                let layer = self.device_layer_over(&texts, &weights, bank)?;
+                Ok(Layer::of_one(layer))
+            }
+            Form::Ranks(bank) => Ok(Layer::over_ranks(
+                self.rank_layer_over(bank, spec, weights)?,
+            )),
+        }
     }
 
     /// Makes a training layer without weights. Each call names the address of every weight, and

@@ -5,6 +5,7 @@ use super::bound_plan::{BoundPlan, PartLayers, PlanKey, sharing};
 use super::comm_cast::Packing;
 use super::groups::Mesh;
 use super::part::ReplicatedWeights;
+use super::reduce::Reduces;
 use super::shard::Shard;
 use crate::device_layer::{DeviceLayer, check_spec};
 use crate::engine::Engine;
@@ -39,12 +40,11 @@ pub(crate) struct RankLayer {
     pub(super) experts: DeviceLayer,
     /// The shared-expert part, where shared experts are sharded.
     shared: Option<DeviceLayer>,
+    pub(super) reduces: Reduces,
     /// Read by calls, written while the strategy changes.
     choice: RwLock<Choice>,
     /// The recorder of exchanges.
     pub(super) recorder: Option<Arc<dyn Recorder>>,
-    /// Whether all gradients but the router's are another layer's, too, which reduces them.
-    pub(super) borrows_gradients: bool,
 }
 
 /// The way that ranks carry out calls from now on, with what that needs.
@@ -86,7 +86,26 @@ impl Engine {
             tokens: &weights,
             experts: &own,
         };
-        self.rank_layer_with(mesh, spec, weights, training)
+        self.rank_layer_with(mesh, spec, weights, training, None)
+    }
+
+    /// Makes this rank's part of a layer over the experts of another one of the same mesh.
+    pub(crate) fn rank_layer_over(
+        &self,
+        bank: &RankLayer,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+    ) -> Result<RankLayer, EngineError> {
+        let mesh = &bank.mesh;
+        let weights = Numbers::new(spec, self.target(), weights);
+        let own = Shard::new(spec, mesh.parallel(), mesh.place(), &weights);
+        let own = own.placed(mesh.placement());
+        let weights = RankWeights {
+            tokens: &weights,
+            experts: &own,
+        };
+        let training = bank.tokens.plan().training;
+        self.rank_layer_with(mesh, spec, weights, training, Some(&bank.experts))
     }
 
     /// As [`Engine::rank_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
@@ -108,16 +127,17 @@ impl Engine {
             tokens: &around,
             experts: part,
         };
-        self.rank_layer_with(mesh, spec, weights, training)
+        self.rank_layer_with(mesh, spec, weights, training, None)
     }
 
-    /// Makes the layer from the weights of its parts.
+    /// Makes the layer from the weights of its parts, or over experts that another has.
     fn rank_layer_with(
         &self,
         mesh: &Mesh,
         spec: &LayerSpec,
         weights: RankWeights<'_>,
         training: Option<Training>,
+        bank: Option<&DeviceLayer>,
     ) -> Result<RankLayer, EngineError> {
         check_spec(spec)?;
         let form = PlanKey {
@@ -135,7 +155,14 @@ impl Engine {
         let call = Call::new("kernels and weights of a layer");
         let (tokens, experts, shared) = mesh.with_heartbeat(&call, || {
             let tokens = part(&plan.tokens, weights.tokens)?;
-            let experts = part(&plan.experts, weights.experts)?;
+            let experts = match bank {
+                None => part(&plan.experts, weights.experts)?,
+                Some(bank) => {
+                    let texts = Texts::of(plan.experts.clone().into())?;
+                    let layer = self.device_layer_over(&texts, weights.experts, bank);
+                    layer.map_err(|error| error.needing(&options))?
+                }
+            };
             let shared = plan.shared.as_ref().map(|plan| part(plan, weights.experts));
             Ok((tokens, experts, shared.transpose()?))
         })?;
@@ -152,6 +179,10 @@ impl Engine {
             tokens,
             experts,
             shared,
+            reduces: match bank {
+                None => Reduces::All,
+                Some(_) => Reduces::AllButExperts,
+            },
             choice: RwLock::new(Choice {
                 strategy: Strategy::default(),
                 row_schedule: RowSchedule::Direct,
@@ -160,7 +191,6 @@ impl Engine {
                 packings: BTreeMap::new(),
             }),
             recorder: None,
-            borrows_gradients: false,
         })
     }
 
@@ -286,6 +316,8 @@ impl RankLayer {
             tokens: self.tokens.handle(),
             experts: self.experts.handle(),
             shared: self.shared.as_ref().map(DeviceLayer::handle),
+            // A handle's gradients are its own, those of experts too.
+            reduces: Reduces::All,
             choice: RwLock::new(Choice {
                 strategy: Strategy::default(),
                 row_schedule: RowSchedule::Direct,
@@ -294,7 +326,6 @@ impl RankLayer {
                 packings: BTreeMap::new(),
             }),
             recorder: self.recorder.clone(),
-            borrows_gradients: false,
         }
     }
 
@@ -317,7 +348,7 @@ impl RankLayer {
             tokens,
             experts: self.experts.handle_to_gradients()?,
             shared: shared.transpose()?,
-            borrows_gradients: true,
+            reduces: Reduces::Router,
             ..self.handle()
         })
     }

@@ -11,6 +11,17 @@ use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
 use moesaic_plan::TensorId;
 
+/// The gradients that a layer reduces. The others are another layer's, too, which reduces them: a
+/// second sum over ranks would multiply them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reduces {
+    All,
+    /// Those of the router alone: everything else is of the first of several routers' layers.
+    Router,
+    /// All but those of routed experts, which are of the layer of a bank.
+    AllButExperts,
+}
+
 impl RankLayer {
     /// Sums gradients over the ranks that hold the same weights. Gradients of experts are summed
     /// over `dp` groups and over groups with replicas of an expert
@@ -28,19 +39,23 @@ impl RankLayer {
     pub fn reduce_gradients(&self) -> Result<(), EngineError> {
         self.replicated().check_training()?;
         let mut groups = self.mesh().groups();
-        // The sums of the others are in place, and reducing these again would multiply them.
-        if self.borrows_gradients {
+        if self.reduces == Reduces::Router {
             return sum(self.replicated(), &mut *groups.world, is_of_router);
         }
         sum(self.replicated(), &mut *groups.world, EVERY)?;
-        sum(self.own(), &mut *groups.expert_dp, EVERY)?;
+        if self.reduces == Reduces::All {
+            sum(self.own(), &mut *groups.expert_dp, EVERY)?;
+        }
         if let Some(shared) = self.shared() {
             sum(shared, groups.process_group(ProcessGroup::EpDp), EVERY)?;
         }
         // `sum_replicas` exchanges through the mesh's groups by itself and would wait for this
         // lock.
         drop(groups);
-        self.sum_replicas()
+        if self.reduces == Reduces::All {
+            self.sum_replicas()?;
+        }
+        Ok(())
     }
 
     /// As [`RankLayer::reduce_gradients`], then divides all sums by the number of ranks, those of
@@ -55,10 +70,13 @@ impl RankLayer {
     pub fn average_gradients(&self) -> Result<(), EngineError> {
         self.reduce_gradients()?;
         let ranks = self.mesh().parallel().ranks() as f32;
-        if self.borrows_gradients {
+        if self.reduces == Reduces::Router {
             return divide(self.replicated(), ranks, is_of_router);
         }
-        self.parts().try_for_each(|part| divide(part, ranks, EVERY))
+        let own =
+            |part: &&DeviceLayer| self.reduces == Reduces::All || !std::ptr::eq(*part, self.own());
+        let mut parts = self.parts().filter(own);
+        parts.try_for_each(|part| divide(part, ranks, EVERY))
     }
 
     /// Sums gradients of experts that several groups hold, through host memory.

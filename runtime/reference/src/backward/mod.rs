@@ -6,8 +6,9 @@
 mod expert;
 mod gate;
 
-use crate::expert::{project_latent, residual_weights, transposed_latent};
+use crate::expert::{Choices, project_latent, residual_weights, transposed_latent};
 use crate::place::{Placement, kept};
+use crate::row_norm::{self, normed, normed_back};
 use crate::{Decision, Gate, Input, Tensor, Weights, gate as decide, scan};
 use moesaic_spec::{LayerSpec, WeightSite, canonical_tensors};
 use std::collections::BTreeMap;
@@ -107,11 +108,7 @@ impl<'a> Pass<'a> {
         let (k, out) = (self.spec.shape.top_k, self.spec.output_dim());
         let mut weighed = vec![0.0; decision.ids.len()];
         for t in 0..self.input.tokens {
-            let routed = Routed {
-                ids: &decision.ids[t * k..(t + 1) * k],
-                locations: &placed.locations[t * k..(t + 1) * k],
-                weights: &placed.weights[t * k..(t + 1) * k],
-            };
+            let routed = Choices::of(t, k, &decision.ids, placed);
             let dweights = self.routed(t, &routed, &dy[t * out..(t + 1) * out]);
             weighed[t * k..(t + 1) * k].copy_from_slice(&dweights);
         }
@@ -120,16 +117,22 @@ impl<'a> Pass<'a> {
 
     /// Runs the routed experts of a token and the projections around them backward. Returns the
     /// gradients of their weights.
-    fn routed(&mut self, t: usize, routed: &Routed<'_>, dy: &[f64]) -> Vec<f64> {
+    fn routed(&mut self, t: usize, routed: &Choices<'_>, dy: &[f64]) -> Vec<f64> {
         let (spec, weights, x) = (self.spec, self.weights, self.token(t));
         let shares = residual_weights(spec, weights, x);
         let whole = dy;
         let dy: Vec<f64> = dy.iter().map(|v| shares[0] * v).collect();
+        let read = project_latent(spec, weights, "down", x);
+        let sum = routed.sum(spec, weights, &read);
+        let dnormed = transposed_latent(spec, weights, &dy);
+        let (dsum, dweight) = normed_back(spec, weights, &sum, &dnormed);
+        if let Some(dweight) = dweight {
+            add(self.of(row_norm::WEIGHT), &dweight, 1.0);
+        }
         let mut row = Row {
-            x: project_latent(spec, weights, "down", x),
-            dx: vec![0.0; spec.expert_input_dim()],
-            sum: vec![0.0; spec.expert_output_dim()],
-            dsum: transposed_latent(spec, weights, &dy),
+            dx: vec![0.0; read.len()],
+            x: read,
+            dsum,
         };
         let slots = 0..routed.ids.len();
         let of = |slot: usize| match routed.ids[slot] {
@@ -139,9 +142,10 @@ impl<'a> Pass<'a> {
             _ => 0.0,
         };
         let dweights = slots.map(of).collect();
-        let sum = project_latent(spec, weights, "up", &row.sum);
-        self.lean(t, -dot(&sum, whole) * shares[0] * shares[1]);
-        self.project_latent_back("up", &row.sum, &dy);
+        let normed = normed(spec, weights, &sum);
+        let raised = project_latent(spec, weights, "up", &normed);
+        self.lean(t, -dot(&raised, whole) * shares[0] * shares[1]);
+        self.project_latent_back("up", &normed, &dy);
         let dx = self.project_latent_back("down", x, &row.dx);
         self.add_to_token(t, &dx, 1.0);
         dweights
@@ -151,14 +155,12 @@ impl<'a> Pass<'a> {
     fn slot(&mut self, expert: usize, weight: f64, row: &mut Row) -> f64 {
         if self.spec.router.weight_on == WeightSite::Input {
             let scaled: Vec<f64> = row.x.iter().map(|v| weight * v).collect();
-            let (out, dx) = self.expert(expert, &scaled, &row.dsum);
-            add(&mut row.sum, &out, 1.0);
+            let (_, dx) = self.expert(expert, &scaled, &row.dsum);
             add(&mut row.dx, &dx, weight);
             return dot(&dx, &row.x);
         }
         let dout: Vec<f64> = row.dsum.iter().map(|v| weight * v).collect();
         let (out, dx) = self.expert(expert, &row.x, &dout);
-        add(&mut row.sum, &out, weight);
         add(&mut row.dx, &dx, 1.0);
         dot(&out, &row.dsum)
     }
@@ -193,18 +195,10 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// The fate of a token's choices.
-struct Routed<'a> {
-    ids: &'a [i32],
-    locations: &'a [i32],
-    weights: &'a [f64],
-}
-
-/// The input and the sum of a token's experts, and their gradients.
+/// The input of a token's experts with its gradient, and the gradient of their sum.
 struct Row {
     x: Vec<f64>,
     dx: Vec<f64>,
-    sum: Vec<f64>,
     dsum: Vec<f64>,
 }
 

@@ -16,6 +16,7 @@ fn deepseek() -> LayerSpec {
         gate: SharedGate::None,
         bias: None,
         clamp: None,
+        activation: None,
     }];
     spec
 }
@@ -55,7 +56,11 @@ fn few_tokens_have_blocks_for_many_multiprocessors() {
     // projection it is another's.
     spec.shared[0].gate = SharedGate::Residual;
     for latent in [None, Some(7168)] {
-        spec.latent = latent.map(|dim| Latent { dim, bias: false });
+        spec.latent = latent.map(|dim| Latent {
+            dim,
+            bias: false,
+            norm_eps: None,
+        });
         let entries = combines(&spec, "cuda:sm_90a", &PlanOptions::default());
         assert_eq!(entries.len(), if latent.is_some() { 2 } else { 1 });
         for entry in entries {

@@ -2,11 +2,12 @@
 //!
 //! With projections the layer inside them has the width of its experts and reads `latent.x` for x,
 //! `latent.sum` for y, `latent.dsum` for dy and `latent.dx` for dx, so its kernels are the same
-//! with these names. A layer whose routed experts have a weight reads `routed` for y and `drouted`
+//! with these names. A norm between the sum and the projection behind it has names of its own. A layer whose routed experts have a weight reads `routed` for y and `drouted`
 //! for dy.
 
 use super::{Half, desc, dgrad, wgrad};
 use crate::layer::{Bind, Builder, owned};
+use crate::ops::rms_norm::read_by_projection;
 use crate::ops::shared::adds_later;
 
 /// The name of the kernel of the way down.
@@ -41,7 +42,9 @@ impl Builder {
             } else {
                 "y"
             };
-            self.project("grouped_gemm_latent_up", Half::Up, "latent.sum", to);
+            self.latent_norm();
+            let [from, _] = read_by_projection(&self.plan.spec);
+            self.project("grouped_gemm_latent_up", Half::Up, from, to);
         }
     }
 
@@ -67,7 +70,9 @@ impl Builder {
                 Some(_) => "drouted",
                 None => "dy",
             };
-            self.project_bwd(Half::Up, dout, "latent.sum", "latent.dsum");
+            let [read, gradient] = read_by_projection(&self.plan.spec);
+            self.project_bwd(Half::Up, dout, read, gradient);
+            self.latent_norm_bwd();
         }
     }
 

@@ -355,7 +355,14 @@ fn bailing_hybrid(c: &Config, layer: usize) -> Result<Draft, HfError> {
 fn kimi_linear(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = deepseek(c, layer, &KIMI_LINEAR)?;
     if let Some(dim) = c.size_opt(&["routed_expert_hidden_size"])? {
-        d.spec.latent = Some(Latent { dim, bias: false });
+        let norms = c.flag(&["latent_moe_use_norm"], false)?;
+        let eps = c.number(&["rms_norm_eps"], 1e-6)?;
+        d.spec.latent = Some(Latent {
+            dim,
+            bias: false,
+            norm_eps: norms.then_some(eps),
+        });
+        d.plain("latent.norm.weight", &["routed_expert_norm.weight"]);
         for part in ["down", "up"] {
             let name = format!("routed_expert_{part}_proj.weight");
             d.plain(&format!("latent.{part}.weight"), &[&name]);

@@ -20,17 +20,10 @@ const FAMILIES: &[Refused] = &[
         has: "one score per expert, and experts of matrices",
     },
     Refused {
-        names: &["inkling_mm_model", "inkling_text"],
-        does: "the router scores shared experts too and normalises their weights together with \
-               those of the chosen ones",
-        has: "`router.always_chosen` for that, but a recipe cannot join the tensors of shared and \
-              routed experts yet",
-    },
-    Refused {
         names: &["muse_spark", "muse_spark_text"],
         does: "each expert's output is normalised before its weight, between projections to and \
                from a narrower width with a norm",
-        has: "experts without norms",
+        has: "a norm of the experts' sum alone, `latent.norm_eps`",
     },
     Refused {
         names: &["vitpose", "vitpose_backbone"],

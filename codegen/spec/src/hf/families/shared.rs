@@ -38,6 +38,11 @@ pub(super) const FAMILIES: &[Family] = &[
         build: qwen3_5,
     },
     Family {
+        names: &["interns2_mobius", "interns2_mobius_text"],
+        layers: |c| layers::every(c, 40),
+        build: mobius,
+    },
+    Family {
         names: &["qwen4_exp", "qwen4_exp_text"],
         layers: |c| layers::every(c, 40),
         build: qwen3_next,
@@ -152,6 +157,25 @@ fn step3_layers(c: &Config) -> Result<Layers, HfError> {
 fn qwen3_5(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = plain(c, layer, sizes(c, NARROW, [2048, 512, 256, 8])?)?;
     d.renormalize(true, 0.0);
+    gated_shared(c, d, 512)
+}
+
+/// Builds Intern-S2-Mobius as SGLang serves it: layers take turns with a few banks, which are
+/// experts with their router, and each has a shared expert of its own.
+fn mobius(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    const BANKS: [&str; 3] = [
+        "model.language_model.meta_mlp.",
+        "model.meta_mlp.",
+        "meta_mlp.",
+    ];
+    let bank = layer % c.size(&["num_blocks"], 4)?.max(1);
+    let sizes = sizes(c, NARROW, [2048, 512, 256, 8])?;
+    let mut d = gated(c, bank, sizes, &BANKS, &[""])?;
+    d.renormalize(c.flag(&["norm_topk_prob"], true)?, 0.0);
+    d.notes.push(format!(
+        "the experts and the router are those of bank {bank}, which other layers share"
+    ));
+    d.decoder(layer, &["mlp."]);
     gated_shared(c, d, 512)
 }
 
@@ -328,6 +352,7 @@ fn granite_shared(c: &Config, layer: usize, default: usize) -> Result<Draft, HfE
             gate: SharedGate::None,
             bias: None,
             clamp: None,
+            activation: None,
         });
         d.decoder(layer, &["shared_mlp."]);
         for (half, part) in ["gate", "up"].into_iter().enumerate() {

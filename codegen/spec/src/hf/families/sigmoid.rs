@@ -1,9 +1,9 @@
 //! Sigmoid routers other than DeepSeek-V3's, and Nemotron-H.
 
-use super::super::HfError;
 use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused};
 use super::super::source::half_of;
+use super::super::{HfError, TensorPiece, TensorStep};
 use super::deepseek::{self, BIAS, GLM4};
 use super::layers::{self, Layers, depth};
 use super::shared::{SHARED, merged_shared};
@@ -60,6 +60,11 @@ pub(super) const FAMILIES: &[Family] = &[
         build: minimax_m3,
     },
     Family {
+        names: &["inkling_mm_model", "inkling_text"],
+        layers: inkling_layers,
+        build: inkling,
+    },
+    Family {
         names: &["inkling2", "inkling2_text"],
         layers: |c| layers::every(c, 48),
         build: |c, layer| inkling2(c, layer, [4608, 2304, 384, 8]),
@@ -101,7 +106,11 @@ fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
         d.biased();
     }
     if let Some(dim) = c.size_opt(&["moe_latent_size"])? {
-        d.spec.latent = Some(Latent { dim, bias });
+        d.spec.latent = Some(Latent {
+            dim,
+            bias,
+            norm_eps: None,
+        });
         for (part, leaf) in [("down", "fc1_latent_proj"), ("up", "fc2_latent_proj")] {
             for kind in ["weight", "bias"] {
                 d.plain(
@@ -255,6 +264,93 @@ fn minimax_m3(c: &Config, layer: usize) -> Result<Draft, HfError> {
         d.stepped(&name, &["shared_experts.gate_up_proj.weight"], &[half]);
     }
     Ok(d)
+}
+
+/// Returns the sparse layers of `mlp_layer_types`, or those from `dense_mlp_idx` on.
+fn inkling_layers(c: &Config) -> Result<Layers, HfError> {
+    let dense = c.size(&["dense_mlp_idx"], 0)?;
+    layers::typed(c, dense, 66)
+}
+
+/// Builds Inkling, whose shared experts are the last ones of the router: every token chooses them,
+/// and their weights are normalised with those of the others.
+fn inkling(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut sizes = sizes(c, NARROW, [6144, 3072, 256, 6])?;
+    // Such files have the experts' width in the key that is the dense layers' elsewhere.
+    if c.size_opt(&["dense_intermediate_size"])?.is_some() {
+        sizes.hidden = c.size(WIDE, sizes.hidden)?;
+    }
+    if !c.flag(&["shared_expert_sink"], true)? {
+        let axis = "shared experts without a share of the weights";
+        return Err(c.unsupported("shared_expert_sink", axis, "only true can be read"));
+    }
+    let (routed, shared) = (sizes.experts, c.size(SHARED, 2)?);
+    sizes.experts = routed.saturating_add(shared);
+    sizes.top_k = sizes.top_k.saturating_add(shared);
+    let mut d = Draft::new(c, sizes);
+    d.activation(c, &["hidden_act"], "silu")?;
+    let prefixes = [DECODER, &["model.llm.layers."]].concat();
+    d.rooted(&prefixes, layer, &["mlp."]);
+    d.spec.router.always_chosen = shared;
+    d.spec.router.score = Score::Sigmoid;
+    d.renormalize(true, 0.0);
+    d.spec.router.scale = c.number(&["route_scale"], 8.0)?;
+    d.plain("router.weight", &["gate.weight"]);
+    d.spec.router.expert_scale = true;
+    d.repeated("router.expert_scale", "gate.global_scale");
+    d.spec.router.select_bias = true;
+    inkling_bias(&mut d, [routed, shared]);
+    inkling_experts(&mut d, [routed, shared]);
+    Ok(d)
+}
+
+/// Adds the selection bias. Shared experts have none, and any number serves them, because every
+/// token chooses them.
+fn inkling_bias(d: &mut Draft, [routed, shared]: [usize; 2]) {
+    for name in ["gate.bias", "gate.e_score_correction_bias"] {
+        let of_shared = TensorStep::Take {
+            axis: 0,
+            start: 0,
+            step: 1,
+            count: shared,
+            of: routed,
+        };
+        let pieces = [
+            TensorPiece::of(name, routed, vec![]),
+            TensorPiece::of(name, shared, vec![of_shared]),
+        ];
+        d.joined("router.select_bias", &pieces);
+    }
+}
+
+/// Adds routed and shared experts. Published checkpoints interleave the rows of gate and up.
+fn inkling_experts(d: &mut Draft, [routed, shared]: [usize; 2]) {
+    let hidden = d.spec.shape.hidden_dim;
+    for (half, part) in ["gate", "up"].into_iter().enumerate() {
+        let name = format!("experts.{part}.weight");
+        let rows = |interleaved| vec![half_of(1, half, hidden, interleaved)];
+        let published = [
+            TensorPiece::of("experts.w13_weight", routed, rows(true)),
+            TensorPiece::of("shared_experts.shared_w13_weight", shared, rows(true)),
+        ];
+        let own = format!("shared_experts.{part}_proj");
+        let in_memory = [
+            TensorPiece::of("experts.gate_up_proj", routed, rows(false)),
+            TensorPiece::of(&own, shared, vec![]),
+        ];
+        d.joined(&name, &published);
+        d.joined(&name, &in_memory);
+    }
+    for [of_routed, of_shared] in [
+        ["experts.w2_weight", "shared_experts.shared_w2_weight"],
+        ["experts.down_proj", "shared_experts.down_proj"],
+    ] {
+        let pieces = [
+            TensorPiece::of(of_routed, routed, vec![]),
+            TensorPiece::of(of_shared, shared, vec![]),
+        ];
+        d.joined("experts.down.weight", &pieces);
+    }
 }
 
 /// Builds Inkling 2, whose experts have SiTU-GLU. Published checkpoints interleave the rows of gate

@@ -7,7 +7,8 @@ use super::super::source::half_of;
 use super::super::{Alternative, HfError, TensorParts, TensorStep};
 use super::layers::{self, Layers, depth};
 use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
-use crate::{Biases, Renormalize, Score, Select};
+use crate::{Activation, Biases, Renormalize, Score, Select, SharedGate};
+use std::f64::consts::FRAC_1_SQRT_2;
 
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
@@ -81,6 +82,16 @@ pub(super) const FAMILIES: &[Family] = &[
             let sizes = sizes(c, WIDE, [640, 640, 128, 4])?;
             gpt_oss(c, layer, sizes, Fused::Columns)
         },
+    },
+    Family {
+        names: &["moondream3", "moondream3_text"],
+        layers: moondream_layers,
+        build: moondream,
+    },
+    Family {
+        names: &["grok-1"],
+        layers: |c| layers::every(c, 64),
+        build: grok,
     },
     Family {
         names: &["phimoe"],
@@ -269,6 +280,50 @@ fn gpt_oss(c: &Config, layer: usize, sizes: Sizes, fused: Fused) -> Result<Draft
         d.stepped(&name, &["experts.gate_up_proj_bias"], &[half]);
     }
     d.plain("experts.down.bias", &["experts.down_proj_bias"]);
+    Ok(d)
+}
+
+/// Returns the layers behind the first dense ones.
+fn moondream_layers(c: &Config) -> Result<Layers, HfError> {
+    let first = c.size(&["moe_start_layer"], 4)?;
+    let why = "moe_start_layer leaves none";
+    Ok(Layers::filtered(depth(c, 24)?, why, |i| i >= first))
+}
+
+/// Builds Moondream 3 as vLLM serves it: gpt-oss's router, and `gelu(gate) · (up + 1)`.
+fn moondream(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = Draft::new(c, sizes(c, &["moe_expert_inner_dim"], [2048, 1024, 64, 8])?);
+    d.spec.experts.activation = Activation::Gelu;
+    d.spec.experts.up_offset = 1.0;
+    d.spec.router.bias = true;
+    d.spec.router.score = Score::SoftmaxSelected;
+    let prefixes = ["model.text.blocks.", "text.blocks."];
+    d.rooted(&prefixes, layer, &["mlp."]);
+    d.plain("router.weight", &["router.weight"]);
+    d.plain("router.bias", &["router.bias"]);
+    d.fused_experts(Fused::Rows, "fc1.weight", "fc2.weight");
+    Ok(d)
+}
+
+/// Builds Grok 1 and 2 as SGLang serves them. With `residual_moe` the layer's dense experts are
+/// added, and the sum of both is divided by the square root of 2.
+fn grok(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let keys = ["moe_intermediate_size", "intermediate_size"];
+    let mut d = Draft::new(c, sizes(c, &keys, [6144, 32768, 8, 2])?);
+    d.spec.experts.activation = Activation::Gelu;
+    d.spec.router.logit_softcap = Some(c.number(&["router_logit_softcapping"], 30.0)?);
+    d.decoder(layer, &["block_sparse_moe."]);
+    d.plain("router.weight", &["gate.weight"]);
+    d.gated_experts(Fused::Rows);
+    if c.flag(&["residual_moe"], false)? {
+        let hidden = c.size(WIDE, 32768)?;
+        d.decoder(layer, &[""]);
+        d.shared(&["mlp"], hidden, SharedGate::None);
+        let own = d.spec.shared.iter_mut();
+        own.for_each(|shared| shared.activation = Some(Activation::GeluTanh));
+        d.spec.router.scale = FRAC_1_SQRT_2;
+        d.then("shared.0.down.weight", TensorStep::Factor(FRAC_1_SQRT_2));
+    }
     Ok(d)
 }
 
