@@ -5,6 +5,8 @@ use moesaic::{Engine, EngineOptions, Layer, LayerSpec, Training};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::HashMap;
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The choices that open an engine.
@@ -33,6 +35,9 @@ static PROCESS: Mutex<Process> = Mutex::new(Process {
     settings: None,
     opened: None,
 });
+
+/// How often settings were chosen.
+static CHOICES: AtomicU64 = AtomicU64::new(0);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -91,6 +96,47 @@ pub fn layer(spec: &LayerSpec, text: &str) -> Result<Arc<Layer>, Failure> {
     Ok(kept.or_insert_with(|| Arc::new(made)).clone())
 }
 
+/// A layer that calls need not look up: of the engine that the process had when it was made.
+pub struct Held {
+    layer: ManuallyDrop<Arc<Layer>>,
+    process: u32,
+    choices: u64,
+}
+
+impl Held {
+    /// Holds the layer of a spec, and returns it too.
+    ///
+    /// # Errors
+    /// As [`layer`].
+    pub fn new(spec: &LayerSpec, text: &str) -> Result<(Held, Arc<Layer>), Failure> {
+        // Read first: settings chosen meanwhile make this one old, not new.
+        let choices = CHOICES.load(Ordering::Acquire);
+        let layer = layer(spec, text)?;
+        let held = Held {
+            layer: ManuallyDrop::new(layer.clone()),
+            process: std::process::id(),
+            choices,
+        };
+        Ok((held, layer))
+    }
+
+    /// Returns the layer, unless this is a child of `fork`, or other settings were chosen.
+    pub fn current(&self) -> Option<&Arc<Layer>> {
+        let chosen = self.choices == CHOICES.load(Ordering::Acquire);
+        (chosen && self.process == std::process::id()).then_some(&*self.layer)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // In a child of `fork` the last one would wait for threads of the parent.
+        if self.process == std::process::id() {
+            // SAFETY: it is dropped here alone.
+            unsafe { ManuallyDrop::drop(&mut self.layer) };
+        }
+    }
+}
+
 /// Chooses the target and the number of threads of layers that are made from now on.
 ///
 /// target: "cpu", or a name such as "cpu:avx2". None keeps what was chosen.
@@ -115,6 +161,7 @@ pub fn configure(target: Option<String>, threads: Option<usize>) -> PyResult<()>
         target: target.unwrap_or_else(|| old.as_ref().map_or_else(default, |s| s.target.clone())),
         threads: threads.or(old.and_then(|s| s.threads)),
     });
+    CHOICES.fetch_add(1, Ordering::Release);
     // Layers in use keep the engine that they were made on.
     if let Some(opened) = state.opened.take()
         && opened.process != std::process::id()

@@ -36,6 +36,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<dlpack::Array>()?;
     module.add_class::<spec::Spec>()?;
     module.add_class::<layer::Layer>()?;
+    module.add_class::<layer::BoundLayer>()?;
     module.add_class::<packed::PackedLayer>()?;
     module.add_class::<ranks::Listener>()?;
     module.add_class::<ranks::Ranks>()?;

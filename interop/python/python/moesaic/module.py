@@ -265,6 +265,20 @@ class MoE(nn.Module):
         width = self._width
         if x.dim() == 0 or x.shape[-1] != width:
             raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
+        weights = [
+            # Past nn.Module's own lookup, which costs more; a parametrized weight is found there.
+            owner._parameters[last] if last in owner._parameters else getattr(owner, last)
+            for owner, last in self._owners
+        ]
+        # Most calls have x alone.
+        alone = (
+            token_ids is topk_ids is topk_weights is token_mask is active_k is sequence_ids
+            is global_counts is global_tokens is capacity_factor is None
+        )
+        if alone and not (self.training or return_routing or self._over):
+            y = ops.evaluate_plain(self._text, x, weights)
+            if y is not None:
+                return y
         leading = x.shape[:-1]
         rows = x if x.dim() == 2 else x.reshape(-1, width)
         tokens = rows.shape[0]
@@ -276,12 +290,8 @@ class MoE(nn.Module):
                 names.append(name)
                 inputs.append(tensor.reshape(shape))
 
-        k = self._top_k
-        # Most calls have x alone.
-        if not (
-            token_ids is topk_ids is topk_weights is token_mask is active_k is sequence_ids
-            is global_counts is global_tokens is None
-        ):
+        if not alone:
+            k = self._top_k
             take("token_ids", token_ids, (tokens,))
             take("topk_ids", topk_ids, (tokens, k))
             take("topk_weights", topk_weights, (tokens, k))
@@ -290,11 +300,6 @@ class MoE(nn.Module):
             take("sequence_ids", sequence_ids, (tokens,))
             take("global_counts", global_counts, (self._experts,))
             take("global_tokens", global_tokens, (1,))
-        weights = [
-            # Past nn.Module's own lookup, which costs more; a parametrized weight is found there.
-            owner._parameters[last] if last in owner._parameters else getattr(owner, last)
-            for owner, last in self._owners
-        ]
         if self._over is not None:
             y, ids, chosen, counts, losses = self._over.run(
                 rows, names, inputs, weights, self.training, rng_key, capacity_factor
@@ -314,7 +319,8 @@ class MoE(nn.Module):
             decided = decided[decided >= 0].long()
             counts = torch.bincount(decided, minlength=self._experts)
             return y, Routing(topk_ids, topk_weights.detach(), counts)
-        return y, Routing(ids.view(*leading, k), chosen.view(*leading, k), counts)
+        slots = (*leading, self._top_k)
+        return y, Routing(ids.view(slots), chosen.view(slots), counts)
 
     def extra_repr(self) -> str:
         shape = self.spec
