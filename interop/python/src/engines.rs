@@ -3,7 +3,7 @@
 use crate::errors::{Failure, without_gil};
 use moesaic::{Engine, EngineOptions, Layer, LayerSpec, Training};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyCFunction, PyDict};
 use std::collections::HashMap;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,8 +36,25 @@ static PROCESS: Mutex<Process> = Mutex::new(Process {
     opened: None,
 });
 
-/// How often settings were chosen.
-static CHOICES: AtomicU64 = AtomicU64::new(0);
+/// How often settings were chosen, or this process forked from another.
+static CHANGES: AtomicU64 = AtomicU64::new(0);
+
+/// Has calls look for their layer again in a child of `fork`. `getpid` in each would be a tenth of
+/// what a call costs.
+///
+/// # Errors
+/// Python's own.
+pub fn watch_forks(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    let changed = PyCFunction::new_closure(py, None, None, |_, _| {
+        CHANGES.fetch_add(1, Ordering::Release);
+    })?;
+    let options = PyDict::new(py);
+    options.set_item("after_in_child", changed)?;
+    py.import("os")?
+        .call_method("register_at_fork", (), Some(&options))?;
+    Ok(())
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -100,7 +117,7 @@ pub fn layer(spec: &LayerSpec, text: &str) -> Result<Arc<Layer>, Failure> {
 pub struct Held {
     layer: ManuallyDrop<Arc<Layer>>,
     process: u32,
-    choices: u64,
+    changes: u64,
 }
 
 impl Held {
@@ -110,20 +127,20 @@ impl Held {
     /// As [`layer`].
     pub fn new(spec: &LayerSpec, text: &str) -> Result<(Held, Arc<Layer>), Failure> {
         // Read first: settings chosen meanwhile make this one old, not new.
-        let choices = CHOICES.load(Ordering::Acquire);
+        let changes = CHANGES.load(Ordering::Acquire);
         let layer = layer(spec, text)?;
         let held = Held {
             layer: ManuallyDrop::new(layer.clone()),
             process: std::process::id(),
-            choices,
+            changes,
         };
         Ok((held, layer))
     }
 
     /// Returns the layer, unless this is a child of `fork`, or other settings were chosen.
     pub fn current(&self) -> Option<&Arc<Layer>> {
-        let chosen = self.choices == CHOICES.load(Ordering::Acquire);
-        (chosen && self.process == std::process::id()).then_some(&*self.layer)
+        let unchanged = self.changes == CHANGES.load(Ordering::Acquire);
+        unchanged.then_some(&*self.layer)
     }
 }
 
@@ -161,7 +178,7 @@ pub fn configure(target: Option<String>, threads: Option<usize>) -> PyResult<()>
         target: target.unwrap_or_else(|| old.as_ref().map_or_else(default, |s| s.target.clone())),
         threads: threads.or(old.and_then(|s| s.threads)),
     });
-    CHOICES.fetch_add(1, Ordering::Release);
+    CHANGES.fetch_add(1, Ordering::Release);
     // Layers in use keep the engine that they were made on.
     if let Some(opened) = state.opened.take()
         && opened.process != std::process::id()

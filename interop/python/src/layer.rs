@@ -72,11 +72,7 @@ pub struct BoundLayer {
 }
 
 impl BoundLayer {
-    fn new(
-        spec: &Spec,
-        given: &[Given],
-        mut names: Vec<String>,
-    ) -> Result<BoundLayer, Failure> {
+    fn new(spec: &Spec, given: &[Given], mut names: Vec<String>) -> Result<BoundLayer, Failure> {
         let (held, layer) = Held::new(&spec.spec, &spec.text)?;
         let plan = layer.plan();
         let weights = check(&layer, 0, given)?.tensors;
@@ -125,6 +121,24 @@ impl BoundLayer {
         Ok(tensors)
     }
 
+    fn evaluate_at(
+        &self,
+        py: Python<'_>,
+        tokens: usize,
+        addresses: &[u64],
+        capacity_factor: Option<f64>,
+    ) -> PyResult<()> {
+        without_gil(py, || {
+            let tensors = self.tensors(tokens, addresses)?;
+            // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds
+            // their memory until this returns, and a CPU's call is over then.
+            let call =
+                unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
+            self.layer()?.forward(call)?;
+            Ok(())
+        })
+    }
+
     fn has(&self, name: &str) -> bool {
         self.names.iter().any(|known| known == name)
     }
@@ -133,8 +147,8 @@ impl BoundLayer {
     fn needed(&self, plan: &LayerPlan) -> Arc<[String]> {
         let find = || {
             let kept = plan.saved().into_iter().map(|id| &plan[id]);
-            let needed = kept
-                .filter(|tensor| matches!(tensor.role, Role::Weight) || self.has(&tensor.name));
+            let needed =
+                kept.filter(|tensor| matches!(tensor.role, Role::Weight) || self.has(&tensor.name));
             needed.map(|tensor| tensor.name.clone()).collect()
         };
         self.needed.get_or_init(find).clone()
@@ -143,6 +157,11 @@ impl BoundLayer {
 
 #[pymethods]
 impl BoundLayer {
+    /// Evaluates x to y, which are all that the call brings.
+    fn evaluate(&self, py: Python<'_>, tokens: usize, x: u64, y: u64) -> PyResult<()> {
+        self.evaluate_at(py, tokens, &[x, y], None)
+    }
+
     /// Evaluates. The call brings inputs and at least the output y.
     #[pyo3(signature = (tokens, addresses, capacity_factor=None))]
     fn forward(
@@ -152,15 +171,7 @@ impl BoundLayer {
         addresses: Vec<u64>,
         capacity_factor: Option<f64>,
     ) -> PyResult<()> {
-        without_gil(py, || {
-            let tensors = self.tensors(tokens, &addresses)?;
-            // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds
-            // their memory until this returns, and a CPU's call is over then.
-            let call =
-                unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
-            self.layer()?.forward(call)?;
-            Ok(())
-        })
+        self.evaluate_at(py, tokens, &addresses, capacity_factor)
     }
 
     /// Runs a training call and returns the DLPack capsule of a tensor [1] of i64, whose memory

@@ -47,5 +47,5 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(engines::engine_info, module)?)?;
     module.add_function(wrap_pyfunction!(spec::read_hf, module)?)?;
     module.add_function(wrap_pyfunction!(state_dicts::read_state_dict, module)?)?;
-    Ok(())
+    engines::watch_forks(module)
 }

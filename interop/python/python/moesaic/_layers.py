@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
 
 import torch
+from torch import Tensor, empty_like, is_grad_enabled
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from ._native import BoundLayer, InvalidError, Layer, Spec
 
@@ -41,7 +44,6 @@ class Compiled:
         self.top_k, self.experts = spec.top_k, spec.experts
         self.losses, self.rescales, self.draws = spec.losses, spec.rescales, spec.draws
         self._bindings: dict[tuple[str, ...], _Binding] = {}
-        self.plain = self.binding(("x", "y"))
 
     def binding(self, names: tuple[str, ...]) -> "_Binding":
         """Returns what binds weights for calls that bring tensors of these names."""
@@ -63,10 +65,14 @@ class _Binding:
 
     def __init__(self, of: Compiled, names: tuple[str, ...]) -> None:
         self._of, self._names = of, names
+        # An evaluation has no weights of the noise.
+        self.used = [at for at, name in enumerate(of.order) if name in of.weights]
         self._found: dict[int, tuple[BoundLayer, list[tuple[int, torch.dtype, int]]]] = {}
 
     def bind(self, weights: Sequence[torch.Tensor]) -> tuple[BoundLayer, Any]:
         """Returns the layer with these weights, and what must outlive its call beside them."""
+        if len(self.used) != len(weights):
+            weights = [weights[at] for at in self.used]
         found = self._found.get(weights[0].data_ptr())
         if found is not None and len(weights) == len(found[1]):
             for weight, (address, dtype, count) in zip(weights, found[1]):
@@ -83,18 +89,18 @@ class _Binding:
         return self._bind(weights)
 
     def _bind(self, weights: Sequence[torch.Tensor]) -> tuple[BoundLayer, Any]:
-        known, layer = self._of.weights, self._of.layer
-        # An evaluation has no weights of the noise.
-        pairs = [(n, w) for n, w in zip(self._of.order, weights) if n in known]
-        own = [taken(weight, known[name]) for name, weight in pairs]
-        described = [given(name, tensor) for (name, _), tensor in zip(pairs, own)]
-        bound = layer.bind(described, self._names)
-        if len(own) == len(weights) and all(o is w for o, w in zip(own, weights)):
-            if len(self._found) >= self.MOST:
-                self._found.clear()
-            seen = [(w.data_ptr(), w.dtype, w.numel()) for w in weights]
-            self._found[seen[0][0]] = bound, seen
-        return bound, own
+        of = self._of
+        names = [of.order[at] for at in self.used]
+        own = [taken(weight, of.weights[name]) for name, weight in zip(names, weights)]
+        described = [given(name, tensor) for name, tensor in zip(names, own)]
+        bound = of.layer.bind(described, self._names)
+        if any(o is not w for o, w in zip(own, weights)):
+            return bound, own
+        if len(self._found) >= self.MOST:
+            self._found.clear()
+        seen = [(w.data_ptr(), w.dtype, w.numel()) for w in weights]
+        self._found[seen[0][0]] = bound, seen
+        return bound, None
 
 
 @functools.lru_cache(maxsize=None)
@@ -168,3 +174,79 @@ def taken(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype and tensor.is_contiguous():
         return tensor
     return tensor.detach().to(dtype).contiguous()
+
+
+def only_autograd() -> bool:
+    """Returns whether nobody but autograd looks at operations: no compiler, no mode of torch."""
+    return not (is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active())
+
+
+class Plain:
+    """The last evaluation of a module of x alone: its bound layer, and where the weights lay.
+
+    Names are imported rather than looked up, and functions not split: a call like the last costs a few microseconds beside the layer. It
+    is empty in a copy of the module.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def __deepcopy__(self, memo: dict) -> "Plain":
+        return Plain()
+
+    def __reduce__(self) -> Any:
+        return Plain, ()
+
+    def evaluate(self, x: torch.Tensor) -> Optional[torch.Tensor]:
+        """Evaluates x [.., d] to y [.., d_out]; None unless all is as in the last call."""
+        if is_compiling() or type(x) is not Tensor or self._last is None:
+            return None
+        dtype, width, output, run, seen = self._last
+        if (
+            x.dtype is not dtype
+            or not (x.is_cpu and x.is_contiguous())
+            or _len_torch_dispatch_stack()
+            or _are_functorch_transforms_active()
+        ):
+            return None
+        try:
+            if x.size(-1) != width:
+                return None
+            for parameters, name, address, dtype, size in seen:
+                weight = parameters[name]
+                # All of these: `weight.data = ..` keeps the object and its version.
+                if (
+                    weight.data_ptr() != address
+                    or weight.dtype is not dtype
+                    or weight.nbytes != size
+                    or not weight.is_contiguous()
+                ):
+                    return None
+        except LookupError:  # x is one number, or a weight is gone
+            return None
+        if is_grad_enabled() and (x.requires_grad or any(p[n].requires_grad for p, n, *_ in seen)):
+            return None
+        y = empty_like(x) if output == width else x.new_empty((*x.shape[:-1], output))
+        run(x.numel() // width, x.data_ptr(), y.data_ptr())
+        return y
+
+    def see(
+        self,
+        of: Compiled,
+        x: torch.Tensor,
+        owners: Sequence[tuple[torch.nn.Module, str]],
+        weights: Sequence[torch.Tensor],
+    ) -> None:
+        """Keeps what an evaluation of x like this one needs, if its weights are read in place."""
+        self._last = None
+        binding, seen = of.binding(("x", "y")), []
+        for at in binding.used:
+            (owner, name), weight = owners[at], weights[at]
+            own = weight.dtype is of.weights[of.order[at]] and weight.is_contiguous()
+            if not own or owner._parameters.get(name) is not weight:
+                return
+            seen.append((owner._parameters, name, weight.data_ptr(), weight.dtype, weight.nbytes))
+        bound, _ = binding.bind(weights)
+        self._last = x.dtype, of.model_dim, of.output_dim, bound.evaluate, seen

@@ -94,6 +94,8 @@ class BoundLayer:
 
     A call brings the addresses of the tensors that `bind` named, in that order."""
 
+    def evaluate(self, tokens: int, x: int, y: int) -> None:
+        """Evaluates x to y, which are all that the call brings."""
     def forward(
         self, tokens: int, addresses: Sequence[int], capacity_factor: Optional[float] = None
     ) -> None: ...

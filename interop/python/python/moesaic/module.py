@@ -102,6 +102,7 @@ class MoE(nn.Module):
         self._experts = self.spec.experts
         self._losses: Optional[torch.Tensor] = None
         self._over = None
+        self._plain = None if group is not None else ops.Plain()
         if group is not None:
             from .distributed import Over
 
@@ -262,23 +263,19 @@ class MoE(nn.Module):
 
         Returns y [.., output_dim], and with return_routing also the `Routing`.
         """
-        width = self._width
-        if x.dim() == 0 or x.shape[-1] != width:
-            raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
-        weights = [
-            # Past nn.Module's own lookup, which costs more; a parametrized weight is found there.
-            owner._parameters[last] if last in owner._parameters else getattr(owner, last)
-            for owner, last in self._owners
-        ]
         # Most calls have x alone.
         alone = (
             token_ids is topk_ids is topk_weights is token_mask is active_k is sequence_ids
             is global_counts is global_tokens is capacity_factor is None
         )
-        if alone and not (self.training or return_routing or self._over):
-            y = ops.evaluate_plain(self._text, x, weights)
+        plain = None if self.training or return_routing or not alone else self._plain
+        if plain is not None:
+            y = plain.evaluate(x)
             if y is not None:
                 return y
+        width = self._width
+        if x.dim() == 0 or x.shape[-1] != width:
+            raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
         leading = x.shape[:-1]
         rows = x if x.dim() == 2 else x.reshape(-1, width)
         tokens = rows.shape[0]
@@ -300,6 +297,11 @@ class MoE(nn.Module):
             take("sequence_ids", sequence_ids, (tokens,))
             take("global_counts", global_counts, (self._experts,))
             take("global_tokens", global_tokens, (1,))
+        weights = [
+            # Past nn.Module's own lookup, which costs more; a parametrized weight is found there.
+            owner._parameters[last] if last in owner._parameters else getattr(owner, last)
+            for owner, last in self._owners
+        ]
         if self._over is not None:
             y, ids, chosen, counts, losses = self._over.run(
                 rows, names, inputs, weights, self.training, rng_key, capacity_factor
@@ -309,6 +311,9 @@ class MoE(nn.Module):
                 self._text, rows, names, inputs, weights, self.training, rng_key, capacity_factor,
                 return_routing,
             )
+        if plain is not None and losses is None:
+            of = ops.family(self._text).compiled(rows, weights, False)
+            plain.see(of, rows, self._owners, weights)
         if self.training:
             self._losses = losses
         y = y if x.dim() == 2 else y.reshape(*leading, y.shape[-1])

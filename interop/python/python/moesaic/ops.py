@@ -13,7 +13,18 @@ from typing import Any, NamedTuple, Optional, Sequence
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._layers import DTYPES, TORCH_DTYPES, Compiled, family, given, read_spec, taken, variant
+from ._layers import (
+    DTYPES,
+    TORCH_DTYPES,
+    Compiled,
+    Plain,
+    family,
+    given,
+    only_autograd,
+    read_spec,
+    taken,
+    variant,
+)
 from ._native import BoundLayer, Error, InvalidError
 
 # Tensors of other types mean something of their own by an operation.
@@ -130,35 +141,6 @@ def evaluate(
     bound, _kept = call.bind(of, weights)
     bound.forward(x.shape[0], call.addresses(), capacity_factor)
     return results
-
-
-def evaluate_plain(
-    text: str, x: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> Optional[torch.Tensor]:
-    """Evaluates x [.., d] to y [.., d_out] alone, if nobody but the caller looks at the call.
-
-    Returns None where `layer` has more to look at.
-    """
-    if type(x) is not torch.Tensor or not _only_autograd() or _is_differentiated(x, weights):
-        return None
-    of = family(text).compiled(x, weights, False)
-    width = of.model_dim
-    if not x.is_cpu or not x.is_contiguous() or x.shape[-1] != width or of.external:
-        return None
-    same = width == of.output_dim
-    y = torch.empty_like(x) if same else x.new_empty((*x.shape[:-1], of.output_dim))
-    bound, _kept = of.plain.bind(weights)
-    bound.forward(x.numel() // width, (x.data_ptr(), y.data_ptr()))
-    return y
-
-
-def _only_autograd() -> bool:
-    """Returns whether nobody but autograd looks at operations: no compiler, no mode of torch."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
 
 
 def _is_differentiated(x: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
@@ -408,7 +390,7 @@ def layer(
     """
     tensors = (x, *inputs, *weights)
     kinds = {type(tensor) for tensor in tensors}
-    if _only_autograd() and kinds <= PLAIN:
+    if only_autograd() and kinds <= PLAIN:
         if not training and not _is_differentiated(x, tensors):
             return (*evaluate(text, x, names, inputs, weights, capacity_factor, routing), None)
         options = Options(text, names, training, rng_key, capacity_factor)
