@@ -209,6 +209,16 @@ mod tests {
     use moesaic::{Input, RawCall, Tensor, Tensors};
 
     #[test]
+    fn chosen_settings_reach_layers_in_use() {
+        let text = "shape = { model_dim = 4, hidden_dim = 4, experts = 2, top_k = 1 }";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let (held, layer) = Held::new(&spec, text).ok().unwrap();
+        assert!(Arc::ptr_eq(held.current().unwrap(), &layer));
+        configure(None, None).unwrap();
+        assert!(held.current().is_none());
+    }
+
+    #[test]
     fn a_layer_without_weights_reads_those_of_its_call() {
         let text = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";
         let spec = LayerSpec::from_toml(text).unwrap();

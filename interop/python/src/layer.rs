@@ -206,13 +206,15 @@ impl BoundLayer {
     }
 
     /// Runs backward of the training call with this state. The call brings dy, whatever forward
-    /// was given that backward reads, dx, and grad.<name> of every gradient.
+    /// was given that backward reads, dx, and grad.<name> of every gradient of a weight, to which
+    /// `accumulate` adds: those of experts without tokens then are not touched.
     fn backward(
         &self,
         py: Python<'_>,
         state: i64,
         tokens: usize,
         addresses: Vec<u64>,
+        accumulate: bool,
     ) -> PyResult<()> {
         without_gil(py, || {
             let state = states::find(state)?;
@@ -232,7 +234,7 @@ impl BoundLayer {
             }
             // SAFETY: as in `forward`; every address that forward was given is given again.
             let call = unsafe { RawBackward::new(&tensors) };
-            layer.backward(&state.saved, call, false)?;
+            layer.backward(&state.saved, call, accumulate)?;
             Ok(())
         })
     }

@@ -43,6 +43,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ranks::Mesh>()?;
     module.add_class::<ranks::RankLayer>()?;
     module.add_class::<ranks::RankState>()?;
+    module.add_function(wrap_pyfunction!(dlpack::zeros, module)?)?;
     module.add_function(wrap_pyfunction!(engines::configure, module)?)?;
     module.add_function(wrap_pyfunction!(engines::engine_info, module)?)?;
     module.add_function(wrap_pyfunction!(spec::read_hf, module)?)?;

@@ -106,7 +106,9 @@ class BoundLayer:
         rng_key: tuple[int, int, int, int],
         capacity_factor: Optional[float] = None,
     ) -> Any: ...
-    def backward(self, state: int, tokens: int, addresses: Sequence[int]) -> None: ...
+    def backward(
+        self, state: int, tokens: int, addresses: Sequence[int], accumulate: bool
+    ) -> None: ...
 
 class PackedLayer:
     """A layer for inference with weights of its own, in the order that kernels read."""
@@ -177,6 +179,9 @@ class RankLayer:
 
 def configure(target: Optional[str] = None, threads: Optional[int] = None) -> None:
     """Chooses the target and the number of threads of layers that are made from now on."""
+
+def zeros(shape: Sequence[int]) -> Any:
+    """Returns the capsule of zeros, f32, in memory that the system gives out when touched."""
 
 def engine_info() -> dict[str, Any]:
     """Returns the engine's target, device and threads, and the number of compiled kernels."""

@@ -8,11 +8,14 @@ dispatcher, which takes longer than a small layer.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Sequence
+import math
+from types import MappingProxyType
+from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import _native
 from ._layers import (
     DTYPES,
     TORCH_DTYPES,
@@ -26,6 +29,9 @@ from ._layers import (
     variant,
 )
 from ._native import BoundLayer, Error, InvalidError
+
+# Elements of a tensor that does not come from a heap's used pages.
+LARGE = 1 << 18
 
 # Tensors of other types mean something of their own by an operation.
 PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -159,7 +165,7 @@ class Options(NamedTuple):
     capacity_factor: Optional[float] = None
 
 
-def _forward(
+def forward(
     options: Options,
     x: torch.Tensor,
     inputs: Sequence[torch.Tensor],
@@ -180,7 +186,20 @@ def _forward(
     return (y, torch.from_dlpack(state), *decision, losses)
 
 
-def _gradients(
+def few_experts(of: Compiled, tokens: int, weights: Sequence[torch.Tensor]) -> bool:
+    """Returns whether most experts have no token, and gradients of zeros that are many."""
+    most = max(weight.numel() for weight in weights)
+    return 2 * tokens * of.top_k <= of.experts and most >= LARGE
+
+
+def zeros(shape: Sequence[int]) -> torch.Tensor:
+    """Returns zeros, f32. Where there are many, they take no memory until they are touched."""
+    if math.prod(shape) < LARGE:
+        return torch.zeros(shape, dtype=torch.float32)
+    return torch.from_dlpack(_native.zeros(shape))
+
+
+def gradients(
     options: Options,
     dy: torch.Tensor,
     state: torch.Tensor,
@@ -188,8 +207,12 @@ def _gradients(
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     routing: Sequence[torch.Tensor],
+    into: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> tuple[torch.Tensor, Optional[torch.Tensor], list[Optional[torch.Tensor]]]:
-    """Returns the gradients of x, of topk_weights and of weights, where there are any."""
+    """Returns the gradients of x, of topk_weights and of weights, where there are any.
+
+    `into` has memory for those of some weights, unless most experts have no token.
+    """
     of = family(options.text).compiled(x, weights, options.training)
     call = Call()
     call.add_inputs(of, x, options.names, inputs)
@@ -201,16 +224,22 @@ def _gradients(
     dtopk = None
     if of.external:
         dtopk = call.add("grad.topk_weights", torch.empty((x.shape[0], of.top_k)))
-    gradients: list[Optional[torch.Tensor]] = []
+    found: list[Optional[torch.Tensor]] = []
+    few = few_experts(of, x.shape[0], weights)
     for name, weight in zip(of.order, weights):
         if name in of.trained:
-            gradient = torch.empty(weight.shape, dtype=torch.float32)
-            gradients.append(call.add(f"grad.{name}", gradient))
+            if few:
+                gradient = zeros(weight.shape)
+            elif name in into:
+                gradient = into[name]
+            else:
+                gradient = torch.empty(weight.shape, dtype=torch.float32)
+            found.append(call.add(f"grad.{name}", gradient))
         else:
-            gradients.append(None)
+            found.append(None)
     bound, _kept = call.bind(of, weights)
-    bound.backward(int(state), x.shape[0], call.addresses())
-    pairs = zip(gradients, weights)
+    bound.backward(int(state), x.shape[0], call.addresses(), few)
+    pairs = zip(found, weights)
     return dx, dtopk, [g if g is None else g.to(w.dtype) for g, w in pairs]
 
 
@@ -229,7 +258,7 @@ class _Past(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options: Options, routing: bool, x: torch.Tensor, *tensors: torch.Tensor):
         count = len(options.names)
-        y, state, *rest = _forward(options, x, tensors[:count], tensors[count:], routing)
+        y, state, *rest = forward(options, x, tensors[:count], tensors[count:], routing)
         ctx.options = options
         external = "topk_ids" in options.names
         decision = rest[:-1] if routing and not external else []
@@ -247,7 +276,7 @@ class _Past(torch.autograd.Function):
         x, state, *tensors = ctx.saved_tensors
         decided, count = ctx.counts
         inputs, weights = tensors[decided : decided + count], tensors[decided + count :]
-        dx, dtopk, dweights = _gradients(
+        dx, dtopk, dweights = gradients(
             ctx.options, dy, state, x, inputs, weights, tensors[:decided]
         )
         dinputs = _input_gradients(ctx.options.names, inputs, dtopk)
@@ -277,7 +306,7 @@ def _layer(
     capacity_factor: Optional[float],
 ) -> tuple[torch.Tensor, ...]:
     options = Options(spec, names.split(), training, rng_key, capacity_factor)
-    return _forward(options, x, inputs, weights)
+    return forward(options, x, inputs, weights)
 
 
 def _layer_fake(
@@ -310,7 +339,7 @@ def _layer_backward(
     options = Options(spec, names.split(), training)
     # A layer whose caller routes has no decision of its own.
     decision = [] if "topk_ids" in options.names else routing
-    dx, dtopk, found = _gradients(options, dy, state, x, inputs, weights, decision)
+    dx, dtopk, found = gradients(options, dy, state, x, inputs, weights, decision)
     dtopk = torch.empty((0,)) if dtopk is None else dtopk
     # An operation returns tensors alone.
     pairs = zip(found, weights)
