@@ -2,7 +2,7 @@
 
     PYTHONPATH=interop/python/python python interop/python/benches/call_overhead.py
 
-The layers are so small that their kernels take about a microsecond: without tokens none is launched.
+The kernels of these layers take about a microsecond, and without tokens none is launched.
 `cargo run --release --manifest-path interop/python/Cargo.toml --example call_overhead` times the
 same calls from Rust; what is left is the door's. Each number is the least of several repeats, as
 other work on the machine only adds.
@@ -13,11 +13,9 @@ import time
 import torch
 
 import moesaic
-import moesaic.transformers
 from moesaic import MoE
 
 SPEC = "shape = { model_dim = 16, hidden_dim = 16, experts = 2, top_k = 1 }"
-EXTERNAL = SPEC + '\nrouter = { kind = "external" }'
 REPEATS = 40
 
 
@@ -37,10 +35,6 @@ def rows(tokens):
     moe, x = MoE(SPEC), torch.randn(tokens, 16)
     leaf, dy = x.clone().requires_grad_(), torch.ones(tokens, 16)
     parameters = list(moe.parameters())
-
-    def evaluation():
-        with torch.no_grad():
-            return moe.eval(), lambda: moe(x)
 
     def both():
         torch.autograd.grad(moe(leaf), [leaf, *parameters], dy)

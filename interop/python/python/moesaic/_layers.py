@@ -117,7 +117,7 @@ def variant(text: str, weights: str, activations: str, training: bool) -> Spec:
 
 
 class Family:
-    """The layers of a spec's text, one for the element types of experts and of x and for training."""
+    """The layers of a spec's text by element types of experts and of x, and by training."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -184,8 +184,8 @@ def only_autograd() -> bool:
 class Plain:
     """The last evaluation of a module of x alone: its bound layer, and where the weights lay.
 
-    Names are imported rather than looked up, and functions not split: a call like the last costs a few microseconds beside the layer. It
-    is empty in a copy of the module.
+    Names are imported rather than looked up, and functions not split: a call like the last costs a
+    few microseconds beside the layer. It is empty in a copy of the module.
     """
 
     __slots__ = ("_last",)

@@ -289,7 +289,8 @@ def _biases(experts: torch.nn.Module, plan: _Plan) -> dict[str, torch.Tensor]:
 def _is_halves(like: torch.Tensor, kind: tuple) -> bool:
     """Returns whether a gradient is packed in place: a large one, whose second copy would cost more
     than the kernels that compute it."""
-    return kind == (True, False, False) and like.dtype == torch.float32 and like.numel() >= ops.LARGE
+    halves = kind == (True, False, False) and like.dtype == torch.float32
+    return halves and like.numel() >= ops.LARGE
 
 
 def _halves(whole: torch.Tensor) -> torch.Tensor:
@@ -364,7 +365,7 @@ class _Experts(torch.autograd.Function):
         if ops.few_experts(of, x.shape[0], weights):
             few = [expert for expert in ids.unique().tolist() if expert >= 0]
         elif _is_halves(sources[0], ctx.kinds[0][1]):
-            whole = torch.empty(sources[0].shape)
+            whole = torch.empty(sources[0].shape, dtype=torch.float32)
             into = dict(zip(ctx.kinds[0][2], _halves(whole)))
         dx, dchosen, found = ops.gradients(
             ctx.options, dy, state, x, inputs, weights, [], into
