@@ -4,7 +4,8 @@
 //! addresses, dtypes and shapes, which [`tensors`] checks against the layer's plan. Arrays of other
 //! libraries come and go by DLPack ([`dlpack`]).
 //!
-//! A layer of [`layer`] has no weights of its own: each call brings the addresses of the caller's.
+//! A layer of [`layer`] has no weights of its own: it is bound to the caller's, once, and each call
+//! brings the addresses of its other tensors, which the Python files have checked.
 //! All layers of one spec share its kernels and workspace ([`engines`]). A layer of [`packed`]
 //! holds a copy of its weights in the order that kernels read. One of [`ranks`] holds a copy of a
 //! rank's part, and exchanges rows with the other ranks by [`sockets`].
