@@ -3,8 +3,10 @@
 use crate::errors::{Failure, without_gil};
 use moesaic::{Engine, EngineOptions, Layer, LayerSpec, Training};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyCFunction, PyDict};
 use std::collections::HashMap;
+use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The choices that open an engine.
@@ -33,6 +35,26 @@ static PROCESS: Mutex<Process> = Mutex::new(Process {
     settings: None,
     opened: None,
 });
+
+/// How often settings were chosen, or this process forked from another.
+static CHANGES: AtomicU64 = AtomicU64::new(0);
+
+/// Has calls look for their layer again in a child of `fork`. `getpid` in each would be a tenth of
+/// what a call costs.
+///
+/// # Errors
+/// Python's own.
+pub fn watch_forks(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    let py = module.py();
+    let changed = PyCFunction::new_closure(py, None, None, |_, _| {
+        CHANGES.fetch_add(1, Ordering::Release);
+    })?;
+    let options = PyDict::new(py);
+    options.set_item("after_in_child", changed)?;
+    py.import("os")?
+        .call_method("register_at_fork", (), Some(&options))?;
+    Ok(())
+}
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -91,6 +113,47 @@ pub fn layer(spec: &LayerSpec, text: &str) -> Result<Arc<Layer>, Failure> {
     Ok(kept.or_insert_with(|| Arc::new(made)).clone())
 }
 
+/// A layer that calls need not look up: of the engine that the process had when it was made.
+pub struct Held {
+    layer: ManuallyDrop<Arc<Layer>>,
+    process: u32,
+    changes: u64,
+}
+
+impl Held {
+    /// Holds the layer of a spec, and returns it too.
+    ///
+    /// # Errors
+    /// As [`layer`].
+    pub fn new(spec: &LayerSpec, text: &str) -> Result<(Held, Arc<Layer>), Failure> {
+        // Read first: settings chosen meanwhile make this one old, not new.
+        let changes = CHANGES.load(Ordering::Acquire);
+        let layer = layer(spec, text)?;
+        let held = Held {
+            layer: ManuallyDrop::new(layer.clone()),
+            process: std::process::id(),
+            changes,
+        };
+        Ok((held, layer))
+    }
+
+    /// Returns the layer, unless this is a child of `fork`, or other settings were chosen.
+    pub fn current(&self) -> Option<&Arc<Layer>> {
+        let unchanged = self.changes == CHANGES.load(Ordering::Acquire);
+        unchanged.then_some(&*self.layer)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // In a child of `fork` the last one would wait for threads of the parent.
+        if self.process == std::process::id() {
+            // SAFETY: it is dropped here alone.
+            unsafe { ManuallyDrop::drop(&mut self.layer) };
+        }
+    }
+}
+
 /// Chooses the target and the number of threads of layers that are made from now on.
 ///
 /// target: "cpu", or a name such as "cpu:avx2". None keeps what was chosen.
@@ -115,6 +178,7 @@ pub fn configure(target: Option<String>, threads: Option<usize>) -> PyResult<()>
         target: target.unwrap_or_else(|| old.as_ref().map_or_else(default, |s| s.target.clone())),
         threads: threads.or(old.and_then(|s| s.threads)),
     });
+    CHANGES.fetch_add(1, Ordering::Release);
     // Layers in use keep the engine that they were made on.
     if let Some(opened) = state.opened.take()
         && opened.process != std::process::id()
@@ -143,6 +207,16 @@ mod tests {
     use moesaic::spec::canonical_tensors;
     use moesaic::target::Ptr;
     use moesaic::{Input, RawCall, Tensor, Tensors};
+
+    #[test]
+    fn chosen_settings_reach_layers_in_use() {
+        let text = "shape = { model_dim = 4, hidden_dim = 4, experts = 2, top_k = 1 }";
+        let spec = LayerSpec::from_toml(text).unwrap();
+        let (held, layer) = Held::new(&spec, text).ok().unwrap();
+        assert!(Arc::ptr_eq(held.current().unwrap(), &layer));
+        configure(None, None).unwrap();
+        assert!(held.current().is_none());
+    }
 
     #[test]
     fn a_layer_without_weights_reads_those_of_its_call() {

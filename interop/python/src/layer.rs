@@ -1,20 +1,19 @@
 //! Layers whose calls bring the addresses of all tensors, weights included.
 
-use crate::engines;
+use crate::engines::{self, Held};
 use crate::errors::{Failure, without_gil};
 use crate::spec::Spec;
 use crate::states;
-use crate::tensors::{Given, check};
-use moesaic::plan::Role;
-use moesaic::{RawBackward, RawCall, RngKey};
+use crate::tensors::{Given, Ids, check};
+use moesaic::plan::{LayerPlan, Role};
+use moesaic::target::Ptr;
+use moesaic::{Layer as EngineLayer, RawBackward, RawCall, RngKey};
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
+use std::sync::{Arc, OnceLock};
 
 /// A compiled layer without weights. All of one spec in a process share kernels and workspace;
 /// calls take turns.
-///
-/// A tensor of a call is (name, address, dtype, shape): contiguous, on the CPU, alive until the
-/// call returns; what backward reads, until then.
 #[pyclass(frozen, module = "moesaic")]
 pub struct Layer {
     spec: Spec,
@@ -35,35 +34,154 @@ impl Layer {
         Ok(Layer { spec })
     }
 
-    /// Evaluates. `tensors` has inputs, weights and at least the output y.
-    #[pyo3(signature = (tokens, tensors, capacity_factor=None))]
-    fn forward(
+    /// Returns the layer with these weights, (name, address, dtype, shape) each, for calls that
+    /// bring tensors of these names, in this order.
+    fn bind(
+        &self,
+        py: Python<'_>,
+        weights: Vec<Given>,
+        names: Vec<String>,
+    ) -> PyResult<BoundLayer> {
+        without_gil(py, || BoundLayer::new(&self.spec, &weights, names))
+    }
+
+    /// Returns the number of states for backward that are alive in the process.
+    #[staticmethod]
+    fn states() -> usize {
+        states::count()
+    }
+}
+
+/// A layer with weights where their owner has them.
+///
+/// A call brings the addresses of its other tensors: contiguous, on the CPU, of the types and
+/// shapes of the spec, alive until it returns; what backward reads, until then. Its weights must
+/// still lie where they lay.
+#[pyclass(frozen, module = "moesaic")]
+pub struct BoundLayer {
+    spec: Spec,
+    held: Held,
+    /// The tensors of a call: first those that it brings, then the weights.
+    names: Vec<String>,
+    brought: usize,
+    weights: Vec<Ptr>,
+    /// The tensors whose numbers are looked at before each call.
+    ids: Vec<Ids>,
+    /// What backward reads where this layer's forward was given it.
+    needed: OnceLock<Arc<[String]>>,
+}
+
+impl BoundLayer {
+    fn new(spec: &Spec, given: &[Given], mut names: Vec<String>) -> Result<BoundLayer, Failure> {
+        let (held, layer) = Held::new(&spec.spec, &spec.text)?;
+        let plan = layer.plan();
+        let weights = check(&layer, 0, given)?.tensors;
+        if let Some(name) = names.iter().find(|name| plan.tensor(name).is_none()) {
+            return Err(Failure::tensor(name, "is none of the layer's"));
+        }
+        let brought = names.len();
+        names.extend(weights.iter().map(|(name, _)| name.to_string()));
+        let ids = names.iter().enumerate();
+        let ids = ids.filter_map(|(at, name)| Ids::new(plan, at, plan.tensor(name)?));
+        Ok(BoundLayer {
+            ids: ids.collect(),
+            weights: weights.into_iter().map(|(_, address)| address).collect(),
+            spec: spec.clone(),
+            held,
+            names,
+            brought,
+            needed: OnceLock::new(),
+        })
+    }
+
+    /// Returns the layer of the engine that the process has now.
+    fn layer(&self) -> Result<Arc<EngineLayer>, Failure> {
+        match self.held.current() {
+            Some(layer) => Ok(layer.clone()),
+            None => engines::layer(&self.spec.spec, &self.spec.text),
+        }
+    }
+
+    /// Returns the tensors of a call, with ids that were looked at.
+    fn tensors(&self, tokens: usize, brought: &[u64]) -> Result<Vec<(&str, Ptr)>, Failure> {
+        if brought.len() != self.brought {
+            let wanted = self.names[..self.brought].join(", ");
+            let problem = format!("{} addresses, expected those of {wanted}", brought.len());
+            return Err(Failure::Invalid(problem));
+        }
+        let brought = brought.iter().map(|address| Ptr(*address));
+        let addresses = brought.chain(self.weights.iter().copied());
+        let names = self.names.iter().map(String::as_str);
+        let tensors: Vec<(&str, Ptr)> = names.zip(addresses).collect();
+        for ids in &self.ids {
+            // SAFETY: the Python side holds the tensors for the call, of the layer's types and
+            // shapes for so many tokens.
+            unsafe { ids.check(tokens, tensors[ids.at].1)? };
+        }
+        Ok(tensors)
+    }
+
+    fn evaluate_at(
         &self,
         py: Python<'_>,
         tokens: usize,
-        tensors: Vec<Given>,
+        addresses: &[u64],
         capacity_factor: Option<f64>,
     ) -> PyResult<()> {
         without_gil(py, || {
-            let layer = engines::layer(&self.spec.spec, &self.spec.text)?;
-            let checked = check(&layer, tokens, &tensors)?;
+            let tensors = self.tensors(tokens, addresses)?;
             // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds
             // their memory until this returns, and a CPU's call is over then.
-            let call = unsafe { RawCall::new(tokens, &checked.tensors) }
-                .with_capacity_factor(capacity_factor);
-            layer.forward(call)?;
+            let call =
+                unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
+            self.layer()?.forward(call)?;
             Ok(())
         })
     }
 
+    fn has(&self, name: &str) -> bool {
+        self.names.iter().any(|known| known == name)
+    }
+
+    /// Returns the names of what backward reads where forward was given it.
+    fn needed(&self, plan: &LayerPlan) -> Arc<[String]> {
+        let find = || {
+            let kept = plan.saved().into_iter().map(|id| &plan[id]);
+            let needed =
+                kept.filter(|tensor| matches!(tensor.role, Role::Weight) || self.has(&tensor.name));
+            needed.map(|tensor| tensor.name.clone()).collect()
+        };
+        self.needed.get_or_init(find).clone()
+    }
+}
+
+#[pymethods]
+impl BoundLayer {
+    /// Evaluates x to y, which are all that the call brings.
+    fn evaluate(&self, py: Python<'_>, tokens: usize, x: u64, y: u64) -> PyResult<()> {
+        self.evaluate_at(py, tokens, &[x, y], None)
+    }
+
+    /// Evaluates. The call brings inputs and at least the output y.
+    #[pyo3(signature = (tokens, addresses, capacity_factor=None))]
+    fn forward(
+        &self,
+        py: Python<'_>,
+        tokens: usize,
+        addresses: Vec<u64>,
+        capacity_factor: Option<f64>,
+    ) -> PyResult<()> {
+        self.evaluate_at(py, tokens, &addresses, capacity_factor)
+    }
+
     /// Runs a training call and returns the DLPack capsule of a tensor [1] of i64, whose memory
     /// owns the state for backward. rng_key is (seed, step, layer, first token).
-    #[pyo3(signature = (tokens, tensors, rng_key, capacity_factor=None))]
+    #[pyo3(signature = (tokens, addresses, rng_key, capacity_factor=None))]
     fn forward_train<'py>(
         &self,
         py: Python<'py>,
         tokens: usize,
-        tensors: Vec<Given>,
+        addresses: Vec<u64>,
         rng_key: (u64, u64, u64, u64),
         capacity_factor: Option<f64>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
@@ -74,49 +192,50 @@ impl Layer {
             layer: number,
             first_token,
         };
-        let (layer, saved, needed) = without_gil(py, || {
-            let layer = engines::layer(&self.spec.spec, &self.spec.text)?;
-            let checked = check(&layer, tokens, &tensors)?;
+        let (layer, saved) = without_gil(py, || {
+            let layer = self.layer()?;
+            let tensors = self.tensors(tokens, &addresses)?;
             // SAFETY: as in `forward`. Backward gets these addresses again: see `needed`.
-            let call = unsafe { RawCall::new(tokens, &checked.tensors) }
-                .with_capacity_factor(capacity_factor);
+            let call =
+                unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
             let (_, saved) = layer.forward_train(call, key)?;
-            let plan = layer.plan();
-            let kept = plan.saved().into_iter().map(|id| &plan[id]);
-            let needed = kept
-                .filter(|tensor| matches!(tensor.role, Role::Weight) || checked.has(&tensor.name));
-            let needed = needed.map(|tensor| tensor.name.clone()).collect();
-            Ok((layer, saved, needed))
+            Ok((layer, saved))
         })?;
+        let needed = self.needed(layer.plan());
         states::keep(py, layer, saved, needed)
     }
 
-    /// Runs backward of the training call with this state. `tensors` has dy, the weights, whatever
-    /// forward was given that backward reads, dx, and grad.<name> of every gradient.
-    #[staticmethod]
-    fn backward(py: Python<'_>, state: i64, tensors: Vec<Given>) -> PyResult<()> {
+    /// Runs backward of the training call with this state. The call brings dy, whatever forward
+    /// was given that backward reads, dx, and grad.<name> of every gradient of a weight, to which
+    /// `accumulate` adds: those of experts without tokens then are not touched.
+    fn backward(
+        &self,
+        py: Python<'_>,
+        state: i64,
+        tokens: usize,
+        addresses: Vec<u64>,
+        accumulate: bool,
+    ) -> PyResult<()> {
         without_gil(py, || {
             let state = states::find(state)?;
-            let layer = &state.layer;
-            let checked = check(layer, state.saved.tokens(), &tensors)?;
+            let (layer, saved) = (&state.layer, state.saved.tokens());
+            if tokens != saved {
+                let problem = format!("{tokens} tokens, the forward pass had {saved}");
+                return Err(Failure::Invalid(problem));
+            }
+            let tensors = self.tensors(tokens, &addresses)?;
             let needed = state.needed.iter();
             let gradients = layer.plan().tensors.iter();
             let gradients = gradients.filter(|tensor| tensor.role == Role::WeightGradient);
             // Without these, backward would read and write where forward's tensors once were.
             let mut needed = needed.chain(gradients.map(|tensor| &tensor.name));
-            if let Some(missing) = needed.find(|name| !checked.has(name)) {
+            if let Some(missing) = needed.find(|name| !self.has(name)) {
                 return Err(Failure::tensor(missing, "is missing, backward needs it"));
             }
             // SAFETY: as in `forward`; every address that forward was given is given again.
-            let call = unsafe { RawBackward::new(&checked.tensors) };
-            layer.backward(&state.saved, call, false)?;
+            let call = unsafe { RawBackward::new(&tensors) };
+            layer.backward(&state.saved, call, accumulate)?;
             Ok(())
         })
-    }
-
-    /// Returns the number of states for backward that are alive in the process.
-    #[staticmethod]
-    fn states() -> usize {
-        states::count()
     }
 }

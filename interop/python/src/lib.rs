@@ -4,7 +4,8 @@
 //! addresses, dtypes and shapes, which [`tensors`] checks against the layer's plan. Arrays of other
 //! libraries come and go by DLPack ([`dlpack`]).
 //!
-//! A layer of [`layer`] has no weights of its own: each call brings the addresses of the caller's.
+//! A layer of [`layer`] has no weights of its own: it is bound to the caller's, once, and each call
+//! brings the addresses of its other tensors, which the Python files have checked.
 //! All layers of one spec share its kernels and workspace ([`engines`]). A layer of [`packed`]
 //! holds a copy of its weights in the order that kernels read. One of [`ranks`] holds a copy of a
 //! rank's part, and exchanges rows with the other ranks by [`sockets`].
@@ -36,15 +37,17 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<dlpack::Array>()?;
     module.add_class::<spec::Spec>()?;
     module.add_class::<layer::Layer>()?;
+    module.add_class::<layer::BoundLayer>()?;
     module.add_class::<packed::PackedLayer>()?;
     module.add_class::<ranks::Listener>()?;
     module.add_class::<ranks::Ranks>()?;
     module.add_class::<ranks::Mesh>()?;
     module.add_class::<ranks::RankLayer>()?;
     module.add_class::<ranks::RankState>()?;
+    module.add_function(wrap_pyfunction!(dlpack::zeros, module)?)?;
     module.add_function(wrap_pyfunction!(engines::configure, module)?)?;
     module.add_function(wrap_pyfunction!(engines::engine_info, module)?)?;
     module.add_function(wrap_pyfunction!(spec::read_hf, module)?)?;
     module.add_function(wrap_pyfunction!(state_dicts::read_state_dict, module)?)?;
-    Ok(())
+    engines::watch_forks(module)
 }

@@ -18,7 +18,7 @@ pub struct State {
     pub layer: Arc<Layer>,
     pub saved: Saved,
     /// The tensors of the call that backward reads where they lie.
-    pub needed: Vec<String>,
+    pub needed: Arc<[String]>,
     /// The process that has it: a child of `fork` has none of its parent's threads.
     process: u32,
 }
@@ -46,7 +46,7 @@ pub fn keep<'py>(
     py: Python<'py>,
     layer: Arc<Layer>,
     saved: Saved,
-    needed: Vec<String>,
+    needed: Arc<[String]>,
 ) -> PyResult<Bound<'py, PyCapsule>> {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let process = std::process::id();

@@ -112,9 +112,11 @@ pub fn check_given<'g>(
             return Err(Failure::tensor(name, "is none of the layer's"));
         };
         check_kind(plan, tokens, dtype, shape)?;
-        // SAFETY: the Python side passes the address of a tensor that it holds for the call, of
-        // the type and shape that were just checked.
-        unsafe { check_ids(layer, plan, tokens, *address)? };
+        if let Some(ids) = Ids::new(layer, tensors.len(), plan) {
+            // SAFETY: the Python side passes the address of a tensor that it holds for the call,
+            // of the type and shape that were just checked.
+            unsafe { ids.check(tokens, Ptr(*address))? };
+        }
         tensors.push((name.as_str(), Ptr(*address)));
     }
     Ok(Checked { tensors })
@@ -135,47 +137,71 @@ fn check_kind(plan: &TensorPlan, tokens: usize, dtype: &str, shape: &[u64]) -> R
     Ok(())
 }
 
-/// Checks the numbers that kernels take for indices.
-///
-/// # Safety
-/// A tensor of the plan's type and size for so many tokens must lie at the address.
-unsafe fn check_ids(
-    layer: &LayerPlan,
-    plan: &TensorPlan,
-    tokens: usize,
-    address: u64,
-) -> Result<(), Failure> {
-    let (spec, name) = (&layer.spec, plan.name.as_str());
-    let experts = spec.routed_experts() as i32;
-    // An output of the same name has old numbers in it.
-    let input = matches!(plan.role, Role::Input | Role::Weight);
-    let (least, most) = match name {
-        "topk_ids" if input => (-1, experts - 1),
-        "router.table" => (0, experts - 1),
-        "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
-        "active_k" => (0, spec.shape.top_k as i32),
-        _ => return Ok(()),
-    };
-    let count = plan.shape.iter().map(|size| size.eval(tokens as u64));
-    let count = count.product::<u64>() as usize;
-    if count == 0 {
-        return Ok(());
+/// A tensor of a call whose numbers kernels take for indices.
+pub struct Ids {
+    /// Its place among the tensors of the call.
+    pub at: usize,
+    plan: TensorPlan,
+    least: i32,
+    most: i32,
+}
+
+impl Ids {
+    /// Returns what is known of a tensor with ids; `None` of any other.
+    pub fn new(layer: &LayerPlan, at: usize, plan: &TensorPlan) -> Option<Ids> {
+        let spec = &layer.spec;
+        let experts = spec.routed_experts() as i32;
+        // An output of the same name has old numbers in it.
+        let input = matches!(plan.role, Role::Input | Role::Weight);
+        let (least, most) = match plan.name.as_str() {
+            "topk_ids" if input => (-1, experts - 1),
+            "router.table" => (0, experts - 1),
+            "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
+            "active_k" => (0, spec.shape.top_k as i32),
+            _ => return None,
+        };
+        let plan = plan.clone();
+        Some(Ids {
+            at,
+            plan,
+            least,
+            most,
+        })
     }
-    if !address.is_multiple_of(align_of::<i32>() as u64) || address == 0 {
-        return Err(Failure::tensor(name, "lies at an address that no i32 has"));
-    }
-    // SAFETY: the caller vouches for it; the address is aligned and not null.
-    let ids = unsafe {
-        std::slice::from_raw_parts(
-            std::ptr::with_exposed_provenance::<i32>(address as usize),
-            count,
-        )
-    };
-    match ids.iter().position(|id| !(least..=most).contains(id)) {
-        None => Ok(()),
-        Some(at) => {
-            let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
-            Err(Failure::tensor(name, problem))
+
+    /// Checks the numbers at an address.
+    ///
+    /// # Errors
+    /// The first that is out of range.
+    ///
+    /// # Safety
+    /// A tensor of the plan's type and size for so many tokens must lie at the address.
+    pub unsafe fn check(&self, tokens: usize, Ptr(address): Ptr) -> Result<(), Failure> {
+        let Ids {
+            plan, least, most, ..
+        } = self;
+        let name = &plan.name;
+        let count = plan.shape.iter().map(|size| size.eval(tokens as u64));
+        let count = count.product::<u64>() as usize;
+        if count == 0 {
+            return Ok(());
+        }
+        if !address.is_multiple_of(align_of::<i32>() as u64) || address == 0 {
+            return Err(Failure::tensor(name, "lies at an address that no i32 has"));
+        }
+        // SAFETY: the caller vouches for it; the address is aligned and not null.
+        let ids = unsafe {
+            std::slice::from_raw_parts(
+                std::ptr::with_exposed_provenance::<i32>(address as usize),
+                count,
+            )
+        };
+        match ids.iter().position(|id| !(least..=most).contains(&id)) {
+            None => Ok(()),
+            Some(at) => {
+                let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
+                Err(Failure::tensor(name, problem))
+            }
         }
     }
 }

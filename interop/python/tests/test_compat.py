@@ -180,3 +180,11 @@ def test_fastmoes_own_experts_and_masks():
     close(y[0], (scores[0] * factors).sum() * x[0])
     with pytest.raises(moesaic.InvalidError, match="world_size"):
         FMoE(world_size=2)
+
+
+def test_tutel_counts_the_experts_of_one_process():
+    from moesaic.compat.tutel import moe_layer
+
+    assert moe_layer.global_expert_count(2, group=None) == 2
+    with pytest.raises(moesaic.InvalidError, match="one process"):
+        moe_layer.global_expert_count(-2)

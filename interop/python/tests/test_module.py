@@ -118,6 +118,74 @@ def test_changed_weights_are_seen_however_they_change():
         torch.testing.assert_close(moe(x), before)
 
 
+def test_an_evaluation_like_the_last_sees_other_weights():
+    square = SPEC.replace("40", "24")
+    moe, x = seeded(spec=square).eval(), torch.randn(4, 24)
+    other = seeded(1, spec=square).eval()
+    up = moe.experts.up
+    with torch.no_grad():
+        before = [moe(x) for _ in range(2)][1]
+        torch.testing.assert_close(before, loop(moe, x), rtol=1e-5, atol=1e-6)
+        up.weight.data = up.weight.data.transpose(1, 2)  # the same address, version and size
+        torch.testing.assert_close(moe(x), loop(moe, x), rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(moe(x), before)
+        up.weight.data = up.weight.data.transpose(1, 2)
+        assert torch.equal(moe(x), before) and torch.equal(moe(x), before)
+        swapped = torch.func.functional_call(moe, dict(other.named_parameters()), (x,))
+        assert torch.equal(swapped, other(x)) and torch.equal(moe(x), before)
+        up.weight = other.experts.up.weight
+        torch.testing.assert_close(moe(x), loop(moe, x), rtol=1e-5, atol=1e-6)
+        moe.load_state_dict(other.state_dict())
+        assert torch.equal(moe(x), other(x)) and torch.equal(moe(x), other(x))
+        half = moe.to(torch.bfloat16)(x.bfloat16())
+        assert half.dtype == torch.bfloat16 and torch.equal(half, moe(x.bfloat16()))
+        assert moe(x[None, :2]).shape == (1, 2, 24)
+        with pytest.raises(moesaic.InvalidError, match=r"\[\.\., 24\]"):
+            moe(torch.tensor(1.0).bfloat16())
+    assert moe(x.bfloat16()).requires_grad  # with grad mode on again
+    moe.float()
+    with torch.no_grad():
+        y = [moe(x) for _ in range(2)][1]
+        for copied in (copy.deepcopy(moe), pickle.loads(pickle.dumps(moe))):
+            copied.experts.down.weight.zero_()
+            assert not copied(x).any() and torch.equal(moe(x), y)
+
+
+def test_modes_of_torch_see_the_operation():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    moe, x = seeded(), torch.randn(3, 24)
+    for training in (True, False):
+        moe.train(training)
+        with torch.set_grad_enabled(training):
+            assert torch.equal(moe(x), moe(x))
+            with Mode():
+                moe(x)
+    assert seen.count("moesaic.layer.default") == 2
+
+
+def test_a_second_derivative_is_refused():
+    moe, x = seeded(), torch.randn(3, 24, requires_grad=True)
+    (dx,) = torch.autograd.grad(moe(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_an_evaluation_takes_what_only_losses_read():
+    text = SPEC + '[[losses]]\nkind = "global"\ncoefficient = 0.5\n'
+    moe, x = seeded(spec=text), torch.randn(9, 24)
+    more = {"global_counts": torch.ones(5).long(), "global_tokens": torch.tensor([9])}
+    moe(x, **more).sum().backward()
+    assert torch.equal(moe.eval()(x, **more), moe(x))
+
+
 def test_it_learns():
     moe, x = seeded(), torch.randn(64, 24)
     wanted = torch.tanh(x.roll(1, -1))

@@ -48,6 +48,22 @@ def models(name, **options):
     return eager, ours
 
 
+@pytest.mark.parametrize("tokens", [1, 11])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_large_weights_are_packed_in_place(name, tokens, monkeypatch):
+    monkeypatch.setattr(moesaic.ops, "LARGE", 1)
+    eager, ours = models(name, num_experts_per_tok=2)
+    ids = torch.randint(3, 64, (1, tokens))
+    for model in (eager, ours):
+        model(ids).logits.square().sum().backward()
+    pairs = dict(ours.named_parameters())
+    for key, parameter in eager.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(
+                pairs[key].grad, parameter.grad, rtol=1e-3, atol=1e-3, msg=lambda m: f"{key}: {m}"
+            )
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_those_of_eager(name):
     eager, ours = models(name)

@@ -23,16 +23,16 @@ class Stamp:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._version = _version(tensor)
         self._address = tensor.data_ptr()
-        self._sample = self._look(tensor)
+        self._sample = self._look(tensor).clone()
 
     @staticmethod
     def _look(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         if tensor.dim() < 2 or not tensor.is_contiguous():
-            return tensor.clone()
+            return tensor
         rows = tensor.view(tensor.shape[0], -1)
         step = max(1, rows.shape[1] // SAMPLED)
-        return rows[:, step // 2 :: step].clone()
+        return rows[:, step // 2 :: step]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether the tensor is as it was."""

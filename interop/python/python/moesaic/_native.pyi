@@ -80,24 +80,35 @@ class Spec:
 Given = tuple[str, int, str, Sequence[int]]
 
 class Layer:
-    """A compiled layer without weights: each call brings the addresses of all tensors."""
+    """A compiled layer without weights."""
 
     def __init__(self, spec: Spec) -> None: ...
+    def bind(self, weights: Sequence[Given], names: Sequence[str]) -> BoundLayer:
+        """Returns the layer with weights where they lie, for calls that bring these tensors."""
+    @staticmethod
+    def states() -> int:
+        """Returns the number of states for backward that are alive in the process."""
+
+class BoundLayer:
+    """A layer with weights where their owner has them.
+
+    A call brings the addresses of the tensors that `bind` named, in that order."""
+
+    def evaluate(self, tokens: int, x: int, y: int) -> None:
+        """Evaluates x to y, which are all that the call brings."""
     def forward(
-        self, tokens: int, tensors: Sequence[Given], capacity_factor: Optional[float] = None
+        self, tokens: int, addresses: Sequence[int], capacity_factor: Optional[float] = None
     ) -> None: ...
     def forward_train(
         self,
         tokens: int,
-        tensors: Sequence[Given],
+        addresses: Sequence[int],
         rng_key: tuple[int, int, int, int],
         capacity_factor: Optional[float] = None,
     ) -> Any: ...
-    @staticmethod
-    def backward(state: int, tensors: Sequence[Given]) -> None: ...
-    @staticmethod
-    def states() -> int:
-        """Returns the number of states for backward that are alive in the process."""
+    def backward(
+        self, state: int, tokens: int, addresses: Sequence[int], accumulate: bool
+    ) -> None: ...
 
 class PackedLayer:
     """A layer for inference with weights of its own, in the order that kernels read."""
@@ -168,6 +179,9 @@ class RankLayer:
 
 def configure(target: Optional[str] = None, threads: Optional[int] = None) -> None:
     """Chooses the target and the number of threads of layers that are made from now on."""
+
+def zeros(shape: Sequence[int]) -> Any:
+    """Returns the capsule of zeros, f32, in memory that the system gives out when touched."""
 
 def engine_info() -> dict[str, Any]:
     """Returns the engine's target, device and threads, and the number of compiled kernels."""

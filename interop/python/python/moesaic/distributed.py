@@ -126,8 +126,8 @@ class Over:
     def _layer(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], training: bool
     ) -> ops.Compiled:
-        own, tokens = ops.precision(self._text, x, weights)
-        names = ops.weight_names(self._text)
+        family = ops.family(self._text)
+        (own, tokens), names = family.precision(x, weights), family.names
         found = self._layers.get((own, tokens, training))
         if found is None:
             spec = ops.variant(self._text, own, tokens, training)
@@ -137,7 +137,7 @@ class Over:
             layer = RankLayer(self.mesh, spec, given)
             if self._strategy is not None:
                 layer.set_strategy(self._strategy)
-            found = ops.Compiled(spec, layer), Stamps()
+            found = ops.Compiled(self._text, spec, layer), Stamps()
             self._layers[own, tokens, training] = found
             for name, weight in zip(names, weights):
                 found[1].changed(name, weight)
@@ -147,7 +147,7 @@ class Over:
         for name, weight in zip(names, weights):
             if name in of.weights and stamps.changed(name, weight):
                 changed.add(name, ops.taken(weight, of.weights[name]))
-        if changed.given:
+        if changed.names:
             of.layer.set_weights(changed.given)
         return of
 
@@ -186,8 +186,7 @@ class _Pass:
 
     def forward(self, x, inputs, train) -> tuple[torch.Tensor, _Results]:
         of, call = self.of, ops.Call()
-        call.add("x", x.contiguous())
-        call.add_inputs(of, self.names, inputs)
+        call.add_inputs(of, x, self.names, inputs)
         y, *routing = ops.outputs(of, call, x)
         losses = torch.empty(len(of.losses) if train else 0)
         if not train:

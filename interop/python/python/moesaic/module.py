@@ -102,6 +102,7 @@ class MoE(nn.Module):
         self._experts = self.spec.experts
         self._losses: Optional[torch.Tensor] = None
         self._over = None
+        self._plain = None if group is not None else ops.Plain()
         if group is not None:
             from .distributed import Over
 
@@ -262,6 +263,16 @@ class MoE(nn.Module):
 
         Returns y [.., output_dim], and with return_routing also the `Routing`.
         """
+        # Most calls have x alone.
+        alone = (
+            token_ids is topk_ids is topk_weights is token_mask is active_k is sequence_ids
+            is global_counts is global_tokens is capacity_factor is None
+        )
+        plain = None if self.training or return_routing or not alone else self._plain
+        if plain is not None:
+            y = plain.evaluate(x)
+            if y is not None:
+                return y
         width = self._width
         if x.dim() == 0 or x.shape[-1] != width:
             raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
@@ -276,12 +287,8 @@ class MoE(nn.Module):
                 names.append(name)
                 inputs.append(tensor.reshape(shape))
 
-        k = self._top_k
-        # Most calls have x alone.
-        if not (
-            token_ids is topk_ids is topk_weights is token_mask is active_k is sequence_ids
-            is global_counts is global_tokens is None
-        ):
+        if not alone:
+            k = self._top_k
             take("token_ids", token_ids, (tokens,))
             take("topk_ids", topk_ids, (tokens, k))
             take("topk_weights", topk_weights, (tokens, k))
@@ -304,6 +311,9 @@ class MoE(nn.Module):
                 self._text, rows, names, inputs, weights, self.training, rng_key, capacity_factor,
                 return_routing,
             )
+        if plain is not None and losses is None:
+            of = ops.family(self._text).compiled(rows, weights, False)
+            plain.see(of, rows, self._owners, weights)
         if self.training:
             self._losses = losses
         y = y if x.dim() == 2 else y.reshape(*leading, y.shape[-1])
@@ -314,7 +324,8 @@ class MoE(nn.Module):
             decided = decided[decided >= 0].long()
             counts = torch.bincount(decided, minlength=self._experts)
             return y, Routing(topk_ids, topk_weights.detach(), counts)
-        return y, Routing(ids.view(*leading, k), chosen.view(*leading, k), counts)
+        slots = (*leading, self._top_k)
+        return y, Routing(ids.view(slots), chosen.view(slots), counts)
 
     def extra_repr(self) -> str:
         shape = self.spec

@@ -2,131 +2,78 @@
 
 A layer is one operation of its spec's text and of tensors, weights among them, so that autograd,
 `torch.compile` and `torch.export` see one node. Kernels read weights where torch has them and write
-gradients where torch wants them.
+gradients where torch wants them. Where nothing but autograd looks on, a call goes past torch's
+dispatcher, which takes longer than a small layer.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, Optional, Sequence
+import math
+from types import MappingProxyType
+from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from ._native import Error, InvalidError, Layer, Spec
+from . import _native
+from ._layers import (
+    DTYPES,
+    TORCH_DTYPES,
+    Compiled,
+    Plain,
+    family,
+    given,
+    only_autograd,
+    read_spec,
+    taken,
+    variant,
+)
+from ._native import BoundLayer, Error, InvalidError
 
-DTYPES = {
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-FLOATS = ("f32", "f16", "bf16")
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+# Elements of a tensor that does not come from a heap's used pages.
+LARGE = 1 << 18
+
+# Tensors of other types mean something of their own by an operation.
+PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 # What a call returns beside y where the layer routes by itself.
 ROUTING = ("topk_ids", "topk_weights", "counts")
 
 
-class Compiled:
-    """A spec in the element types of a call: its layer, and the tensors that it takes."""
-
-    def __init__(self, spec: Spec, layer: Any) -> None:
-        self.spec = spec
-        self.layer = layer
-        # Read once: each look at a property of the extension builds its lists anew.
-        self.weights = {name: TORCH_DTYPES[dtype] for name, dtype, _ in spec.weights}
-        self.inputs = {name: TORCH_DTYPES[dtype] for name, dtype, _ in spec.inputs}
-        self.trained = frozenset(spec.trained)
-        self.external = "topk_ids" in self.inputs
-        self.output_dim, self.top_k, self.experts = spec.output_dim, spec.top_k, spec.experts
-        self.losses, self.rescales = spec.losses, spec.rescales
-
-
-@functools.lru_cache(maxsize=None)
-def read_spec(text: str) -> Spec:
-    """Reads a spec's text, once."""
-    return Spec(text)
-
-
-@functools.lru_cache(maxsize=None)
-def variant(text: str, weights: str, activations: str, training: bool) -> Spec:
-    spec = read_spec(text)
-    spec = spec if training else spec.evaluation()
-    return spec.with_precision(weights, activations)
-
-
-@functools.lru_cache(maxsize=None)
-def _compiled(text: str, weights: str, activations: str, training: bool) -> Compiled:
-    spec = variant(text, weights, activations, training)
-    return Compiled(spec, Layer(spec))
-
-
-def precision(text: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[str, str]:
-    """Returns the dtypes of a call: that of its experts and that of x."""
-    at = _expert_weight(text)
-    own, tokens = DTYPES.get(weights[at].dtype), DTYPES.get(x.dtype)
-    for found, dtype in ((own, weights[at].dtype), (tokens, x.dtype)):
-        if found not in FLOATS:
-            raise InvalidError(
-                f"a layer computes in f32, f16 and bf16, not in {dtype}: convert x and the module"
-            )
-    return own, tokens
-
-
-def compiled(
-    text: str, x: torch.Tensor, weights: Sequence[torch.Tensor], training: bool
-) -> Compiled:
-    """Returns the layer in the dtypes of its experts and of x."""
-    return _compiled(text, *precision(text, x, weights), training)
-
-
-def given(name: str, tensor: torch.Tensor) -> tuple[str, int, str, tuple[int, ...]]:
-    """Returns what the extension takes of a tensor, which must outlive the call."""
-    if not tensor.is_cpu:
-        raise InvalidError(
-            f"tensor `{name}` is on {tensor.device}: this package runs layers on the CPU"
-        )
-    if not tensor.is_contiguous():
-        raise InvalidError(f"tensor `{name}` has strides {tensor.stride()}, expected contiguous")
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None:
-        raise InvalidError(f"tensor `{name}` is {tensor.dtype}, which no layer has")
-    return (name, tensor.data_ptr(), dtype, tensor.shape)
-
-
-def taken(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.dtype == dtype and tensor.is_contiguous():
-        return tensor
-    return tensor.detach().to(dtype).contiguous()
+def weight_names(text: str) -> tuple[str, ...]:
+    """Returns the names of a spec's weights, in the order in which operations take them."""
+    return family(text).names
 
 
 class Call:
     """The tensors of a call by name, in the layer's dtypes, alive for the call."""
 
     def __init__(self) -> None:
-        self.given: list[tuple[str, int, str, tuple[int, ...]]] = []
+        self.names: list[str] = []
         self.alive: list[torch.Tensor] = []
 
+    @property
+    def given(self) -> list[tuple[str, int, str, tuple[int, ...]]]:
+        return [given(name, tensor) for name, tensor in zip(self.names, self.alive)]
+
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self.given.append(given(name, tensor))
+        self.names.append(name)
         self.alive.append(tensor)
         return tensor
 
-    def add_weights(
-        self, of: Compiled, names: Sequence[str], weights: Sequence[torch.Tensor]
-    ) -> None:
-        for name, weight in zip(names, weights):
-            # An evaluation has no weights of the noise.
-            if name in of.weights:
-                self.add(name, taken(weight, of.weights[name]))
-
     def add_inputs(
-        self, of: Compiled, names: Sequence[str], inputs: Sequence[torch.Tensor]
+        self,
+        of: Compiled,
+        x: torch.Tensor,
+        names: Sequence[str] = (),
+        inputs: Sequence[torch.Tensor] = (),
     ) -> None:
+        """Adds x and further inputs; those are converted, x has the layer's type."""
+        tokens = x.shape[0]
+        self.add_checked("x", taken(x, x.dtype), (tokens, of.model_dim))
         for name, tensor in zip(names, inputs):
             if name not in of.inputs:
-                if name in read_spec_inputs(str(of.spec)):
+                if name in of.allowed:
                     continue
                 known = ", ".join(of.inputs)
                 raise InvalidError(f"the layer reads no `{name}`, only {known}")
@@ -136,25 +83,26 @@ class Call:
             own = taken(tensor, dtype)
             if name == "topk_weights" and of.rescales:
                 own = own.clone()
-            self.add(name, own)
+            shape = [tokens if size < 0 else size for size in of.shapes[name]]
+            self.add_checked(name, own, tuple(shape))
 
+    def add_checked(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Adds a tensor of somebody else, which the extension takes at its word."""
+        if not tensor.is_cpu:
+            given(name, tensor)  # says why not
+        if tensor.shape != shape:
+            found = tuple(tensor.shape)
+            raise InvalidError(f"tensor `{name}` has shape {found}, expected {shape}")
+        self.add(name, tensor)
 
-@functools.lru_cache(maxsize=None)
-def read_spec_inputs(text: str) -> frozenset[str]:
-    """Returns the names of a spec's inputs."""
-    return frozenset(name for name, _, _ in read_spec(text).inputs)
+    def bind(
+        self, of: Compiled, weights: Sequence[torch.Tensor]
+    ) -> tuple[BoundLayer, Any]:
+        """Returns the layer with these weights for this call, and what must outlive it."""
+        return of.binding(tuple(self.names)).bind(weights)
 
-
-@functools.lru_cache(maxsize=None)
-def weight_names(text: str) -> tuple[str, ...]:
-    """Returns the names of a spec's weights, in the order in which operations take them."""
-    return tuple(name for name, _, _ in read_spec(text).weights)
-
-
-@functools.lru_cache(maxsize=None)
-def _expert_weight(text: str) -> int:
-    """Returns the place of a weight in the dtype of the experts."""
-    return weight_names(text).index("experts.up.weight")
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.alive]
 
 
 def outputs(
@@ -162,10 +110,10 @@ def outputs(
 ) -> list[torch.Tensor]:
     tokens, k = x.shape[0], of.top_k
     y = call.add("y", x.new_empty((tokens, of.output_dim)))
-    if of.external:
-        return [y, *_no_routing(x)]
     if not routing:
         return [y, None, None, None]
+    if of.external:
+        return [y, *_no_routing(x)]
     shapes = [((tokens, k), torch.int32), ((tokens, k), torch.float32)]
     shapes += [((of.experts,), torch.int64)]
     routing = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
@@ -192,13 +140,159 @@ def evaluate(
 
     Without `routing` the last three are None.
     """
-    of, call = compiled(text, x, weights, False), Call()
-    call.add("x", x.contiguous())
-    call.add_inputs(of, names, inputs)
-    call.add_weights(of, weight_names(text), weights)
+    of = family(text).compiled(x, weights, False)
+    call = Call()
+    call.add_inputs(of, x, names, inputs)
     results = outputs(of, call, x, routing)
-    of.layer.forward(x.shape[0], call.given, capacity_factor)
+    bound, _kept = call.bind(of, weights)
+    bound.forward(x.shape[0], call.addresses(), capacity_factor)
     return results
+
+
+def _is_differentiated(x: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any([tensor.requires_grad for tensor in others])
+
+
+class Options(NamedTuple):
+    """What a call has beside its tensors."""
+
+    text: str
+    names: Sequence[str] = ()
+    training: bool = False
+    rng_key: Sequence[int] = ()
+    capacity_factor: Optional[float] = None
+
+
+def forward(
+    options: Options,
+    x: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    routing: bool = True,
+) -> tuple[Any, ...]:
+    """Runs a call that backward may follow: y, state, the routing and losses."""
+    of = family(options.text).compiled(x, weights, options.training)
+    call = Call()
+    call.add_inputs(of, x, options.names, inputs)
+    y, *decision = outputs(of, call, x, routing)
+    losses = torch.empty(len(of.losses))
+    for at, kind in enumerate(of.losses):
+        call.add(f"loss.{kind}", losses[at : at + 1])
+    key = tuple(options.rng_key) or _draw(of, options.training)
+    bound, _kept = call.bind(of, weights)
+    state = bound.forward_train(x.shape[0], call.addresses(), key, options.capacity_factor)
+    return (y, torch.from_dlpack(state), *decision, losses)
+
+
+def few_experts(of: Compiled, tokens: int, weights: Sequence[torch.Tensor]) -> bool:
+    """Returns whether most experts have no token, and gradients of zeros that are many."""
+    most = max(weight.numel() for weight in weights)
+    return 2 * tokens * of.top_k <= of.experts and most >= LARGE
+
+
+def zeros(shape: Sequence[int]) -> torch.Tensor:
+    """Returns zeros, f32. Where there are many, they take no memory until they are touched."""
+    if math.prod(shape) < LARGE:
+        return torch.zeros(shape, dtype=torch.float32)
+    return torch.from_dlpack(_native.zeros(shape))
+
+
+def gradients(
+    options: Options,
+    dy: torch.Tensor,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    routing: Sequence[torch.Tensor],
+    into: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> tuple[torch.Tensor, Optional[torch.Tensor], list[Optional[torch.Tensor]]]:
+    """Returns the gradients of x, of topk_weights and of weights, where there are any.
+
+    `into` has memory for those of some weights, unless most experts have no token.
+    """
+    of = family(options.text).compiled(x, weights, options.training)
+    call = Call()
+    call.add_inputs(of, x, options.names, inputs)
+    call.add_checked("dy", taken(dy, x.dtype), (x.shape[0], of.output_dim))
+    shapes = ((x.shape[0], of.top_k), (x.shape[0], of.top_k), (of.experts,))
+    for name, tensor, shape in zip(ROUTING, routing, shapes):
+        call.add_checked(name, taken(tensor, tensor.dtype), shape)
+    dx = call.add("dx", torch.empty_like(x, memory_format=torch.contiguous_format))
+    dtopk = None
+    if of.external:
+        dtopk = call.add("grad.topk_weights", torch.empty((x.shape[0], of.top_k)))
+    found: list[Optional[torch.Tensor]] = []
+    few = few_experts(of, x.shape[0], weights)
+    for name, weight in zip(of.order, weights):
+        if name in of.trained:
+            if few:
+                gradient = zeros(weight.shape)
+            elif name in into:
+                gradient = into[name]
+            else:
+                gradient = torch.empty(weight.shape, dtype=torch.float32)
+            found.append(call.add(f"grad.{name}", gradient))
+        else:
+            found.append(None)
+    bound, _kept = call.bind(of, weights)
+    bound.backward(int(state), x.shape[0], call.addresses(), few)
+    pairs = zip(found, weights)
+    return dx, dtopk, [g if g is None else g.to(w.dtype) for g, w in pairs]
+
+
+def _draw(of: Compiled, training: bool) -> tuple[int, ...]:
+    # torch's generator, so that `torch.manual_seed` repeats a run and activation checkpointing
+    # repeats a call.
+    if not (training and of.draws):
+        return 0, 0, 0, 0
+    seed, step = torch.randint(0, 2**62, (2,)).tolist()
+    return seed, step, 0, 0
+
+
+class _Past(torch.autograd.Function):
+    """A differentiable call past torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx, options: Options, routing: bool, x: torch.Tensor, *tensors: torch.Tensor):
+        count = len(options.names)
+        y, state, *rest = forward(options, x, tensors[:count], tensors[count:], routing)
+        ctx.options = options
+        external = "topk_ids" in options.names
+        decision = rest[:-1] if routing and not external else []
+        ctx.counts = len(decision), count
+        ctx.save_for_backward(x, state, *decision, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(tensor for tensor in rest if tensor is not None))
+        return (y, *rest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *_):
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        x, state, *tensors = ctx.saved_tensors
+        decided, count = ctx.counts
+        inputs, weights = tensors[decided : decided + count], tensors[decided + count :]
+        dx, dtopk, dweights = gradients(
+            ctx.options, dy, state, x, inputs, weights, tensors[:decided]
+        )
+        dinputs = _input_gradients(ctx.options.names, inputs, dtopk)
+        return (None, None, dx, *dinputs, *dweights)
+
+
+def _input_gradients(
+    names: Sequence[str], inputs: Sequence[torch.Tensor], dtopk: Optional[torch.Tensor]
+) -> list[Optional[torch.Tensor]]:
+    return [
+        dtopk.to(tensor.dtype) if name == "topk_weights" else None
+        for name, tensor in zip(names, inputs)
+    ]
+
+
+# ---- Operations
 
 
 def _layer(
@@ -211,27 +305,8 @@ def _layer(
     rng_key: list[int],
     capacity_factor: Optional[float],
 ) -> tuple[torch.Tensor, ...]:
-    of, call = compiled(spec, x, weights, training), Call()
-    call.add("x", x.contiguous())
-    call.add_inputs(of, names.split(), inputs)
-    call.add_weights(of, weight_names(spec), weights)
-    results = outputs(of, call, x)
-    losses = torch.empty(len(of.losses))
-    for at, kind in enumerate(of.losses):
-        call.add(f"loss.{kind}", losses[at : at + 1])
-    key = rng_key or _draw(of, training)
-    state = of.layer.forward_train(x.shape[0], call.given, tuple(key), capacity_factor)
-    y, *routing = results
-    return (y, torch.from_dlpack(state), *routing, losses)
-
-
-def _draw(of: Compiled, training: bool) -> list[int]:
-    # torch's generator, so that `torch.manual_seed` repeats a run and activation checkpointing
-    # repeats a call.
-    if not (training and of.spec.draws):
-        return [0, 0, 0, 0]
-    seed, step = torch.randint(0, 2**62, (2,)).tolist()
-    return [seed, step, 0, 0]
+    options = Options(spec, names.split(), training, rng_key, capacity_factor)
+    return forward(options, x, inputs, weights)
 
 
 def _layer_fake(
@@ -261,29 +336,15 @@ def _layer_backward(
     routing: list[torch.Tensor],
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    of, call = compiled(spec, x, weights, training), Call()
-    call.add("x", x.contiguous())
-    call.add("dy", taken(dy, x.dtype))
-    call.add_inputs(of, names.split(), inputs)
-    call.add_weights(of, weight_names(spec), weights)
-    if not of.external:
-        for name, tensor in zip(ROUTING, routing):
-            call.add(name, tensor.contiguous())
-    dx = call.add("dx", torch.empty_like(x, memory_format=torch.contiguous_format))
-    dtopk = torch.empty((0,))
-    if of.external:
-        dtopk = call.add("grad.topk_weights", torch.empty((x.shape[0], of.top_k)))
-    gradients = []
-    for name, weight in zip(weight_names(spec), weights):
-        if name in of.trained:
-            shape = tuple(weight.shape)
-            gradients.append(call.add(f"grad.{name}", torch.empty(shape, dtype=torch.float32)))
-        else:
-            gradients.append(torch.zeros(weight.shape, dtype=torch.float32))
-    of.layer.backward(int(state), call.given)
-    pairs = zip(gradients, weights)
-    rounded = [g.to(w.dtype) if w.is_floating_point() else g for g, w in pairs]
-    return dx, dtopk, rounded
+    options = Options(spec, names.split(), training)
+    # A layer whose caller routes has no decision of its own.
+    decision = [] if "topk_ids" in options.names else routing
+    dx, dtopk, found = gradients(options, dy, state, x, inputs, weights, decision)
+    dtopk = torch.empty((0,)) if dtopk is None else dtopk
+    # An operation returns tensors alone.
+    pairs = zip(found, weights)
+    floats = [(g, w, w.dtype if w.is_floating_point() else torch.float32) for g, w in pairs]
+    return dx, dtopk, [torch.zeros(w.shape, dtype=d) if g is None else g for g, w, d in floats]
 
 
 def _layer_backward_fake(spec, dy, state, x, names, inputs, weights, routing, training):
@@ -311,10 +372,7 @@ def _backward(ctx, dy, *_):
     dx, dtopk, dweights = torch.ops.moesaic.layer_backward(
         ctx.spec, dy, state, x, ctx.names, tensors, weights, [ids, chosen, counts], ctx.training
     )
-    names = ctx.names.split()
-    dinputs = [
-        dtopk.to(t.dtype) if name == "topk_weights" else None for name, t in zip(names, tensors)
-    ]
+    dinputs = _input_gradients(ctx.names.split(), tensors, dtopk)
     dweights = [d if w.is_floating_point() else None for d, w in zip(dweights, weights)]
     return None, dx, None, dinputs, dweights, None, ctx.key, None
 
@@ -353,19 +411,19 @@ def layer(
     rng_key: Sequence[int] = (),
     capacity_factor: Optional[float] = None,
     routing: bool = True,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Any, ...]:
     """Runs a layer of x [T, d]: y [T, d_out], topk_ids, topk_weights, counts and losses.
 
-    A call that nobody differentiates, of a layer in evaluation, goes past torch's dispatcher; it
-    has no losses, and without `routing` y alone.
+    A call that nobody differentiates, of a layer in evaluation, has no losses. Without `routing`
+    the decision may be None.
     """
-    if not training and not torch.compiler.is_compiling():
-        wanted = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (x, *inputs, *weights)
-        )
-        if not wanted and type(x) is torch.Tensor:
-            results = evaluate(text, x, names, inputs, weights, capacity_factor, routing)
-            return (*results, None)
+    tensors = (x, *inputs, *weights)
+    kinds = {type(tensor) for tensor in tensors}
+    if only_autograd() and kinds <= PLAIN:
+        if not training and not _is_differentiated(x, tensors):
+            return (*evaluate(text, x, names, inputs, weights, capacity_factor, routing), None)
+        options = Options(text, names, training, rng_key, capacity_factor)
+        return _Past.apply(options, routing, *tensors)
     y, _, ids, chosen, counts, losses = torch.ops.moesaic.layer(
         text, x, " ".join(names), list(inputs), list(weights), training, list(rng_key),
         capacity_factor,

@@ -15,6 +15,7 @@ import weakref
 from typing import Any, Iterator, NamedTuple, Optional
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from . import ops
@@ -231,6 +232,25 @@ def _unpack_backward(ctx, gradients):
     return whole, None, None, None
 
 
+def _pack(
+    gradients: list[torch.Tensor], like: torch.Tensor, kind: tuple, few: Optional[list[int]]
+) -> torch.Tensor:
+    """Returns the gradient of a weight from those of its parts; all but `few` experts' are zero."""
+    if few is None:
+        whole = torch.empty(like.shape, dtype=like.dtype)
+    elif like.dtype == torch.float32:
+        whole = ops.zeros(like.shape)
+    else:
+        whole = torch.zeros(like.shape, dtype=like.dtype)
+    for part, gradient in zip(_parts(whole, *kind), gradients):
+        if few is None:
+            part.copy_(gradient)
+        else:
+            for expert in few:
+                part[expert].copy_(gradient[expert])
+    return whole
+
+
 torch.library.define(
     "moesaic::unpack",
     "(Tensor weight, bool fused, bool interleaved, bool transposed) -> Tensor[]",
@@ -266,7 +286,110 @@ def _biases(experts: torch.nn.Module, plan: _Plan) -> dict[str, torch.Tensor]:
     return named | {"experts.gate.bias": gate, "experts.up.bias": up}
 
 
+def _is_halves(like: torch.Tensor, kind: tuple) -> bool:
+    """Returns whether a gradient is packed in place: a large one, whose second copy would cost more
+    than the kernels that compute it."""
+    halves = kind == (True, False, False) and like.dtype == torch.float32
+    return halves and like.numel() >= ops.LARGE
+
+
+def _halves(whole: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of [E, 2 h, d] as [2, E, h, d]: gates of all experts before ups of all."""
+    experts, both, width = whole.shape
+    return whole.view(2, experts, both // 2, width)
+
+
+def _alternate(whole: torch.Tensor) -> torch.Tensor:
+    """Moves each expert's up behind its gate, within the memory that `_halves` gave."""
+    experts = whole.shape[0]
+    matrices = _halves(whole).flatten(0, 1)
+    moved = [False] * len(matrices)
+    for first in range(len(matrices)):
+        if moved[first]:
+            continue
+        to, kept = first, matrices[first].clone()
+        while True:
+            moved[to] = True
+            place = to // 2 + (to % 2) * experts
+            if place == first:
+                matrices[to].copy_(kept)
+                break
+            matrices[to].copy_(matrices[place])
+            to = place
+    return whole
+
+
 # ---- Calls
+
+
+def _kinds(plan: _Plan) -> list[tuple[str, tuple[bool, bool, bool], list[str]]]:
+    """Returns parameters of a module: name, how it is unpacked, the weights that it becomes."""
+    fused, turned = plan.gated, plan.transposed
+    first = "gate_up_proj" if fused else "up_proj"
+    up = ["experts.gate.weight", "experts.up.weight"] if fused else ["experts.up.weight"]
+    return [
+        (first, (fused, fused and plan.interleaved, turned), up),
+        ("down_proj", (False, False, turned), ["experts.down.weight"]),
+    ]
+
+
+class _Experts(torch.autograd.Function):
+    """The experts of a decision, differentiable: weights are copied and gradients packed in one."""
+
+    @staticmethod
+    def forward(ctx, plan, experts, x, ids, chosen, *sources):
+        kinds = _kinds(plan)
+        named = _biases(experts, plan) if plan.bias else {}
+        for source, (_, kind, names) in zip(sources, kinds):
+            parts = _unpack(source, *kind) if any(kind) else [source]
+            named.update(zip(names, parts))
+        weights = [named[name] for name in plan.names]
+        options = ops.Options(plan.text, ("topk_ids", "topk_weights"))
+        y, state, *_ = ops.forward(options, x, [ids, chosen], weights, False)
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.options, ctx.kinds = plan, options, kinds
+        # Shared copies, not this call's.
+        ctx.weights = weights
+        ctx.save_for_backward(x, state, ids, chosen, *sources)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
+        x, state, ids, chosen, *sources = ctx.saved_tensors
+        plan, weights, inputs = ctx.plan, ctx.weights, [ids, chosen]
+        of = ops.family(plan.text).compiled(x, weights, False)
+        few, whole, into = None, None, {}
+        if ops.few_experts(of, x.shape[0], weights):
+            few = [expert for expert in ids.unique().tolist() if expert >= 0]
+        elif _is_halves(sources[0], ctx.kinds[0][1]):
+            whole = torch.empty(sources[0].shape, dtype=torch.float32)
+            into = dict(zip(ctx.kinds[0][2], _halves(whole)))
+        dx, dchosen, found = ops.gradients(
+            ctx.options, dy, state, x, inputs, weights, [], into
+        )
+        named = dict(zip(plan.names, found))
+        packed = []
+        for source, (_, kind, names) in zip(sources, ctx.kinds):
+            parts = [named[name] for name in names]
+            if whole is not None and len(parts) == 2:
+                packed.append(_alternate(whole))
+            else:
+                packed.append(_pack(parts, source, kind, few) if any(kind) else parts[0])
+        packed += _bias_gradients(plan, named)
+        return (None, None, dx, None, dchosen, *packed)
+
+
+def _bias_gradients(plan: _Plan, named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    if not plan.bias:
+        return []
+    down = named["experts.down.bias"]
+    if not plan.gated:
+        return [named["experts.up.bias"], down]
+    both = [named["experts.gate.bias"], named["experts.up.bias"]]
+    return [torch.stack(both, 2).flatten(1) if plan.interleaved else torch.cat(both, 1), down]
 
 
 class _Packed:
@@ -359,6 +482,12 @@ def experts_forward(
     chosen = top_k_weights.reshape(ids.shape).float()
     if not torch.compiler.is_compiling() and not _is_differentiated(self, x, chosen):
         y = _inference(self, plan, x.detach().contiguous(), ids, chosen.detach().contiguous())
+    elif ops.only_autograd() and type(x) is torch.Tensor:
+        sources = [getattr(self, name) for name, _, _ in _kinds(plan)]
+        if plan.bias:
+            sources += [self.gate_up_proj_bias if plan.gated else self.up_proj_bias]
+            sources += [self.down_proj_bias]
+        y = _Experts.apply(plan, self, x, ids, chosen, *sources)
     else:
         names = ["topk_ids", "topk_weights"]
         weights = _weights(self, plan)

@@ -83,17 +83,20 @@ class SwitchGate(NaiveGate):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns ids and scores [T, 1] of x [T, d]."""
-        logits = self.gate(x).float()
+        logits = self.gate(x)
         if self.training:
             eps = self.switch_eps
-            logits = logits + torch.empty_like(logits).uniform_(1.0 - eps, 1.0 + eps)
-        scores = logits.softmax(-1)
+            # To the bit as FastMoE, in the type of x.
+            noise = torch.rand_like(logits)
+            logits = logits + (noise * 2 * eps + 1.0 - eps)
+        scores = logits.float().softmax(-1)
         best, ids = scores.topk(1, -1)
         rate = self.capacity[0 if self.training else 1]
         ids = _limited(ids, self.tot_expert, math.ceil(rate * x.shape[0] / self.num_expert))
         kept = ids[ids >= 0]
-        share = torch.bincount(kept, minlength=self.tot_expert) / max(1, kept.numel())
-        self.set_loss((share * scores.mean(0)).sum() * self.tot_expert)
+        count = max(1, kept.numel())
+        share = torch.bincount(kept, minlength=self.tot_expert) / count
+        self.set_loss((share * scores.sum(0) / count).sum() * self.tot_expert)
         return ids, best.to(x.dtype)
 
 
@@ -140,7 +143,7 @@ def _limited(ids: torch.Tensor, experts: int, limit: int) -> torch.Tensor:
 
 
 class FMoE(nn.Module):
-    """A layer of experts of your own: callables of `d_model`, or a list of modules.
+    """A layer of experts of your own: a callable of `d_model`, or a list of callables or modules.
 
     Each is called as `expert(rows, count)` on the rows of its tokens. moesaic computes experts of
     `FMoETransformerMLP`; modules of your own run as they are.
@@ -156,7 +159,7 @@ class FMoE(nn.Module):
         moe_group: Any = None,
         top_k: int = 2,
         gate: Callable[..., nn.Module] = NaiveGate,
-        expert: Union[Callable[[int], nn.Module], Sequence[nn.Module], None] = None,
+        expert: Union[Callable[[int], nn.Module], Sequence[Any], None] = None,
         gate_hook: Optional[Callable] = None,
         mask: Optional[torch.Tensor] = None,
         mask_dict: Optional[dict] = None,
@@ -169,12 +172,16 @@ class FMoE(nn.Module):
                 raise InvalidError(f"{name} has several ranks: this layer runs in one process")
         if isinstance(expert, (list, tuple, nn.ModuleList)):
             num_expert = len(expert)
-            self.experts = nn.ModuleList(expert)
+            made = [e if isinstance(e, nn.Module) else e(d_model) for e in expert]
+            self.experts = nn.ModuleList(made)
         elif expert is not None:
             self.experts = nn.ModuleList([expert(d_model) for _ in range(num_expert)])
         self.num_expert, self.d_model, self.top_k = num_expert, d_model, top_k
         self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict or {}
-        self.gate = gate(d_model, num_expert, world_size, top_k, gate_bias=gate_bias)
+        # As FastMoE: a gate of somebody's own knows no gate_bias.
+        naive = isinstance(gate, type) and issubclass(gate, NaiveGate)
+        options = {"gate_bias": gate_bias} if naive else {}
+        self.gate = gate(d_model, num_expert, world_size, top_k, **options)
 
     def expert_fn(
         self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor

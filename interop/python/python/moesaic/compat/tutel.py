@@ -210,6 +210,13 @@ class MOELayer(nn.Module):
             if scan_expert_func is not None:
                 scan_expert_func(name, parameter)
 
+    @staticmethod
+    def global_expert_count(num_local_experts: int, group: Any = None) -> int:
+        """Returns the experts of all ranks, which are those of this process."""
+        if num_local_experts < 1:
+            raise InvalidError(f"{num_local_experts} experts: this layer runs in one process")
+        return num_local_experts
+
     def get_parameter_iterator(self, param_type: str):
         """Returns the named parameters of `gate` or of `local_experts`."""
         parts = {"gate": self.gates, "local_experts": self.experts}
