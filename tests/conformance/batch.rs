@@ -6,6 +6,7 @@ use super::case::floats;
 use super::layers::engines;
 use moesaic::spec::LayerSpec;
 use moesaic::{DType, Engine, Target, Training};
+use moesaic_harness::thorough::takes;
 
 /// Wide enough for several slices, strips and row groups, and odd.
 const SPEC: &str = "shape = { model_dim = 611, hidden_dim = 75, experts = 3, top_k = 2 }\n\
@@ -65,9 +66,14 @@ fn a_token_has_the_same_bytes_alone_and_in_a_batch() {
 
 #[test]
 fn packed_and_plain_weights_give_the_same_bytes() {
-    for engine in cpus() {
-        for dtype in [DType::F32, DType::Bf16, DType::F16] {
-            packed_as_plain(&engine, dtype);
+    for (n, engine) in cpus().enumerate() {
+        for (d, dtype) in [DType::F32, DType::Bf16, DType::F16]
+            .into_iter()
+            .enumerate()
+        {
+            if takes(n + d, 2) {
+                packed_as_plain(&engine, dtype);
+            }
         }
     }
 }

@@ -201,14 +201,15 @@ impl Published {
         }
     }
 
-    /// Returns the same layer with experts as codes, if they can be.
-    fn as_codes(&self) -> Option<Import> {
+    /// Returns the same layer with experts as codes, if they can be, and whether its experts are
+    /// codes that are read as numbers.
+    fn as_codes(&self) -> (Option<Import>, bool) {
         let mut import = self.from.0.clone();
         let options = LoadOptions::default();
         let formats = set_expert_formats(&mut import, &self.from.1, options);
-        let both = formats.up.is_some() && formats.dequantized.is_some();
-        assert!(!both, "{}", self.what);
-        formats.up.map(|_| import)
+        let dequantized = formats.dequantized.is_some();
+        assert!(formats.up.is_none() || !dequantized, "{}", self.what);
+        (formats.up.map(|_| import), dequantized)
     }
 
     fn input(&self, tokens: Range<usize>) -> Input<'_> {
@@ -254,10 +255,10 @@ fn published_formats_run() {
     let cases = entries("formats");
     assert_eq!(cases.len(), 24);
     let as_numbers = run_as_numbers_and_codes(&engine(), &cases);
-    let [only] = as_numbers.as_slice() else {
+    let [(only, dequantized)] = as_numbers.as_slice() else {
         panic!("no codes: {as_numbers:?}");
     };
-    assert!(only.ends_with("gptq_int4_act"), "{only}");
+    assert!(only.ends_with("gptq_int4_act") && *dequantized, "{only}");
 }
 
 /// Layers of GGUF files by gguf-py: four of blocks, the rest of floats.
@@ -268,13 +269,16 @@ fn files_of_gguf_py_run() {
     assert_eq!(cases.len(), 15);
     let as_numbers = run_as_numbers_and_codes(&hurried(), &cases);
     assert_eq!(as_numbers.len(), 11, "{as_numbers:?}");
+    let floats = as_numbers.iter().all(|(_, dequantized)| !dequantized);
+    assert!(floats, "{as_numbers:?}");
 }
 
-/// Runs layers of fixtures. Returns those without codes.
-fn run_as_numbers_and_codes(engine: &Engine, cases: &[PathBuf]) -> Vec<String> {
+/// Runs layers of fixtures. Returns those that do not run as codes, each with whether it has some.
+fn run_as_numbers_and_codes(engine: &Engine, cases: &[PathBuf]) -> Vec<(String, bool)> {
     let mut as_numbers = Vec::new();
     for case in cases.iter().map(|dir| Published::open(dir)) {
-        let (tokens, codes) = (0..case.x.shape[0], case.as_codes());
+        let tokens = 0..case.x.shape[0];
+        let (codes, dequantized) = case.as_codes();
         let run = |import: &Import, how: &str| {
             let reader = LayerReader::of_import(import, &case.from.1, LoadOptions::default());
             let layer = engine.layer(&import.spec, &reader.unwrap()).unwrap();
@@ -285,7 +289,7 @@ fn run_as_numbers_and_codes(engine: &Engine, cases: &[PathBuf]) -> Vec<String> {
         run(&case.from.0, "as numbers");
         match &codes {
             Some(codes) => run(codes, "as codes"),
-            None => as_numbers.push(case.what),
+            None => as_numbers.push((case.what, dequantized)),
         }
     }
     as_numbers
@@ -301,7 +305,7 @@ fn ranks_read_their_own_codes() {
     let cases: Vec<Published> = cases.map(|dir| Published::open(&dir)).collect();
     assert_eq!(cases.len(), names.len());
     for case in cases {
-        let codes = case.as_codes().unwrap();
+        let codes = case.as_codes().0.unwrap();
         let experts = codes.spec.shape.experts;
         on_ranks(&engine, mesh(2, 1), |mesh| {
             let half = case.x.shape[0] / 2;
@@ -337,7 +341,7 @@ fn codes_are_split_and_joined_unchanged() {
         let cases = entries("formats").into_iter();
         let dir = cases.into_iter().find(|dir| dir.ends_with(name)).unwrap();
         let case = Published::open(&dir);
-        let codes = case.as_codes().unwrap();
+        let codes = case.as_codes().0.unwrap();
         let reader = LayerReader::of_import(&codes, &case.from.1, LoadOptions::default());
         let (spec, whole) = (&codes.spec, reader.unwrap().load().unwrap());
         let parts = elastic::split_experts(spec, &whole, &[1, 3]);

@@ -6,12 +6,12 @@
 /// The variable by which `cargo xtask test --thorough` asks for all combinations.
 pub const VARIABLE: &str = "MOESAIC_THOROUGH";
 
-/// Whether this run takes all combinations.
+/// Returns whether this run takes all combinations.
 pub fn is_on() -> bool {
     std::env::var_os(VARIABLE).is_some()
 }
 
-/// Whether this run takes combination `n`: every one in `of`, or all.
+/// Returns whether this run takes combination `n`: every one in `of`, or all.
 pub fn takes(n: usize, of: usize) -> bool {
     n.is_multiple_of(of) || is_on()
 }

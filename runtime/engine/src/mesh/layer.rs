@@ -5,7 +5,6 @@ use super::bound_plan::{BoundPlan, PartLayers, PlanKey, sharing};
 use super::comm_cast::Packing;
 use super::groups::Mesh;
 use super::part::ReplicatedWeights;
-use super::reduce::Reduces;
 use super::shard::Shard;
 use crate::device_layer::{DeviceLayer, check_spec};
 use crate::engine::Engine;
@@ -45,6 +44,17 @@ pub(crate) struct RankLayer {
     choice: RwLock<Choice>,
     /// The recorder of exchanges.
     pub(super) recorder: Option<Arc<dyn Recorder>>,
+}
+
+/// The gradients that a layer reduces. The others are another layer's, too, which reduces them: a
+/// second sum over ranks would multiply them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reduces {
+    All,
+    /// Those of the router alone: everything else is of the first of several routers' layers.
+    Router,
+    /// All but those of routed experts, which are of the layer of a bank.
+    AllButExperts,
 }
 
 /// The way that ranks carry out calls from now on, with what that needs.

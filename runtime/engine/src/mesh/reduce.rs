@@ -1,7 +1,7 @@
 //! Reduction of weight gradients over the ranks that hold the same weights.
 
 use super::groups::Mesh;
-use super::layer::RankLayer;
+use super::layer::{RankLayer, Reduces};
 use super::process_group::ProcessGroup;
 use super::replicas::OnDevice;
 use crate::device_layer::DeviceLayer;
@@ -10,17 +10,6 @@ use crate::router::is_of_router;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
 use moesaic_plan::TensorId;
-
-/// The gradients that a layer reduces. The others are another layer's, too, which reduces them: a
-/// second sum over ranks would multiply them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reduces {
-    All,
-    /// Those of the router alone: everything else is of the first of several routers' layers.
-    Router,
-    /// All but those of routed experts, which are of the layer of a bank.
-    AllButExperts,
-}
 
 impl RankLayer {
     /// Sums gradients over the ranks that hold the same weights. Gradients of experts are summed

@@ -39,7 +39,7 @@ impl PtxCompiler {
     }
 
     /// The same in a hurry: the code is hardly optimized, where NVRTC can be asked for that and no
-    /// product of `wgmma` is under way. For tests that compile many kernels and look at results
+    /// product of `wgmma` is in flight. For tests that compile many kernels and look at results
     /// alone.
     pub fn hurried(nvrtc: NvrtcCompiler) -> PtxCompiler {
         let options: &[&str] = if nvrtc.version() >= HAS_FAST {

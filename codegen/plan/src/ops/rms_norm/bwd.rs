@@ -57,6 +57,8 @@ impl Operator for RmsNormBwdDesc {
     }
 
     fn entries(&self, config: &RmsNormBwdConfig) -> Vec<Entry> {
+        // Two entries, because the gradient of the weight is a sum over all tokens: a block of some
+        // columns adds them in order, and no two blocks add to one number.
         vec![rows(self, config), weight(self, config)]
     }
 
@@ -71,6 +73,7 @@ fn rows(d: &RmsNormBwdDesc, c: &RmsNormBwdConfig) -> Entry {
         Param::read("x", d.activations, &rows),
         Param::read("weight", F32, format!("[{}]", d.width)),
         Param::read("dy", d.activations, &rows),
+        // For the entry behind it, which would go over each row once for every block of columns.
         Param::write("inverse_rms", F32, "[tokens]"),
         Param::write("dx", d.activations, &rows),
     ];
