@@ -42,8 +42,8 @@ impl OneRankArgs {
     ) -> Result<RankPlan> {
         self.strategy.check(&mesh).map_err(Failure::input)?;
         let placement = experts::placement(self.placement.as_deref())?;
-        let sharing = Sharing::from(mesh).placed(placement.as_ref());
-        let sharing = sharing.by(self.strategy);
+        let sharing = Sharing::from(mesh).by(self.strategy.plan_form(&mesh));
+        let sharing = sharing.placed(placement.as_ref());
         let plan = plan_rank(spec, target, options, sharing, self.rank);
         let plan = plan.map_err(EngineError::from)?;
         let plan = plan.in_comm_dtype(self.strategy.comm_dtype);

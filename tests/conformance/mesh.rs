@@ -90,7 +90,7 @@ impl Grid {
     /// one process.
     fn sums_alike(&self) -> bool {
         self.strategy.adaptive_r(&self.parallel) <= 1
-            && !self.strategy.returns_sums(&self.parallel)
+            && !self.strategy.plan_form(&self.parallel).sums
             && !self.parallel.shards_shared()
     }
 }

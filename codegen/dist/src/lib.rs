@@ -36,4 +36,4 @@ pub use placement::{Placement, PlacementError, RowSource, Split};
 pub use placement::{ShadowForm, ShadowModel, shadows};
 pub use sent::{Sends, Sent};
 pub use shape::{Levels, MOST_LEVELS, NodeRank, NodeShape};
-pub use strategy::{Both, MAX_CHUNKS, ParseStrategyError, Strategy, StrategyError};
+pub use strategy::{Both, MAX_CHUNKS, ParseStrategyError, PlanForm, Strategy, StrategyError};

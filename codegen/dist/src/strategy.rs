@@ -357,6 +357,20 @@ pub const MAX_CHUNKS: usize = 64;
 /// The relative difference below which two predictions count as equal.
 const ALIKE: f64 = 0.02;
 
+/// The properties of a strategy that decide the kernels and steps of a rank. Strategies that agree
+/// on them share a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PlanForm {
+    /// The adaptive parallelism degree; 0 means that rows stay.
+    pub adaptive_r: usize,
+    /// The most experts with shadows.
+    pub shadows: usize,
+    /// Whether a rank returns one row for each token of another rank, the sum of what its experts
+    /// computed. Experts then weight their outputs, which takes other kernels than leaving it to
+    /// `combine`.
+    pub sums: bool,
+}
+
 impl Strategy {
     /// Returns the simplest of the strategies within 2 % of the fastest: one hop before two, two
     /// before two at once; then fewer chunks. The costs that a prediction leaves out grow with
@@ -418,10 +432,14 @@ impl Strategy {
         self.adaptive_r.unwrap_or(mesh.expert_tp)
     }
 
-    /// Returns whether a rank returns one row for each token of another rank, the sum of what its
-    /// experts computed; experts then weight their outputs.
-    pub fn returns_sums(&self, mesh: &Parallel) -> bool {
-        self.all_to_all.row().deduplicates_ranks() && self.adaptive_r(mesh) > 0
+    /// Returns the plan that the strategy asks for.
+    pub fn plan_form(&self, mesh: &Parallel) -> PlanForm {
+        let adaptive_r = self.adaptive_r(mesh);
+        PlanForm {
+            adaptive_r,
+            shadows: self.shadows,
+            sums: self.all_to_all.row().deduplicates_ranks() && adaptive_r > 0,
+        }
     }
 
     /// Returns whether weights of experts travel; if so, they must not be packed.

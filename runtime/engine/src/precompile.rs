@@ -219,21 +219,15 @@ fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, Eng
     let kernels: BTreeSet<_> = (strategies.iter())
         .map(|strategy| {
             strategy.check(&mesh).map_err(PlanError::from)?;
-            Ok::<_, PlanError>((
-                strategy.adaptive_r(&mesh),
-                strategy.shadows,
-                strategy.returns_sums(&mesh),
-                strategy.comm_dtype,
-            ))
+            Ok::<_, PlanError>((strategy.plan_form(&mesh), strategy.comm_dtype))
         })
         .collect::<Result<_, _>>()?;
     let mut all = Vec::new();
     for (placement, ep) in kinds(spec, ranks)? {
         let (dp, tp) = (0, 0);
         let rank = mesh.rank(RankCoords { dp, ep, tp });
-        for &(adaptive_r, shadows, sums, comm_dtype) in &kernels {
-            let sharing = Sharing::from(mesh).placed(Some(&placement));
-            let sharing = sharing.at_r(adaptive_r).shadowing(shadows).summing(sums);
+        for &(form, comm_dtype) in &kernels {
+            let sharing = Sharing::from(mesh).by(form).placed(Some(&placement));
             let plan =
                 plan_rank(spec, job.target, &job.options, sharing, rank)?.in_comm_dtype(comm_dtype);
             for part in plan.parts() {

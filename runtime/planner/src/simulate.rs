@@ -11,8 +11,8 @@ use crate::run::Run;
 use crate::scenario::{PlannerError, Prediction, Scenario, Simulated};
 use crate::traffic;
 use moesaic_plan::{
-    AllToAll, Both, CommDtype, OverlapBy, Parallel, Placement, PlanError, PlanOptions, RankPlan,
-    ShadowModel, Sharing, Strategy, most_rows, plan_rank,
+    AllToAll, Both, CommDtype, OverlapBy, Parallel, Placement, PlanError, PlanForm, PlanOptions,
+    RankPlan, ShadowModel, Sharing, Strategy, most_rows, plan_rank,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -28,14 +28,11 @@ struct RankWork {
     shadows: usize,
 }
 
-/// The properties that decide which steps a rank has: mesh, shards per row, shadows, and whether
-/// ranks return sums.
+/// The properties that decide which steps a rank has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct PlanKey {
     mesh: Parallel,
-    adaptive_r: usize,
-    shadows: usize,
-    sums: bool,
+    form: PlanForm,
 }
 
 /// A plan with the costs of its launches.
@@ -275,9 +272,7 @@ impl<'q> Simulator<'q> {
         let mesh = Parallel { dp: 1, ..mesh };
         let key = PlanKey {
             mesh,
-            adaptive_r: strategy.adaptive_r(&mesh),
-            shadows: strategy.shadows,
-            sums: strategy.returns_sums(&mesh),
+            form: strategy.plan_form(&mesh),
         };
         if let Some(plan) = self.plans.borrow().get(&key) {
             return Ok(Rc::clone(plan));
@@ -290,7 +285,7 @@ impl<'q> Simulator<'q> {
         // first.
         let most = (0..mesh.ep).rev().max_by_key(|ep| placement.count(*ep));
         let rank = most.unwrap_or(0) * mesh.expert_tp;
-        let sharing = Sharing::from(mesh).by(strategy);
+        let sharing = Sharing::from(mesh).by(key.form);
         let sharing = sharing.placed(scenario.placement.as_ref());
         let plan = Rc::new(Planned {
             plan: plan_rank(&scenario.spec, target, &options, sharing, rank)?,

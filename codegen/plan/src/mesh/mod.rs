@@ -54,22 +54,19 @@ pub use regions::ShardRegion;
 use crate::layer::{Builder, Part, Recompute};
 use crate::{LayerPlan, PlanError, PlanOptions};
 use moesaic_dist::{
-    AdaptiveMesh, MeshError, Parallel, Placement, RankCoords, Strategy, TokenScope,
+    AdaptiveMesh, MeshError, Parallel, Placement, PlanForm, RankCoords, Strategy, TokenScope,
 };
 use moesaic_kernel::Target;
 use moesaic_spec::{Experts, LayerSpec, Shape, SharedExpert, WeightSite};
 use std::borrow::Cow;
 
-/// The sharing of a layer: mesh, placement, adaptive parallelism degree, shadows, scope, and
-/// whether ranks return sums.
+/// The sharing of a layer: mesh, placement, form of the plan, and scope.
 #[derive(Clone, Copy, Debug)]
 pub struct Sharing<'p> {
     mesh: Parallel,
     placement: Option<&'p Placement>,
-    adaptive_r: usize,
-    shadows: usize,
+    form: PlanForm,
     scope: TokenScope,
-    sums: bool,
 }
 
 impl From<Parallel> for Sharing<'_> {
@@ -78,52 +75,50 @@ impl From<Parallel> for Sharing<'_> {
         Sharing {
             mesh,
             placement: None,
-            adaptive_r: mesh.expert_tp,
-            shadows: 0,
+            form: Strategy::default().plan_form(&mesh),
             scope: TokenScope::Rank,
-            sums: false,
         }
     }
 }
 
 impl<'p> Sharing<'p> {
-    /// Sets the adaptive parallelism degree ([`AdaptiveMesh`]). A plan does not pack weights that
-    /// ranks gather.
+    /// Sets the form that a strategy asks for ([`Strategy::plan_form`]).
+    ///
+    /// A plan packs neither weights that ranks gather nor those of shadows. Where ranks return sums,
+    /// experts weight their outputs as with `weight_on = "activation"`, also where the spec has
+    /// `combine` weight them: the same function up to rounding. The outputs of identity experts are
+    /// weighted by `combine` alone, so a layer with some stays as it is.
     #[must_use]
-    pub fn at_r(self, adaptive_r: usize) -> Sharing<'p> {
-        Sharing { adaptive_r, ..self }
+    pub fn by(self, form: PlanForm) -> Sharing<'p> {
+        Sharing { form, ..self }
     }
 
-    /// Sets what a strategy says of plans: the adaptive parallelism degree, the shadows, and whether
-    /// ranks return sums.
+    /// Sets the adaptive parallelism degree ([`AdaptiveMesh`]).
     #[must_use]
-    pub fn by(self, strategy: Strategy) -> Sharing<'p> {
-        Sharing {
-            adaptive_r: strategy.adaptive_r(&self.mesh),
-            shadows: strategy.shadows,
-            sums: strategy.returns_sums(&self.mesh),
-            ..self
-        }
+    pub fn at_r(self, adaptive_r: usize) -> Sharing<'p> {
+        self.by(PlanForm {
+            adaptive_r,
+            ..self.form
+        })
+    }
+
+    /// Sets the most experts that every group shadows in one call ([`Strategy::shadows`]).
+    #[must_use]
+    pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
+        self.by(PlanForm {
+            shadows,
+            ..self.form
+        })
     }
 
     /// Sets the placement of experts; `None` means contiguous ranges.
     #[must_use]
     pub fn placed<'q>(self, placement: Option<&'q Placement>) -> Sharing<'q> {
-        let Sharing {
-            mesh,
-            adaptive_r,
-            shadows,
-            scope,
-            sums,
-            ..
-        } = self;
         Sharing {
-            mesh,
+            mesh: self.mesh,
             placement,
-            adaptive_r,
-            shadows,
-            scope,
-            sums,
+            form: self.form,
+            scope: self.scope,
         }
     }
 
@@ -131,22 +126,6 @@ impl<'p> Sharing<'p> {
     #[must_use]
     pub fn over(self, scope: TokenScope) -> Sharing<'p> {
         Sharing { scope, ..self }
-    }
-
-    /// Sets the most experts that every group shadows in one call ([`Strategy::shadows`]). A plan
-    /// does not pack weights of shadows.
-    #[must_use]
-    pub fn shadowing(self, shadows: usize) -> Sharing<'p> {
-        Sharing { shadows, ..self }
-    }
-
-    /// Sets whether ranks return sums ([`Strategy::returns_sums`]). Experts then weight their
-    /// outputs as with `weight_on = "activation"`, also where the spec has `combine` weight them:
-    /// the same function up to rounding. The outputs of identity experts are weighted by `combine`
-    /// alone, so a layer with some stays as it is.
-    #[must_use]
-    pub fn summing(self, sums: bool) -> Sharing<'p> {
-        Sharing { sums, ..self }
     }
 }
 
@@ -166,12 +145,15 @@ pub fn plan_rank<'p>(
     let Sharing {
         mesh,
         placement,
+        form,
+        scope,
+    } = sharing.into();
+    let PlanForm {
         adaptive_r,
         shadows,
-        scope,
-        sums,
-    } = sharing.into();
-    let spec = &*if sums {
+        ..
+    } = form;
+    let spec = &*if form.sums {
         weighted_by_experts(spec)
     } else {
         Cow::Borrowed(spec)

@@ -11,7 +11,9 @@ use crate::shared::same_memory;
 use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_plan::TensorId;
-use moesaic_plan::{self as plan, LayerPlan, Overlap, RankPlan, RankStep, Role, Step, Strategy};
+use moesaic_plan::{
+    self as plan, LayerPlan, Overlap, PlanForm, RankPlan, RankStep, Role, Step, Strategy,
+};
 use moesaic_tensor::{Tensors, WeightSource};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -20,7 +22,7 @@ use std::sync::Arc;
 /// except where the degree needs layers of its own.
 pub(super) struct BoundPlan {
     /// The parts of the strategy that the plan is for.
-    pub form: PlanKey,
+    pub form: PlanForm,
     pub plan: RankPlan,
     /// The dispatch part, where gradients of row weights have another size than in the held layer,
     /// or experts weight their outputs. Weights and gradients are the same memory.
@@ -41,17 +43,6 @@ pub(super) struct BoundPlan {
     pub exchanged: BTreeSet<TensorId>,
 }
 
-/// The parts of a strategy that need kernels of their own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct PlanKey {
-    /// The adaptive parallelism degree.
-    pub adaptive_r: usize,
-    /// The most experts with shadows, as you asked for it.
-    pub shadows: usize,
-    /// Whether ranks return sums.
-    pub sums: bool,
-}
-
 /// The layers of a rank's parts.
 #[derive(Clone, Copy)]
 pub(super) struct PartLayers<'l> {
@@ -66,7 +57,7 @@ pub(super) struct PartLayers<'l> {
 impl BoundPlan {
     /// Binds a plan over layers that hold weights.
     pub fn over(
-        form: PlanKey,
+        form: PlanForm,
         plan: RankPlan,
         parts: PartLayers<'_>,
     ) -> Result<BoundPlan, EngineError> {
@@ -97,7 +88,7 @@ impl BoundPlan {
     /// where the plan has some, and a new shadow part if it has one.
     pub fn owning(
         engine: &Engine,
-        form: PlanKey,
+        form: PlanForm,
         plan: RankPlan,
         held: PartLayers<'_>,
     ) -> Result<BoundPlan, EngineError> {
@@ -125,7 +116,7 @@ impl BoundPlan {
     /// Binds a plan whose expert part gathers its weights.
     pub fn gathering(
         engine: &Engine,
-        form: PlanKey,
+        form: PlanForm,
         plan: RankPlan,
         held: PartLayers<'_>,
     ) -> Result<BoundPlan, EngineError> {

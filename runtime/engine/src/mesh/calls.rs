@@ -1,6 +1,6 @@
 //! The passes of a rank's part of a layer.
 
-use super::bound_plan::{BoundPlan, PlanKey};
+use super::bound_plan::BoundPlan;
 use super::call_state::{
     CallCounts, CallParts, CallRequests, CallTransfers, CallWeights, CallerTensors,
 };
@@ -21,7 +21,7 @@ use crate::into::{check_output, raw_into};
 use crate::pass::Pass;
 use crate::training::DeviceSaved;
 use moesaic_collectives::Call;
-use moesaic_plan::{Both, CommDtype, LayerPlan, Role, SATURATED, Strategy};
+use moesaic_plan::{Both, CommDtype, LayerPlan, PlanForm, Role, SATURATED, Strategy};
 use moesaic_target::Ptr;
 use moesaic_tensor::{Element, Tensor};
 use std::borrow::Cow;
@@ -31,7 +31,7 @@ use std::sync::Arc;
 pub(crate) struct RankSaved {
     strategy: Strategy,
     /// Backward uses forward's plan and passes, whatever strategy is set by then.
-    form: PlanKey,
+    form: PlanForm,
     passes: Arc<Passes>,
     tokens: DeviceSaved,
     experts: DeviceSaved,

@@ -1,7 +1,7 @@
 //! One rank's part of a layer over ranks.
 
 use super::all_to_all::RowSchedule;
-use super::bound_plan::{BoundPlan, PartLayers, PlanKey, sharing};
+use super::bound_plan::{BoundPlan, PartLayers, sharing};
 use super::comm_cast::Packing;
 use super::groups::Mesh;
 use super::part::ReplicatedWeights;
@@ -18,7 +18,9 @@ use moesaic_collectives::{Call, agree};
 use moesaic_plan::{
     AdaptiveMesh, Both, CommDtype, Role, ShadowModel, SharedExperts, Sharing, StrategyError,
 };
-use moesaic_plan::{LayerPlan, PlanError, PlanOptions, RankPlan, Strategy, Training, plan_rank};
+use moesaic_plan::{
+    LayerPlan, PlanError, PlanForm, PlanOptions, RankPlan, Strategy, Training, plan_rank,
+};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
 use std::collections::BTreeMap;
@@ -65,9 +67,9 @@ pub(super) struct Choice {
     /// The model that chooses shadows.
     pub shadow_model: ShadowModel,
     /// The bound plan of every form that was chosen so far.
-    pub bound_plans: BTreeMap<PlanKey, BoundPlan>,
+    pub bound_plans: BTreeMap<PlanForm, BoundPlan>,
     /// The casts of every form and every communication dtype that was chosen so far.
-    packings: BTreeMap<(PlanKey, Both<CommDtype>), Arc<Packing>>,
+    packings: BTreeMap<(PlanForm, Both<CommDtype>), Arc<Packing>>,
 }
 
 /// The sources of a rank's weights.
@@ -150,11 +152,7 @@ impl Engine {
         bank: Option<&DeviceLayer>,
     ) -> Result<RankLayer, EngineError> {
         check_spec(spec)?;
-        let form = PlanKey {
-            adaptive_r: mesh.parallel().expert_tp,
-            shadows: 0,
-            sums: false,
-        };
+        let form = Strategy::default().plan_form(&mesh.parallel());
         let plan = self.plan_of(mesh, spec, training, form)?;
         check_same(mesh, &plan, training)?;
         let options = options(mesh);
@@ -210,15 +208,14 @@ impl Engine {
         mesh: &Mesh,
         spec: &LayerSpec,
         training: Option<Training>,
-        form: PlanKey,
+        form: PlanForm,
     ) -> Result<RankPlan, EngineError> {
         let options = PlanOptions {
             unpacked: mesh.keeps_unpacked(),
             ..self.plan_options(training)
         };
-        let sharing = Sharing::from(mesh.parallel()).at_r(form.adaptive_r);
-        let sharing = sharing.placed(mesh.placement()).shadowing(form.shadows);
-        let sharing = sharing.over(mesh.scope()).summing(form.sums);
+        let sharing = Sharing::from(mesh.parallel()).by(form);
+        let sharing = sharing.placed(mesh.placement()).over(mesh.scope());
         Ok(plan_rank(
             spec,
             self.target(),
@@ -409,15 +406,8 @@ impl RankLayer {
         Ok((by, self.mesh.row_schedule(strategy.all_to_all, by)?))
     }
 
-    fn form(&self, strategy: Strategy) -> PlanKey {
-        let mesh = self.mesh.parallel();
-        PlanKey {
-            adaptive_r: strategy.adaptive_r(&mesh),
-            shadows: strategy.shadows,
-            // Experts that weight their outputs are other kernels than those that leave it to
-            // `combine`.
-            sums: strategy.returns_sums(&mesh),
-        }
+    fn form(&self, strategy: Strategy) -> PlanForm {
+        strategy.plan_form(&self.mesh.parallel())
     }
 
     /// Sets the model that chooses shadows from the next call on.
@@ -438,7 +428,7 @@ impl RankLayer {
     fn pack(
         &self,
         choice: &mut Choice,
-        form: PlanKey,
+        form: PlanForm,
         comm_dtype: Both<CommDtype>,
     ) -> Result<(), EngineError> {
         let key = (form, comm_dtype);
