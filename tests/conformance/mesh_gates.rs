@@ -19,7 +19,7 @@ const TOKENS: usize = 23;
 /// The results of one rank, or of one process.
 pub struct Rank {
     place: RankCoords,
-    /// Of each gate the bytes of `y`, evaluated and trained.
+    /// The bytes of `y` of each gate, evaluated and trained.
     y: [[Vec<u8>; 2]; 3],
     dx: [Vec<f64>; 3],
     /// The sums of gradients of each gate's layer.

@@ -67,7 +67,7 @@ pub struct BoundLayer {
     weights: Vec<Ptr>,
     /// The tensors whose numbers are looked at before each call.
     ids: Vec<Ids>,
-    /// What backward reads where this layer's forward was given it.
+    /// The tensors that backward reads where this layer's forward was given them.
     needed: OnceLock<Arc<[String]>>,
 }
 

@@ -1,4 +1,4 @@
-//! What a routing key says, compared with what a layer computes.
+//! Compares a routing key with what a layer computes.
 
 use super::config::Config;
 use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score};

@@ -42,7 +42,7 @@ pub trait StrategyTuner: Send + Sync {
     /// by which [`StrategyTuner::took`] names the choice.
     ///
     /// # Errors
-    /// Those of the layer's calls.
+    /// As the layer's calls.
     fn choose(&self, layer: &Layer, call: &TunedCall<'_>) -> Result<usize, EngineError>;
 
     /// Takes the times of a choice's passes: forward, and backward if there was one.

@@ -20,9 +20,9 @@ pub(super) struct Begun {
 
 /// The beginning of a pass.
 enum Start {
-    /// Of a call that waits.
+    /// The start of a call that waits.
     Host(Instant),
-    /// Of a call on device memory.
+    /// The start of a call on device memory.
     Device(Timestamp),
 }
 

@@ -28,7 +28,7 @@ pub(super) struct CallParts<'l> {
     pub shared: Option<PartCall<'l>>,
 }
 
-/// Which rows go where, as the call has learned it so far.
+/// The ranks that rows go to, as far as the call has learned them.
 #[derive(Default)]
 pub(super) struct CallCounts {
     /// The decision of routing the tokens of all ranks together, where the call needs it.

@@ -53,7 +53,7 @@ pub(crate) struct RankLayer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reduces {
     All,
-    /// Those of the router alone: everything else is of the first of several routers' layers.
+    /// The router's alone: everything else is of the first of several routers' layers.
     Router,
     /// All but those of routed experts, which are of the layer of a bank.
     AllButExperts,
@@ -91,14 +91,7 @@ impl Engine {
         weights: &dyn WeightSource,
         training: Option<Training>,
     ) -> Result<RankLayer, EngineError> {
-        let weights = Numbers::new(spec, self.target(), weights);
-        let own = Shard::new(spec, mesh.parallel(), mesh.place(), &weights);
-        let own = own.placed(mesh.placement());
-        let weights = RankWeights {
-            tokens: &weights,
-            experts: &own,
-        };
-        self.rank_layer_with(mesh, spec, weights, training, None)
+        self.rank_layer_of_whole(mesh, spec, weights, training, None)
     }
 
     /// Makes this rank's part of a layer over the experts of another one of the same mesh.
@@ -108,7 +101,19 @@ impl Engine {
         spec: &LayerSpec,
         weights: &dyn WeightSource,
     ) -> Result<RankLayer, EngineError> {
-        let mesh = &bank.mesh;
+        let training = bank.tokens.plan().training;
+        self.rank_layer_of_whole(&bank.mesh, spec, weights, training, Some(&bank.experts))
+    }
+
+    /// Makes the layer from the weights of the whole layer, or over experts that another has.
+    fn rank_layer_of_whole(
+        &self,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        weights: &dyn WeightSource,
+        training: Option<Training>,
+        bank: Option<&DeviceLayer>,
+    ) -> Result<RankLayer, EngineError> {
         let weights = Numbers::new(spec, self.target(), weights);
         let own = Shard::new(spec, mesh.parallel(), mesh.place(), &weights);
         let own = own.placed(mesh.placement());
@@ -116,8 +121,7 @@ impl Engine {
             tokens: &weights,
             experts: &own,
         };
-        let training = bank.tokens.plan().training;
-        self.rank_layer_with(mesh, spec, weights, training, Some(&bank.experts))
+        self.rank_layer_with(mesh, spec, weights, training, bank)
     }
 
     /// As [`Engine::rank_layer`], from this rank's part of the weights, as [`Mesh::part`] returns
