@@ -2,12 +2,12 @@
 //!
 //! A shadowed expert's weights go to all groups, its rows stay, and its gradients are summed at the
 //! owner. The model predicts latency from the rows of the busiest group. Let `H` be the width of
-//! tokens, `aH` that of experts, `P` operations and `W` elements a second:
+//! tokens, `aH` that of experts, `w` the size of a weight, `P` operations and `W` elements a second:
 //!
 //! ```text
 //! plain         L₀ = 12·B·a·H² / P + 4·B·H / W
-//! r shadows     L  = 12·B'·a·H² / P + 2·r·2·a·H² / W                 paper
-//!               L  = 12·B'·a·H² / P + 4·B'·H / W + r·2·a·H² / W      as released
+//! r shadows     L  = 12·B'·a·H² / P + 2·r·2·w·a·H² / W                 paper
+//!               L  = 12·B'·a·H² / P + 4·B'·H / W + r·2·w·a·H² / W      as released
 //! ```
 //!
 //! A step has three GEMM passes of 4·a·H² operations a row and four exchanges of a row's H
@@ -16,7 +16,7 @@
 //! group's, as if each group had one expert.
 
 use super::Placement;
-use moesaic_spec::LayerSpec;
+use moesaic_spec::{FormatTensor, LayerSpec};
 
 /// The parameters of the shadow model: layer and machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,6 +25,9 @@ pub struct ShadowModel {
     pub width: f64,
     /// `a`: the hidden width of experts, in `H`.
     pub ratio: f64,
+    /// `w`: elements that a shadowed weight travels as, the mean of its copy and its gradient. One
+    /// for numbers. Codes have no gradient: half their bytes, scales included, over an element's.
+    pub weight: f64,
     /// `P`: operations a second of a rank.
     pub operations: f64,
     /// `W`: elements a second from rank to rank.
@@ -51,6 +54,7 @@ impl ShadowModel {
         let width = spec.expert_input_dim();
         ShadowModel {
             ratio: spec.shape.hidden_dim as f64 / width as f64,
+            weight: weight_size(spec),
             form: ShadowForm::Paper,
             ..ShadowModel::fastmoe(width)
         }
@@ -61,6 +65,7 @@ impl ShadowModel {
         ShadowModel {
             width: width as f64,
             ratio: 2.0,
+            weight: 1.0,
             operations: 11.5e12,
             elements: 50e9 / 8.0 / 4.0,
             form: ShadowForm::Released,
@@ -75,7 +80,7 @@ impl ShadowModel {
 
     /// Returns the seconds of a step with `shadows` shadowed experts.
     pub fn shadowed(&self, rows: f64, shadows: usize) -> f64 {
-        let weights = 2.0 * self.ratio * self.width * self.width / self.elements;
+        let weights = 2.0 * self.weight * self.ratio * self.width * self.width / self.elements;
         let sent = shadows as f64 * weights;
         match self.form {
             ShadowForm::Paper => self.products(rows) + 2.0 * sent,
@@ -84,11 +89,11 @@ impl ShadowModel {
     }
 
     /// Returns the paper's condition for `shadows` experts that take the rows of the busiest group
-    /// from `before` to `after`: either the rows before exceed `r·a·H`, or the saved operations
+    /// from `before` to `after`: either the rows before exceed `r·w·a·H`, or the saved operations
     /// outweigh the exchanged weights. The condition equals `shadowed(after) < plain(before)` where
     /// rows do not increase.
     pub fn worth(&self, before: f64, after: f64, shadows: usize) -> bool {
-        let sent = shadows as f64 * self.ratio * self.width;
+        let sent = shadows as f64 * self.weight * self.ratio * self.width;
         let saved = 3.0 * (before - after) * self.ratio * self.width;
         before > sent || saved / (sent - before) > self.operations / self.elements
     }
@@ -100,6 +105,18 @@ impl ShadowModel {
     fn exchanges(&self, rows: f64) -> f64 {
         4.0 * rows * self.width / self.elements
     }
+}
+
+/// Returns [`ShadowModel::weight`] of a layer.
+fn weight_size(spec: &LayerSpec) -> f64 {
+    let Some(format) = spec.precision.experts else {
+        return 1.0;
+    };
+    let size = [spec.shape.hidden_dim, spec.expert_input_dim()];
+    let bytes = |tensor: FormatTensor| tensor.dtype.size() * tensor.shape[0] * tensor.shape[1];
+    let codes: usize = format.tensors(size).into_iter().map(bytes).sum();
+    let elements = spec.precision.activations.size() * size[0] * size[1];
+    0.5 * codes as f64 / elements as f64
 }
 
 /// Chooses the shadowed experts of a step, hottest first. Experts are tried by their rows,

@@ -1,6 +1,7 @@
 //! Placements, packings, shadows and moves: published examples, and properties of random ones.
 
 use super::*;
+use moesaic_spec::LayerSpec;
 use moesaic_spec::testing::SampleRng;
 
 fn placed(text: &str) -> Placement {
@@ -299,6 +300,7 @@ fn the_papers_conditions_are_its_model() {
         let model = ShadowModel {
             width: (1 + draw.between(0, 4095)) as f64,
             ratio: 4.0 * unit(draw),
+            weight: 2.0 * unit(draw),
             operations: 1e13 * unit(draw),
             elements: 1e10 * unit(draw),
             form: ShadowForm::Paper,
@@ -314,7 +316,25 @@ fn the_papers_conditions_are_its_model() {
         assert_eq!(found, with < plain, "{model:?}: {before} to {after}");
         worth += usize::from(found);
     }
-    assert!((300..2700).contains(&worth), "{worth}");
+    assert!((300..2900).contains(&worth), "{worth}");
+}
+
+/// MXFP4 has half a byte for a weight and a byte for 32 of them, and no gradient; elements are bf16.
+#[test]
+fn codes_travel_as_their_bytes() {
+    let spec = |experts: &str| {
+        let text = format!(
+            "shape = {{ model_dim = 128, hidden_dim = 96, experts = 8, top_k = 2 }}\n\
+             precision = {{ weights = \"bf16\", activations = \"bf16\"{experts} }}\n"
+        );
+        LayerSpec::from_toml(&text).unwrap()
+    };
+    let numbers = ShadowModel::of(&spec(""));
+    let codes = ShadowModel::of(&spec(", experts = \"mxfp4\""));
+    assert_eq!(numbers.weight, 1.0);
+    assert_eq!(codes.weight, 0.5 * (0.5 + 1.0 / 32.0) / 2.0);
+    let sent = |model: ShadowModel| model.shadowed(0.0, 1);
+    assert_eq!(sent(codes), codes.weight * sent(numbers));
 }
 
 /// Compares with the released policy worked out by hand: seconds with FastMoE's constants.
