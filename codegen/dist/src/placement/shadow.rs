@@ -2,7 +2,7 @@
 //!
 //! A shadowed expert's weights go to all groups, its rows stay, and its gradients are summed at the
 //! owner. The model predicts latency from the rows of the busiest group. Let `H` be the width of
-//! tokens, `aH` that of experts, `w` the size of a weight, `P` operations and `W` elements a second:
+//! tokens, `aH` that of experts, `w` the size of a weight; `P` operations and `W` elements a second:
 //!
 //! ```text
 //! plain         L₀ = 12·B·a·H² / P + 4·B·H / W
