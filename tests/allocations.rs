@@ -2,7 +2,7 @@
 //! the calling thread nor the device's own, on CUDA's device nobody. A layer that is made of a
 //! checkpoint is in memory once.
 
-use moesaic::collectives::{Call, Collectives, threads};
+use moesaic::collectives::{Call, threads};
 use moesaic::cpu::{CpuDevice, Nodes};
 use moesaic::engine::{Measured, Untuned};
 use moesaic::plan::{Role, Tuning};
@@ -249,7 +249,7 @@ fn over_ranks(layer: &Layer, turns: &Barrier, tokens: usize) -> OverRanks {
     const CALLS: usize = 20;
     let (x, mut y) = (vec![0.5; tokens * MODEL_DIM], vec![0.0; tokens * MODEL_DIM]);
     let mut counted = || {
-        // Both ranks count what both of them do, so no other work may be under way.
+        // Both ranks count what both of them do, so nobody may be doing other work.
         turns.wait();
         LARGEST.store(0, Ordering::Relaxed);
         let before = COUNT.load(Ordering::Relaxed);
@@ -267,9 +267,11 @@ fn over_ranks(layer: &Layer, turns: &Barrier, tokens: usize) -> OverRanks {
     counted()
 }
 
+/// A call over ranks plans its exchanges anew, in small pieces, and has room for rows.
 #[test]
-fn a_decode_call_over_ranks_allocates_little() {
+fn a_decode_call_over_ranks_allocates_no_rows() {
     let _turn = turn();
+    const SIZES: [usize; 4] = [64, 8, 1, 0];
     let options = EngineOptions {
         threads: Some(1),
         ..EngineOptions::default()
@@ -286,14 +288,19 @@ fn a_decode_call_over_ranks_allocates_little() {
             };
             let mesh = Mesh::on_host(&mut world, parallel, "node").expect("a mesh");
             let layer = layer_with(&engine, LayerOptions::over(&mesh));
-            let found = [64, 8, 1, 0].map(|tokens| over_ranks(&layer, &turns, tokens));
+            let found = SIZES.map(|tokens| over_ranks(&layer, &turns, tokens));
             drop(layer);
             world.finish(&Call::new("end")).expect("the other rank");
             found
         },
     );
-    for found in ranks.expect("threads").into_iter().flatten().flatten() {
-        eprintln!("{} {}", found.each, found.largest);
+    for rank in ranks.expect("threads") {
+        for (tokens, found) in SIZES.iter().zip(rank.expect("a rank")) {
+            let OverRanks { each, largest } = found;
+            let what = format!("{tokens} tokens: {each} allocations, the largest of {largest}");
+            // Rows of 64 tokens have 16 KiB.
+            assert!((1..=320).contains(&each) && largest <= 4096, "{what}");
+        }
     }
 }
 

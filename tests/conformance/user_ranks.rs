@@ -218,6 +218,23 @@ fn user_experts_over_ranks_refuse_what_they_do_not_follow() {
             ),
         ]
     });
+    // Two ranks on one node, one on another.
+    let uneven = on_nodes(&engine(), mesh(3, 1, 1), 2, |mesh| {
+        let (case, experts, _) = heterogeneous(&external(""), 1);
+        let (_, own) = of_rank(mesh, &case.spec, experts);
+        let options = LayerOptions {
+            strategy: Some("all_to_all=2dh".parse().unwrap()),
+            ..LayerOptions::over(mesh)
+        };
+        let made = engine().user_layer(&case.spec, &others(&case), own, options);
+        made.err().map(|e| e.to_string()).unwrap_or_default()
+    });
+    for error in uneven {
+        assert!(
+            error.contains("ranks lie on node0 (2), node1 (1)"),
+            "{error}"
+        );
+    }
     for [count, scope, strategy] in refused {
         assert!(count.contains("1 experts were given"), "{count}");
         assert!(scope.contains("TokenScope::Rank"), "{scope}");
