@@ -298,8 +298,9 @@ fn a_decode_call_over_ranks_allocates_no_rows() {
         for (tokens, found) in SIZES.iter().zip(rank.expect("a rank")) {
             let OverRanks { each, largest } = found;
             let what = format!("{tokens} tokens: {each} allocations, the largest of {largest}");
-            // Rows of 64 tokens have 16 KiB.
-            assert!((1..=320).contains(&each) && largest <= 4096, "{what}");
+            // Rows of 64 tokens have 16 KiB. A rank that waits for the other looks again and again, so
+            // the count depends on the machine.
+            assert!(each > 0 && largest <= 4096, "{what}");
         }
     }
 }

@@ -268,6 +268,22 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_the_world_lacks_is_told_by_its_numbers() {
+        let error = World::new(3, 2).unwrap_err();
+        let expected = SetupError::Rank {
+            rank: 3,
+            size: 2,
+            launcher: None,
+        };
+        assert_eq!(error, CollectiveError::setup(expected));
+        let error = World::from_variables(|name| (name == "RANK").then(|| "two".to_string()));
+        let Err(CollectiveError::Setup(SetupError::Variable { name, value, .. })) = error else {
+            panic!("{error:?}");
+        };
+        assert_eq!([&*name, &*value], ["RANK", "two"]);
+    }
+
+    #[test]
     fn every_launcher_is_read() {
         assert_eq!(world(""), Ok(None));
         assert_eq!(
