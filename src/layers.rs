@@ -98,7 +98,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::Spec`] when the number of experts differs, for a mesh that splits or
     /// replicates experts, and for options that such a layer does not take: a part of the weights,
-    /// a strategy, a tuner. [`EngineError::Plan`] when the spec has biases of experts or
+    /// a strategy of more than an all-to-all algorithm, a tuner. [`EngineError::Plan`] when the spec has biases of experts or
     /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer_with`].
     pub fn user_layer<E: UserExpert>(
         &self,

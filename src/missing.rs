@@ -1,15 +1,14 @@
 //! Errors for targets that this build left out.
 
-use moesaic_target::DeviceError;
+use moesaic_target::{DeviceError, UnavailableReason};
 
 /// Returns the error of a device whose backend is also the name of the missing feature.
 pub(crate) fn device(backend: &str) -> DeviceError {
     DeviceError::Unavailable {
         backend: backend.to_string(),
-        reason: format!(
-            "moesaic was built without its feature `{backend}`; {}",
-            advice(backend)
-        ),
+        reason: UnavailableReason::NotBuilt {
+            feature: backend.to_string(),
+        },
     }
 }
 

@@ -8,7 +8,9 @@ use moesaic_collectives::World;
 use moesaic_cpu::CpuDevice;
 use moesaic_engine::EngineParts;
 use moesaic_kernel::{CpuCaches, Target};
-use moesaic_target::{CompileError, CompileOptions, Compiler, Device, DeviceError};
+use moesaic_target::{
+    CompileError, CompileOptions, Compiler, Device, DeviceError, UnavailableReason,
+};
 use std::fmt;
 use std::sync::Arc;
 
@@ -352,9 +354,12 @@ fn runs(device: &dyn Device, target: Target) -> Result<(), DeviceError> {
     if possible {
         return Ok(());
     }
-    let reason = format!("{} runs `{own}`, not `{target}`", device.info().name);
     Err(DeviceError::Unavailable {
         backend: target.backend().to_string(),
-        reason,
+        reason: UnavailableReason::OtherTarget {
+            device: device.info().name.clone(),
+            own,
+            asked: target,
+        },
     })
 }

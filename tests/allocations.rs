@@ -2,6 +2,7 @@
 //! the calling thread nor the device's own, on CUDA's device nobody. A layer that is made of a
 //! checkpoint is in memory once.
 
+use moesaic::collectives::{Call, threads};
 use moesaic::cpu::{CpuDevice, Nodes};
 use moesaic::engine::{Measured, Untuned};
 use moesaic::plan::{Role, Tuning};
@@ -13,8 +14,8 @@ use moesaic::weights::{
     Checkpoint, LayerReader, LoadOptions, set_expert_formats, write_safetensors,
 };
 use moesaic::{
-    DType, Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, RngKey, Store, Tensor,
-    Tensors, Training,
+    DType, Engine, EngineOptions, Layer, LayerOptions, LayerSpec, Mesh, Parallel, RawBackward,
+    RawCall, RngKey, Store, Tensor, Tensors, Training,
 };
 use moesaic_probe::idle_driver;
 use safetensors::Dtype;
@@ -22,7 +23,7 @@ use safetensors::tensor::TensorView;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard, PoisonError};
 
 /// The system's allocator; counts what it is asked for, and what is held.
 struct Counting;
@@ -30,6 +31,7 @@ struct Counting;
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 static HELD: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
+static LARGEST: AtomicUsize = AtomicUsize::new(0);
 
 /// Counts are of one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
@@ -42,6 +44,7 @@ fn turn() -> MutexGuard<'static, ()> {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.fetch_add(1, Ordering::Relaxed);
+        LARGEST.fetch_max(layout.size(), Ordering::Relaxed);
         let held = HELD.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         MOST.fetch_max(held, Ordering::Relaxed);
         // SAFETY: passed on.
@@ -72,6 +75,10 @@ fn layer(engine: &Engine) -> Layer {
 }
 
 fn layer_of(engine: &Engine, training: Option<Training>) -> Layer {
+    layer_with(engine, LayerOptions::default().training(training))
+}
+
+fn layer_with(engine: &Engine, options: LayerOptions<'_>) -> Layer {
     let spec = LayerSpec::from_toml(SPEC).expect("a valid spec");
     let random = reference::Weights::random(&spec, 7);
     let stored = random.0.into_iter().map(|(name, t)| {
@@ -83,10 +90,7 @@ fn layer_of(engine: &Engine, training: Option<Training>) -> Layer {
     for (name, shape, data) in &stored {
         weights = weights.with(name, shape, data);
     }
-    let made = match training {
-        Some(training) => engine.training_layer(&spec, &weights, training),
-        None => engine.layer(&spec, &weights),
-    };
+    let made = engine.layer_with(&spec, &weights, options);
     made.expect("the kernels compile")
 }
 
@@ -230,6 +234,74 @@ fn a_raw_call_through_a_driver_allocates_nothing_after_the_first() {
     for tokens in SIZES {
         let later = count_training(&layer, &mut rows, tokens);
         assert_eq!(later, 0, "training, {tokens} tokens");
+    }
+}
+
+/// Calls of a layer over two ranks, in its steady state.
+struct OverRanks {
+    /// Allocations of one call on one rank.
+    each: usize,
+    /// Bytes of the largest allocation.
+    largest: usize,
+}
+
+fn over_ranks(layer: &Layer, turns: &Barrier, tokens: usize) -> OverRanks {
+    const CALLS: usize = 20;
+    let (x, mut y) = (vec![0.5; tokens * MODEL_DIM], vec![0.0; tokens * MODEL_DIM]);
+    let mut counted = || {
+        // Both ranks count what both of them do, so nobody may be doing other work.
+        turns.wait();
+        LARGEST.store(0, Ordering::Relaxed);
+        let before = COUNT.load(Ordering::Relaxed);
+        turns.wait();
+        count(layer, &x, &mut y, tokens);
+        turns.wait();
+        let all = COUNT.load(Ordering::Relaxed) - before;
+        turns.wait();
+        OverRanks {
+            each: all.div_ceil(2 * CALLS),
+            largest: LARGEST.load(Ordering::Relaxed),
+        }
+    };
+    counted(); // the first calls make room
+    counted()
+}
+
+/// A call over ranks plans its exchanges anew, in small pieces, and has room for rows.
+#[test]
+fn a_decode_call_over_ranks_allocates_no_rows() {
+    let _turn = turn();
+    const SIZES: [usize; 4] = [64, 8, 1, 0];
+    let options = EngineOptions {
+        threads: Some(1),
+        ..EngineOptions::default()
+    };
+    let engine = Engine::open("cpu", options).expect("a C compiler");
+    let turns = Barrier::new(2);
+    let ranks = threads::run(
+        2,
+        |_| Ok(engine.device().clone()),
+        |mut world| {
+            let parallel = Parallel {
+                ep: 2,
+                ..Parallel::default()
+            };
+            let mesh = Mesh::on_host(&mut world, parallel, "node").expect("a mesh");
+            let layer = layer_with(&engine, LayerOptions::over(&mesh));
+            let found = SIZES.map(|tokens| over_ranks(&layer, &turns, tokens));
+            drop(layer);
+            world.finish(&Call::new("end")).expect("the other rank");
+            found
+        },
+    );
+    for rank in ranks.expect("threads") {
+        for (tokens, found) in SIZES.iter().zip(rank.expect("a rank")) {
+            let OverRanks { each, largest } = found;
+            let what = format!("{tokens} tokens: {each} allocations, the largest of {largest}");
+            // Rows of 64 tokens have 16 KiB. A rank that waits for the other looks again and again, so
+            // the count depends on the machine.
+            assert!(each > 0 && largest <= 4096, "{what}");
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::check_output;
+use crate::form::FormArgs;
 use crate::precompile::most_registers;
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::Table;
@@ -46,9 +47,8 @@ enum Action {
 struct ListArgs {
     #[command(flatten)]
     store: StoreArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
 }
 
 #[derive(Args, Debug)]
@@ -58,9 +58,8 @@ struct VerifyArgs {
     remove: bool,
     #[command(flatten)]
     store: StoreArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
 }
 
 #[derive(Args, Debug)]
@@ -74,9 +73,8 @@ struct PruneArgs {
     older_than: Option<Duration>,
     #[command(flatten)]
     store: StoreArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
 }
 
 #[derive(Args, Debug)]
@@ -85,9 +83,8 @@ struct ImportArgs {
     pack: PathBuf,
     #[command(flatten)]
     store: StoreArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
 }
 
 #[derive(Args, Debug)]
@@ -99,9 +96,8 @@ struct ExportArgs {
     target: Vec<String>,
     #[command(flatten)]
     store: StoreArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
 }
 
 /// Lists, checks, prunes, imports or exports the kernels of a cache.
@@ -128,7 +124,7 @@ fn usable(args: &StoreArgs) -> Result<Arc<Store>> {
 fn list(args: &ListArgs, console: &Console) -> Result {
     let store = usable(&args.store)?;
     let (kernels, tunings) = (store.list(), store.tunings());
-    if args.json {
+    if args.form.json {
         let kernels: Vec<Value> = kernels.iter().map(as_json).collect();
         return console.json(&json!({
             "dir": place(&store),
@@ -138,6 +134,7 @@ fn list(args: &ListArgs, console: &Console) -> Result {
     }
     let titles = [
         "TARGET",
+        "LAYER",
         "KERNEL",
         ">BYTES",
         ">REGISTERS",
@@ -165,13 +162,14 @@ fn list(args: &ListArgs, console: &Console) -> Result {
     console.print(&(table + &summary + &tunings.collect::<String>()))
 }
 
-fn row(kernel: &Listed) -> [String; 7] {
+fn row(kernel: &Listed) -> [String; 8] {
     let registers = most_registers(&kernel.info.report);
     let age = SystemTime::now()
         .duration_since(kernel.used)
         .unwrap_or_default();
     [
         kernel.info.target.to_string(),
+        kernel.info.layer.clone().unwrap_or_else(|| "-".to_string()),
         kernel.info.name.clone(),
         kernel.bytes.to_string(),
         registers.map_or("-".to_string(), |n| n.to_string()),
@@ -188,6 +186,7 @@ fn as_json(kernel: &Listed) -> Value {
         .unwrap_or_default();
     json!({
         "key": kernel.key.to_string(),
+        "layer": kernel.info.layer,
         "kernel": kernel.info.name,
         "target": kernel.info.target.to_string(),
         "bytes": kernel.bytes,
@@ -206,7 +205,7 @@ fn verify(args: &VerifyArgs, console: &Console) -> Result {
         OnBad::Report
     };
     let verified = store.verify(on_bad);
-    if args.json {
+    if args.form.json {
         console.json(&verified_json(&verified))?
     } else {
         console.print(&verified_text(&verified, &store))?
@@ -254,7 +253,7 @@ fn prune(args: &PruneArgs, console: &Console) -> Result {
         max_age: args.older_than,
     };
     let pruned = store.prune(&rule);
-    if args.json {
+    if args.form.json {
         return console.json(&json!({
             "removed": pruned.removed,
             "freed_bytes": pruned.freed,
@@ -296,7 +295,7 @@ fn import(args: &ImportArgs, console: &Console) -> Result {
     check_pack(&args.pack)?;
     let store = args.store.open(console);
     let imported = store.import(&args.pack)?;
-    if args.json {
+    if args.form.json {
         return console.json(&json!({ "added": imported.added, "present": imported.present }));
     }
     console.print(&format!(
@@ -328,7 +327,7 @@ fn export(args: &ExportArgs, console: &Console) -> Result {
         return Err(args.nothing(&store));
     }
     let exported = store.export(&args.pack, chosen)?;
-    if args.json {
+    if args.form.json {
         return console.json(&json!({ "kernels": exported.kernels, "bytes": exported.bytes }));
     }
     console.print(&format!(

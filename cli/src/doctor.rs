@@ -2,6 +2,7 @@
 
 use crate::console::Console;
 use crate::failure::Result;
+use crate::form::FormArgs;
 use crate::inspect::machine_json;
 use crate::links::Expected;
 use crate::machine::Machine;
@@ -48,9 +49,8 @@ pub struct DoctorArgs {
         num_args = 1
     )]
     expect: Option<Vec<f64>>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
 }
 
 /// Environment variables that change the findings.
@@ -103,10 +103,10 @@ struct Cache {
 pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
     if let Some(ranks) = args.ranks {
         let expected = Expected::new(args.expect.as_deref())?;
-        return crate::links::execute(ranks, expected, args.json, console);
+        return crate::links::execute(ranks, expected, args.form.json, console);
     }
     let diagnosis = Diagnosis::new(&args.store.open(console));
-    if args.json {
+    if args.form.json {
         console.json(&diagnosis.json())
     } else {
         console.print(&if console.verbose() {

@@ -15,6 +15,7 @@ mod emit;
 mod experts;
 mod failure;
 mod files;
+mod form;
 mod inspect;
 mod keys;
 #[cfg(target_os = "linux")]

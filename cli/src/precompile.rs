@@ -4,6 +4,7 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
+use crate::form::FormArgs;
 use crate::spec_source::{LayerArgs, ModelArgs, needs_numbers, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
@@ -91,9 +92,8 @@ pub struct PrecompileArgs {
     /// Kernels compiled at the same time; all cores if not given
     #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     jobs: Option<u16>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
 }
 
 /// Compiles everything, then reports every kernel.
@@ -136,7 +136,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
         Some(pack) => export(&store, &rows, pack)?,
         None => place(&store),
     };
-    if args.json {
+    if args.form.json {
         console.json(&as_json(&rows, &tunings, time, &place))?
     } else {
         console.print(&as_text(&rows, &tunings, time, &place, console))?

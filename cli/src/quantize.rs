@@ -3,6 +3,7 @@
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
+use crate::form::FormArgs;
 use crate::progress::Progress;
 use crate::spec_source::Model;
 use crate::store::StoreArgs;
@@ -52,9 +53,8 @@ pub struct QuantizeArgs {
     /// Random tokens of that comparison; 0 leaves it out
     #[arg(long, value_name = "N", default_value_t = 16)]
     tokens: usize,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
     #[command(flatten)]
     store: StoreArgs,
 }
@@ -92,7 +92,7 @@ pub fn execute(args: &QuantizeArgs, console: &Console) -> Result {
     let progress = Progress::start("comparing y of a layer");
     let compared = args.compare(console)?;
     drop(progress);
-    if args.json {
+    if args.form.json {
         return console.json(&args.json(&report, compared.as_ref()));
     }
     console.print(&args.text(&report, compared.as_ref(), console))

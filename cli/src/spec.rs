@@ -2,6 +2,7 @@
 
 use crate::console::Console;
 use crate::failure::Result;
+use crate::form::FormArgs;
 use crate::spec_source::{LayerArgs, read_spec};
 use clap::{Args, Subcommand};
 use moesaic::spec::{GateLayout, canonical_tensors};
@@ -34,9 +35,8 @@ struct ShowArgs {
     /// Print every key with its value, defaults included
     #[arg(long)]
     all: bool,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
 }
 
 /// Checks specs or shows one.
@@ -64,7 +64,7 @@ fn show(args: &ShowArgs, console: &Console) -> Result {
     } else {
         spec.to_toml()
     };
-    if args.json {
+    if args.form.json {
         let tensors: Vec<Value> = tensors
             .iter()
             .map(|t| json!({ "name": t.name, "dtype": t.dtype.name(), "shape": t.shape, "meaning": t.meaning }))

@@ -2,6 +2,7 @@
 
 use crate::console::{Console, Verbosity};
 use crate::failure::Result;
+use crate::form::FormArgs;
 use crate::progress::Progress;
 use crate::table::Table;
 use crate::units;
@@ -36,9 +37,8 @@ enum Action {
     },
     /// List what was installed
     List {
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
+        #[command(flatten)]
+        form: FormArgs,
     },
 }
 
@@ -47,7 +47,7 @@ pub fn execute(args: &ToolchainArgs, console: &Console) -> Result {
     let mut registry = Registry::open()?;
     match &args.action {
         Action::Install { kinds } => add(&mut registry, kinds, console),
-        Action::List { json } => list(&registry, *json, console),
+        Action::List { form } => list(&registry, form.json, console),
     }
 }
 

@@ -296,6 +296,15 @@ fn a_cache_is_listed_checked_and_pruned() {
     let list = on(&["cache", "list", "--json"]).json();
     let kernels = list["kernels"].as_array().unwrap();
     assert_eq!(kernels.len(), 5);
+    assert!(kernels.iter().all(|kernel| kernel["layer"] == "small"));
+    let table = on(&["cache", "list"]).ok();
+    assert!(
+        table
+            .lines()
+            .nth(1)
+            .is_some_and(|row| row.contains("  small  ")),
+        "{table}"
+    );
     on(&one).fails(
         2,
         &["no kernels for cuda:sm_80 to export", "it has some for cpu"],

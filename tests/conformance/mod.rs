@@ -63,6 +63,7 @@ mod trained;
 mod training;
 mod tuned;
 mod user;
+mod user_ranks;
 mod watched;
 mod zeros;
 

@@ -4,15 +4,12 @@ use super::Case;
 use super::case::{floats, host, longs};
 use super::compare::close;
 use super::layers::engine;
-use super::mesh::{mesh, on_ranks, part};
 use super::simulated::{SIMULATORS, open};
 use super::trained::{RNG_KEY, draw};
 use moesaic::experts::{ExpertBackward, UserExpert, UserLayer};
-use moesaic::mesh::TokenScope;
 use moesaic::reference::{self, Random};
 use moesaic::spec::{LayerSpec, WeightSite, canonical_tensors};
 use moesaic::{DType, Engine, LayerOptions, RngKey, Tensor, Tensors, Training};
-use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 /// `down · relu(up · x)` of any width, with the gradients of both.
@@ -78,7 +75,7 @@ type Seen = Vec<Arc<Mutex<[Vec<f32>; 2]>>>;
 
 /// A case whose expert `e` has `e % 3` hidden units fewer than the spec says,
 /// which for the reference are zeros; the same experts as code.
-fn heterogeneous(toml: &str, tokens: usize) -> (Case, Vec<Box<dyn UserExpert>>, Seen) {
+pub fn heterogeneous(toml: &str, tokens: usize) -> (Case, Vec<Box<dyn UserExpert>>, Seen) {
     let spec = LayerSpec::from_toml(toml).unwrap_or_else(|e| panic!("{e}"));
     let mut case = Case::random(&spec, tokens, 5);
     let (model, most, output) = (
@@ -119,7 +116,7 @@ fn heterogeneous(toml: &str, tokens: usize) -> (Case, Vec<Box<dyn UserExpert>>, 
 }
 
 /// Weights of everything but the experts.
-fn others(case: &Case) -> Tensors<'static> {
+pub fn others(case: &Case) -> Tensors<'static> {
     let mut weights = Tensors::new();
     let tensors = canonical_tensors(&case.spec).into_iter();
     for tensor in tensors.filter(|tensor| !tensor.name.starts_with("experts.")) {
@@ -129,7 +126,7 @@ fn others(case: &Case) -> Tensors<'static> {
     weights
 }
 
-fn user_layer(
+pub fn user_layer(
     engine: &Engine,
     case: &Case,
     experts: Vec<Box<dyn UserExpert>>,
@@ -393,108 +390,5 @@ fn custom_activations_are_trained() {
                 1e-5,
             );
         }
-    }
-}
-
-/// The gradients that each of some experts has.
-type Gradients = Vec<[Vec<f32>; 2]>;
-
-/// Runs a step of the case's tokens in one process, or of a rank's share of them with its own
-/// experts: `y`, `dx`, the gradient of the router, and those of the experts.
-fn step(case: &Case, layer: &mut UserLayer, share: &Range<usize>, dy: &[f64]) -> [Vec<f64>; 3] {
-    let (own, width) = (part(case, share), case.spec.output_dim());
-    let evaluated = layer.forward(&own.input()).unwrap();
-    let (output, saved) = layer.forward_train(&own.input(), RNG_KEY).unwrap();
-    assert_eq!(evaluated.y(), output.y());
-    let dy = &dy[share.start * width..share.end * width];
-    let dy = host(DType::F32, &[share.len(), width], dy);
-    let back = layer.backward(&saved, &dy, false).unwrap();
-    layer.reduce_gradients().unwrap();
-    let router = layer.layer().gradient("router.weight").unwrap();
-    let router = router.to_f32().iter().map(|g| f64::from(*g)).collect();
-    [floats(&output, "y"), floats(&back, "dx"), router]
-}
-
-fn of_experts(seen: &[Arc<Mutex<[Vec<f32>; 2]>>]) -> Gradients {
-    seen.iter().map(|own| own.lock().unwrap().clone()).collect()
-}
-
-/// Experts of other sizes on each rank, some ranks without tokens: `y` and `dx` are the bytes of
-/// one process, gradients of experts and of the router are near its own.
-#[test]
-fn user_experts_run_over_ranks() {
-    let linear = external("").replace("external", "linear");
-    for (parallel, shares) in [
-        (mesh(2, 1, 1), vec![0..14, 14..23]),
-        (mesh(3, 1, 1), vec![0..9, 9..9, 9..23]),
-    ] {
-        let text = linear.clone() + "renormalize = \"sum\"\n[[shared]]\nhidden_dim = 5\n";
-        let (case, experts, seen) = heterogeneous(&text, 23);
-        let dy = case.dy(4);
-        let mut whole = user_layer(&engine(), &case, experts, true);
-        let expected = step(&case, &mut whole, &(0..23), &dy);
-        let gradients = of_experts(&seen);
-        let ranks = on_ranks(&engine(), parallel, |mesh| {
-            let (case, experts, seen) = heterogeneous(&text, 23);
-            let placed = mesh.placement_of(case.spec.shape.experts).unwrap();
-            let owned = placed.of(mesh.place().ep).to_vec();
-            let mut all = experts.into_iter().map(Some).collect::<Vec<_>>();
-            let own = owned.iter().map(|&e| all[e].take().unwrap()).collect();
-            let options = LayerOptions::over(mesh).training(Training::default());
-            let layer = engine().user_layer(&case.spec, &others(&case), own, options);
-            let found = step(&case, &mut layer.unwrap(), &shares[mesh.rank()], &dy);
-            let seen: Vec<_> = owned.iter().map(|&e| Arc::clone(&seen[e])).collect();
-            (found, owned, of_experts(&seen))
-        });
-        for at in [0, 1] {
-            let all: Vec<f64> = ranks.iter().flat_map(|rank| rank.0[at].clone()).collect();
-            assert!(all == expected[at], "result {at} on {parallel:?}");
-        }
-        for (found, owned, own) in &ranks {
-            close("router", &found[2], &expected[2], 1e-5);
-            for (&expert, own) in owned.iter().zip(own) {
-                // A gradient sums over rows, which come rank by rank here and slot by slot there.
-                for (own, expected) in own.iter().zip(&gradients[expert]) {
-                    let [own, expected] = [own, expected]
-                        .map(|all| all.iter().map(|g| f64::from(*g)).collect::<Vec<_>>());
-                    close(&format!("expert {expert}"), &own, &expected, 1e-5);
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn user_experts_over_ranks_refuse_what_they_do_not_follow() {
-    let refused = on_ranks(&engine(), mesh(2, 1, 1), |mesh| {
-        let make = |rest: &str, keep: usize, options: LayerOptions<'_>| {
-            let (case, mut experts, _) = heterogeneous(&(external("") + rest), 1);
-            experts.truncate(keep);
-            let made = engine().user_layer(&case.spec, &others(&case), experts, options);
-            made.err().map(|e| e.to_string()).unwrap_or_default()
-        };
-        let world = mesh.over(TokenScope::World);
-        let strategy = Some("overlap_degree=2".parse().unwrap());
-        let own = mesh.placement_of(5).unwrap().count(mesh.place().ep);
-        // Rules that look at one token need no other ranks'.
-        assert_eq!(make("", own, LayerOptions::over(&world)), "");
-        let capacity = "\n[capacity]\nmode = 'fixed'\nrows = 4\n";
-        [
-            make("", 1, LayerOptions::over(mesh)),
-            make(capacity, own, LayerOptions::over(&world)),
-            make(
-                "",
-                5,
-                LayerOptions {
-                    strategy,
-                    ..LayerOptions::over(mesh)
-                },
-            ),
-        ]
-    });
-    for [count, scope, strategy] in refused {
-        assert!(count.contains("1 experts were given"), "{count}");
-        assert!(scope.contains("TokenScope::Rank"), "{scope}");
-        assert!(strategy.contains("takes no strategy"), "{strategy}");
     }
 }

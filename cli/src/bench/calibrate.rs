@@ -146,7 +146,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     found.check_quiet(path)?;
     write_whole(path, found.calibration.to_toml().as_bytes())
         .map_err(|error| Failure::unwritable(path, &error))?;
-    if args.json {
+    if args.form.json {
         console.json(&serde_json::to_value(&found.calibration).unwrap_or_default())
     } else {
         console.print(&text(&found, path, console))

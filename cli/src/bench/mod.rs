@@ -10,6 +10,7 @@ mod report;
 use crate::console::Console;
 use crate::counts::{self, Counts};
 use crate::failure::{Failure, Result};
+use crate::form::FormArgs;
 use crate::machine::{self, Machine, Watched};
 use crate::progress::Progress;
 use crate::random;
@@ -74,9 +75,8 @@ pub struct BenchArgs {
     /// also timed against uniform
     #[arg(long, value_name = "SKEW")]
     skew: Option<Skew>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
     #[command(flatten)]
     store: StoreArgs,
 }
@@ -127,7 +127,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         skew: args.skew,
         runs,
     };
-    if args.json {
+    if args.form.json {
         console.json(&report.json())
     } else {
         console.print(&report.text(&console.out))

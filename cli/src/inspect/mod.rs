@@ -13,6 +13,7 @@ use crate::counts::{self, Counts};
 use crate::disassemble::disassemble;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
+use crate::form::FormArgs;
 use crate::machine::{self, Machine};
 use crate::progress::Progress;
 use crate::rank::OneRankArgs;
@@ -81,11 +82,10 @@ pub struct InspectArgs {
     #[arg(long)]
     asm: bool,
     /// Write a self-contained page instead
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", conflicts_with = "json")]
     html: Option<PathBuf>,
-    /// Print JSON instead
-    #[arg(long, conflicts_with = "html")]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
     #[command(flatten)]
     store: StoreArgs,
 }
@@ -146,7 +146,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
         (Some(_), false) => disassembly(&inspection).ok(),
         (None, false) => None,
     };
-    if args.json {
+    if args.form.json {
         console.json(&json::render(&inspection, asm.as_deref()))?;
     } else if let Some(path) = &args.html {
         let page = html::render(&inspection, asm.as_deref());
@@ -167,7 +167,7 @@ impl InspectArgs {
         mesh: Parallel,
         console: &Console,
     ) -> Result {
-        let shows = self.source || self.asm || self.json;
+        let shows = self.source || self.asm || self.form.json;
         if let (Some(kernel), false) = (&self.kernel, shows) {
             let message =
                 format!("--kernel {kernel} does nothing here: the steps of a rank are shown whole");
@@ -186,7 +186,7 @@ impl InspectArgs {
             ranks::disassemble(&mut kernels, target, &self.store.open(console))?;
         }
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
-        if self.json {
+        if self.form.json {
             return console.json(&ranks::json(&plan, &kernels, &self.tokens.wide(), per_node));
         }
         let mut text = ranks::text(&plan, &self.tokens.wide(), per_node, &console.out);

@@ -9,6 +9,7 @@ use crate::completed::Completed;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
+use crate::form::FormArgs;
 use crate::spec_source::LayerArgs;
 use crate::suggest::same_number;
 use crate::training::TrainingArgs;
@@ -83,9 +84,8 @@ pub struct PlanArgs {
     /// Also write the timeline of the best configuration, in Chrome's trace format
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Print JSON instead
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
     #[command(flatten)]
     model: model::ModelPlanArgs,
 }
@@ -138,7 +138,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
         ranked: &shown,
         best: &best,
     };
-    if args.json {
+    if args.form.json {
         console.json(&report.json())
     } else {
         console.print(&report.text(&console.out))

@@ -133,7 +133,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
         let page = model_page::render(&report, &model_timeline(&scenario, best));
         write_whole(path, page.as_bytes()).map_err(|error| Failure::unwritable(path, &error))?;
     }
-    if args.json {
+    if args.form.json {
         console.json(&report.json())
     } else {
         console.print(&report.text(&console.out))

@@ -14,6 +14,7 @@ mod report;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output, unwritable};
+use crate::form::FormArgs;
 use crate::keys::KeysArgs;
 use crate::progress::Progress;
 use crate::spec_source::{ExpertsAs, LayerArgs, Source, frozen_note};
@@ -107,9 +108,8 @@ pub struct RunArgs {
     pass: PassArgs,
     #[command(flatten)]
     ranks: RankArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
     #[command(flatten)]
     store: StoreArgs,
 }
@@ -229,7 +229,7 @@ impl RunArgs {
             routing,
             path: &self.output,
         };
-        if self.json {
+        if self.form.json {
             console.json(&report.json())
         } else {
             console.print(&report.text(self.stats, &console.out))

@@ -7,6 +7,7 @@ mod search;
 use crate::console::Console;
 use crate::counts::{self, Counts};
 use crate::failure::{Failure, Result};
+use crate::form::FormArgs;
 use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
@@ -56,9 +57,8 @@ pub struct TuneArgs {
     seconds: f64,
     #[command(flatten)]
     training: TrainingArgs,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    form: FormArgs,
     #[command(flatten)]
     store: StoreArgs,
 }
@@ -97,7 +97,7 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
         found: &found,
         file: &file,
     };
-    if args.json {
+    if args.form.json {
         console.json(&report.json())
     } else {
         console.print(&report.text(&console.out))

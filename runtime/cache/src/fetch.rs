@@ -17,6 +17,8 @@ pub struct KernelRequest<'a> {
     pub source: &'a KernelSource,
     /// Your name for its spec, for messages.
     pub spec: Option<&'a str>,
+    /// The name of its layer, for listings.
+    pub layer: Option<&'a str>,
 }
 
 /// A kernel and its origin.
@@ -101,7 +103,7 @@ impl Store {
         }
         self.counters.compiles.add(1);
         let artifact = compile().map_err(Arc::new)?;
-        let stored = StoredKernel::new(request.source, artifact);
+        let stored = StoredKernel::new(request.source, artifact).of_layer(request.layer);
         let trouble = self.put(key, request.source, &stored).err();
         if let Some(error) = &trouble {
             self.pass_over(error);

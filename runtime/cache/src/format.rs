@@ -45,6 +45,10 @@ pub struct KernelInfo {
     pub report: Report,
     /// SHA-256 of the source, in hex.
     pub source_hash: String,
+    /// The layer for which it was compiled. Layers of the same shape share kernels, so others may
+    /// use it too.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layer: Option<String>,
 }
 
 /// A kernel from a store.
@@ -67,8 +71,16 @@ impl StoredKernel {
             entries: source.entries.clone(),
             report: artifact.report.clone(),
             source_hash: hash_source(&source.text),
+            layer: None,
         };
         StoredKernel { info, artifact }
+    }
+
+    /// Returns the same kernel with the name of its layer.
+    #[must_use]
+    pub fn of_layer(mut self, layer: Option<&str>) -> StoredKernel {
+        self.info.layer = layer.map(str::to_string);
+        self
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::common::{artifact, files, kernel_path, key, request, source, stored};
 use moesaic_cache::{FetchError, KernelOrigin, OnBad, PruneRule, Store};
-use moesaic_target::CompileError;
+use moesaic_target::{CompileError, CompilerReason, SharedError};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::sync::Barrier;
@@ -138,7 +138,7 @@ fn a_compile_error_reaches_every_thread_and_is_not_kept() {
         Err(CompileError::Failed {
             compiler,
             kernel,
-            reason: "boom".to_string(),
+            reason: CompilerReason::Other(SharedError::new(std::io::Error::other("boom"))),
         })
     };
     std::thread::scope(|scope| {

@@ -6,11 +6,11 @@
 //! `benches/nodes/links.sh` does so on nodes with slow links between them.
 
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Levels, NodeShape, Slice,
-    Topology, mpi, threads,
+    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Levels, NodeShape,
+    SetupError, Slice, Topology, mpi, threads,
 };
 use moesaic_cpu::CpuDevice;
-use moesaic_target::Device;
+use moesaic_target::{Device, DeviceError, SharedError};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -69,9 +69,7 @@ fn direct(mut world: Communicator) -> Result<(), CollectiveError> {
 /// no pages yet.
 fn unset(world: &Communicator, bytes: usize, value: u8) -> Result<Slice, CollectiveError> {
     let (device, all) = (world.device(), bytes * world.size());
-    let setup = |error: moesaic_target::DeviceError| CollectiveError::Setup {
-        reason: error.to_string(),
-    };
+    let setup = |error: DeviceError| CollectiveError::setup(error);
     let buffer = device.alloc(all).map_err(setup)?;
     device
         .upload(&vec![value; all], &buffer, 0)
@@ -109,8 +107,11 @@ fn algorithms(shape: NodeShape) -> Vec<(&'static str, Algorithm)> {
 
 fn over_nodes(mut world: Communicator, sizes: &[usize]) -> Result<(), CollectiveError> {
     let topology = Topology::gather(&mut world, &Call::new("hosts"))?;
-    let shape = topology.shape.ok_or_else(|| CollectiveError::Setup {
-        reason: format!("ranks are not evenly on nodes: {:?}", topology.hosts),
+    let shape = topology.shape.ok_or_else(|| {
+        failed(format!(
+            "ranks are not evenly on nodes: {:?}",
+            topology.hosts
+        ))
     })?;
     let algorithms = algorithms(shape);
     if world.rank() == 0 {
@@ -156,6 +157,11 @@ fn over_nodes(mut world: Communicator, sizes: &[usize]) -> Result<(), Collective
     world.finish(&Call::default())
 }
 
+fn failed(reason: String) -> CollectiveError {
+    let error = SharedError::new(std::io::Error::other(reason));
+    CollectiveError::setup(SetupError::Other(error))
+}
+
 /// Checks what the last exchange has received.
 fn check(world: &Communicator, to: &Slice, bytes: usize) -> Result<(), CollectiveError> {
     let mut got = vec![0; to.bytes()];
@@ -164,9 +170,7 @@ fn check(world: &Communicator, to: &Slice, bytes: usize) -> Result<(), Collectiv
     let right = parts().all(|(peer, part)| part.iter().all(|byte| *byte == peer as u8 + 1));
     match read {
         Ok(()) if right => Ok(()),
-        _ => Err(CollectiveError::Setup {
-            reason: format!("wrong bytes with {bytes} bytes per pair"),
-        }),
+        _ => Err(failed(format!("wrong bytes with {bytes} bytes per pair"))),
     }
 }
 

@@ -1,4 +1,5 @@
 use super::*;
+use crate::SetupError;
 use moesaic_cpu::CpuDevice;
 
 /// An operation that another thread begins while the world is closing must not wait forever.
@@ -72,9 +73,7 @@ fn an_operation_after_the_end_has_its_deadline() {
     let mut world = Communicator::new(Box::new(own), device);
     let call = Call::new("late").within(Duration::from_millis(1));
     let barrier = world.barrier(&call).unwrap();
-    lock(&world.core).fail_before(CollectiveError::Setup {
-        reason: "the world was ended".to_string(),
-    });
+    lock(&world.core).fail_before(CollectiveError::setup(SetupError::Finished));
     let error = barrier.wait().unwrap_err();
     assert!(matches!(error, CollectiveError::Deadline { .. }), "{error}");
 }

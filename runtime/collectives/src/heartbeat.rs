@@ -3,7 +3,7 @@
 
 use crate::eager::OpKind;
 use crate::error::At;
-use crate::{Call, CollectiveError, Collectives};
+use crate::{Call, CollectiveError, Collectives, SetupError};
 use std::fmt::Display;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -36,8 +36,11 @@ pub fn with_heartbeat<T, E: From<CollectiveError> + Display>(
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("heartbeat".to_string());
         let beats = thread.spawn_scoped(scope, || beat(group, call, &progress));
-        let beats = beats.map_err(|error| CollectiveError::Setup {
-            reason: format!("no thread to send heartbeats: {error}"),
+        let beats = beats.map_err(|error| {
+            CollectiveError::setup(SetupError::Thread {
+                purpose: "send heartbeats",
+                source: error.into(),
+            })
         })?;
         let ending = Ending(&progress);
         // The work runs on the caller's thread, because devices and captured state may be bound

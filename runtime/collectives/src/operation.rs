@@ -188,7 +188,7 @@ impl Operation {
             let written = output.write_back(&*self.device);
             written.map_err(|error| CollectiveError::Device {
                 at: self.at(),
-                reason: error.to_string(),
+                reason: Box::new(error),
             })?;
         }
         Ok(())

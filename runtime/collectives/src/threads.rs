@@ -1,7 +1,7 @@
 //! A transport between threads of one process.
 
 use crate::transport::{MemoryRange, Request, Transport, TransportError};
-use crate::{CollectiveError, Communicator};
+use crate::{CollectiveError, Communicator, SetupError};
 use moesaic_target::Device;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -18,9 +18,7 @@ pub fn run<T: Send>(
     body: impl Fn(Communicator) -> T + Sync,
 ) -> Result<Vec<std::thread::Result<T>>, CollectiveError> {
     if size == 0 {
-        return Err(CollectiveError::setup(
-            "a world has at least one rank; 0 were asked for",
-        ));
+        return Err(CollectiveError::setup(SetupError::NoRanks));
     }
     let devices = (0..size).map(device).collect::<Result<Vec<_>, _>>();
     let devices = devices.map_err(CollectiveError::setup)?;
@@ -33,7 +31,13 @@ pub fn run<T: Send>(
             let body = &body;
             let builder = std::thread::Builder::new().name(name);
             let thread = builder.spawn_scoped(scope, move || body(communicator));
-            threads.push(thread.map_err(CollectiveError::setup)?);
+            let thread = thread.map_err(|error| {
+                CollectiveError::setup(SetupError::Thread {
+                    purpose: "run a rank",
+                    source: error.into(),
+                })
+            });
+            threads.push(thread?);
         }
         Ok(threads.into_iter().map(|thread| thread.join()).collect())
     })

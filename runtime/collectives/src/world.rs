@@ -1,6 +1,6 @@
 //! The rank and size of this process, read from the launcher's environment variables.
 
-use crate::{CollectiveError, Collectives, Communicator};
+use crate::{CollectiveError, Collectives, Communicator, SetupError};
 use std::fmt;
 
 /// A launcher, identified by the variables it sets.
@@ -148,13 +148,11 @@ impl World {
         if self.rank < self.size {
             return Ok(self);
         }
-        let whose = self.launcher.map_or(String::new(), |l| format!(" by {l}"));
-        Err(CollectiveError::Setup {
-            reason: format!(
-                "rank {} of {} was given{whose}; ranks go from 0 to one less than their number",
-                self.rank, self.size
-            ),
-        })
+        Err(CollectiveError::setup(SetupError::Rank {
+            rank: self.rank,
+            size: self.size,
+            launcher: self.launcher,
+        }))
     }
 
     /// Checks that the MPI library agrees with the launcher. A library that does not belong to
@@ -175,33 +173,19 @@ impl World {
             return Ok(());
         }
         if self.launcher == Some(Launcher::Torchrun) && size == 1 {
-            return Err(CollectiveError::Setup {
-                reason: format!(
-                    "torchrun's variables say rank {} of {}, but MPI ({library}) has one rank: \
-                     these variables alone make no MPI world\n\
-                     start the ranks by mpirun, srun or `moesaic launch`",
-                    self.rank, self.size
-                ),
-            });
+            return Err(CollectiveError::setup(SetupError::TorchrunWithoutMpi {
+                rank: self.rank,
+                size: self.size,
+                library: library.to_string(),
+            }));
         }
-        let launcher = self.launcher.map_or(String::new(), |l| l.to_string());
-        let advice = match self.launcher {
-            Some(Launcher::Slurm) => {
-                "\nsrun has to speak the library's process manager: --mpi=pmix for Open MPI, \
-                 --mpi=pmi2 for MPICH and Intel MPI"
-            }
-            _ => "",
-        };
-        Err(CollectiveError::Setup {
-            reason: format!(
-                "the launcher ({launcher}) says rank {} of {}, but the library {library} ({}) says \
-                 rank {rank} of {size}: it is not the launcher's\n\
-                 set MOESAIC_MPI to the library of the MPI whose launcher is used{advice}",
-                self.rank,
-                self.size,
-                communicator.transport()
-            ),
-        })
+        Err(CollectiveError::setup(SetupError::OtherLauncher {
+            launcher: self.launcher,
+            launched: [self.rank, self.size],
+            found: [rank, size],
+            library: library.to_string(),
+            transport: communicator.transport().to_string(),
+        }))
     }
 }
 
@@ -213,12 +197,18 @@ fn read(
     let number = |name: &str| match variable(name) {
         None => Ok(None),
         Some(text) => text.trim().parse::<usize>().map(Some).map_err(|_| {
-            let reason = format!("{name} is `{text}`; it must be a number from 0 up");
-            CollectiveError::Setup { reason }
+            CollectiveError::setup(SetupError::Variable {
+                name: name.to_string(),
+                value: text,
+                expected: "a number from 0 up",
+            })
         }),
     };
-    let missing = |there: &str, missing: &str| CollectiveError::Setup {
-        reason: format!("{there} is set and {missing} is not; set both or none"),
+    let missing = |set: &str, missing: &str| {
+        CollectiveError::setup(SetupError::Counterpart {
+            set: set.to_string(),
+            missing: missing.to_string(),
+        })
     };
     match (number(rank)?, number(size)?) {
         (Some(rank), Some(size)) => World {
@@ -254,13 +244,10 @@ fn is_step(variable: &impl Fn(&str) -> Option<String>) -> bool {
 
 fn contradiction(first: &World, second: &World) -> CollectiveError {
     let says = |world: &World| world.said_by().unwrap_or_default();
-    CollectiveError::Setup {
-        reason: format!(
-            "{} contradict {}; unset those of the launcher that did not start this process",
-            says(first),
-            says(second)
-        ),
-    }
+    CollectiveError::setup(SetupError::Contradiction {
+        first: says(first),
+        second: says(second),
+    })
 }
 
 #[cfg(test)]
@@ -278,6 +265,22 @@ mod tests {
         };
         let found = World::from_variables(lookup).map_err(|error| error.to_string())?;
         Ok(found.map(|world| (world.rank, world.size, world.local_rank)))
+    }
+
+    #[test]
+    fn a_rank_that_the_world_lacks_is_told_by_its_numbers() {
+        let error = World::new(3, 2).unwrap_err();
+        let expected = SetupError::Rank {
+            rank: 3,
+            size: 2,
+            launcher: None,
+        };
+        assert_eq!(error, CollectiveError::setup(expected));
+        let error = World::from_variables(|name| (name == "RANK").then(|| "two".to_string()));
+        let Err(CollectiveError::Setup(SetupError::Variable { name, value, .. })) = error else {
+            panic!("{error:?}");
+        };
+        assert_eq!([&*name, &*value], ["RANK", "two"]);
     }
 
     #[test]

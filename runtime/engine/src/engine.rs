@@ -194,7 +194,7 @@ impl Engine {
         let training = texts.tilings.first().training.map_or("", option_of);
         // One load for all tilings: kernels that they share are compiled once, the others at the
         // same time.
-        let modules = self.load(&sources);
+        let modules = self.load(&sources, Some(&texts.tilings.first().spec.name));
         let modules = modules.map_err(|error| error.needing(training))?;
         let mut modules = modules.into_iter();
         let each = texts.each.iter();
@@ -204,10 +204,14 @@ impl Engine {
 
     /// Loads a module per source. The error of a CPU kernel names the caches that it was made for,
     /// if these are not the default.
-    pub(crate) fn load(&self, sources: &[&KernelSource]) -> Result<Modules, EngineError> {
+    pub(crate) fn load(
+        &self,
+        sources: &[&KernelSource],
+        layer: Option<&str>,
+    ) -> Result<Modules, EngineError> {
         let assumed = self.caches == CacheClass::default();
         let [l1, l2] = [self.caches.l1_bytes(), self.caches.l2_bytes()].map(|bytes| bytes >> 10);
-        let modules = self.jit.modules(sources);
+        let modules = self.jit.modules(sources, layer);
         modules.map_err(|error| {
             if assumed {
                 error
@@ -232,7 +236,7 @@ impl Engine {
     /// As [`Engine::layer`].
     pub fn kernels(&self, spec: &LayerSpec) -> Result<Vec<LoadedKernel>, EngineError> {
         let sources = emit_layer(self.tilings(spec, None)?.first())?;
-        let modules = self.load(&sources.iter().collect::<Vec<_>>())?;
+        let modules = self.load(&sources.iter().collect::<Vec<_>>(), Some(&spec.name))?;
         let pairs = sources.into_iter().zip(modules);
         Ok(pairs
             .map(|(source, module)| LoadedKernel { source, module })

@@ -5,7 +5,8 @@ use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::host::TokenCount;
 use crate::mesh::{Mesh, ProcessGroup, Ranks, looks_at_all, sum_gradients};
-use moesaic_plan::TokenScope;
+use moesaic_collectives::Algorithm;
+use moesaic_plan::{Strategy, TokenScope};
 use moesaic_spec::LayerSpec;
 
 /// The ranks that share the experts of a layer, a whole expert on one of them.
@@ -15,6 +16,8 @@ pub(crate) struct ExpertRanks {
     owned: Vec<Vec<usize>>,
     /// This rank's index in the group.
     own: usize,
+    /// The all-to-all algorithm of rows.
+    algorithm: Algorithm,
 }
 
 /// The numbers of rows of a call: `[rank][expert]`, of each rank's tokens.
@@ -23,8 +26,14 @@ pub(crate) type RowCounts = Vec<Vec<usize>>;
 impl ExpertRanks {
     /// # Errors
     /// [`EngineError::Spec`] for a mesh that splits or replicates experts, or whose token scope is
-    /// all ranks where the layer has to look at their tokens.
-    pub fn new(ranks: Ranks, mesh: &Mesh, spec: &LayerSpec) -> Result<ExpertRanks, EngineError> {
+    /// all ranks where the layer has to look at their tokens, and for a strategy with more than an
+    /// all-to-all algorithm; [`EngineError::Plan`] for nodes that the algorithm cannot have.
+    pub fn new(
+        ranks: Ranks,
+        mesh: &Mesh,
+        spec: &LayerSpec,
+        strategy: Strategy,
+    ) -> Result<ExpertRanks, EngineError> {
         let refuse = |problem: &str| Err(EngineError::Spec(format!("  experts in Rust {problem}")));
         let parallel = mesh.parallel();
         if parallel.expert_tp > 1 {
@@ -44,11 +53,18 @@ impl ExpertRanks {
         if !placement.replicated().is_empty() {
             return refuse("have no replicas: a copy would have gradients of its own");
         }
+        if let Some(setting) = not_followed(&strategy) {
+            return refuse(&format!(
+                "take the `all_to_all` of a strategy, linear, 2dh or ring, and no `{setting}`: each \
+                 row belongs to one expert and travels as it is"
+            ));
+        }
         let owned = (0..parallel.ep).map(|ep| placement.of(ep).to_vec());
         Ok(ExpertRanks {
             ranks,
             owned: owned.collect(),
             own: mesh.place().ep,
+            algorithm: mesh.exchange_algorithm(strategy.all_to_all)?,
         })
     }
 
@@ -155,9 +171,44 @@ impl ExpertRanks {
         sum_gradients(layer, self.ranks.mesh())
     }
 
-    fn exchange(&self, parts: &[Vec<f32>], what: &str) -> Result<Vec<Vec<f32>>, EngineError> {
-        self.ranks.all_to_all(parts, ProcessGroup::Ep, what)
+    /// Sums gradients of this rank's experts over the ranks with copies of them.
+    pub fn sum_over_copies(&self, gradients: &mut [&mut [f32]]) -> Result<(), EngineError> {
+        if self.ranks.mesh().parallel().dp == 1 {
+            return Ok(());
+        }
+        let mut all = gradients.concat();
+        let group = ProcessGroup::ExpertDp;
+        self.ranks.sum(&mut all, group, "gradients of experts")?;
+        let mut rest = &all[..];
+        for own in gradients {
+            let (sums, behind) = rest.split_at(own.len());
+            own.copy_from_slice(sums);
+            rest = behind;
+        }
+        Ok(())
     }
+
+    fn exchange(&self, parts: &[Vec<f32>], what: &str) -> Result<Vec<Vec<f32>>, EngineError> {
+        let group = ProcessGroup::Ep;
+        self.ranks.all_to_all_by(self.algorithm, parts, group, what)
+    }
+}
+
+/// Returns a setting of a strategy that rows in host memory do not follow.
+fn not_followed(strategy: &Strategy) -> Option<&'static str> {
+    let default = Strategy::default();
+    let settings = [
+        (strategy.adaptive_r.is_some(), "r"),
+        (
+            strategy.overlap_degree != default.overlap_degree,
+            "overlap_degree",
+        ),
+        (strategy.comm_dtype != default.comm_dtype, "comm_dtype"),
+        (strategy.shadows > 0, "shadows"),
+        (strategy.all_to_all.row().deduplicates, "all_to_all=dedup"),
+    ];
+    let found = settings.into_iter().find(|(given, _)| *given);
+    found.map(|(_, setting)| setting)
 }
 
 /// Splits consecutive rows by their counts.

@@ -88,8 +88,12 @@ impl Jit {
     }
 
     /// A loaded module per source, in the order of the sources. Only what is
-    /// neither loaded nor stored is compiled, on all cores.
-    pub fn modules(&self, sources: &[&KernelSource]) -> Result<Vec<Arc<dyn Module>>, EngineError> {
+    /// neither loaded nor stored is compiled, on all cores, and stored under the layer's name.
+    pub fn modules(
+        &self,
+        sources: &[&KernelSource],
+        layer: Option<&str>,
+    ) -> Result<Vec<Arc<dyn Module>>, EngineError> {
         let fingerprint = self.builder.fingerprint(self.target);
         let jobs: Vec<(&KernelSource, KernelKey)> = sources
             .iter()
@@ -102,7 +106,7 @@ impl Jit {
             modules.push(self.at_hand(source, key)?);
         }
         let missing: Vec<usize> = (0..jobs.len()).filter(|&i| modules[i].is_none()).collect();
-        let made = parallel(&missing, |&i| self.make(jobs[i].0, &jobs[i].1));
+        let made = parallel(&missing, |&i| self.make(jobs[i].0, &jobs[i].1, layer));
         for (&i, module) in missing.iter().zip(made) {
             modules[i] = Some(module?);
         }
@@ -149,7 +153,12 @@ impl Jit {
     }
 
     /// The module, compiled unless another thread was faster.
-    fn make(&self, source: &KernelSource, key: &KernelKey) -> Result<Arc<dyn Module>, EngineError> {
+    fn make(
+        &self,
+        source: &KernelSource,
+        key: &KernelKey,
+        layer: Option<&str>,
+    ) -> Result<Arc<dyn Module>, EngineError> {
         let slot = self.slot(key);
         let mut slot = lock(&slot);
         // The slot stays locked through the compile: a second thread with the same kernel waits for
@@ -167,7 +176,7 @@ impl Jit {
         if self.strict {
             return Err(not_cached(source));
         }
-        let Built { artifact, compiled } = self.builder.build(source, key)?;
+        let Built { artifact, compiled } = self.builder.build(source, key, layer)?;
         let counter = if compiled {
             &self.compiled
         } else {
@@ -259,7 +268,12 @@ impl Builder {
     }
 
     /// The artifact, from the store or the compiler.
-    pub fn build(&self, source: &KernelSource, key: &KernelKey) -> Result<Built, EngineError> {
+    pub fn build(
+        &self,
+        source: &KernelSource,
+        key: &KernelKey,
+        layer: Option<&str>,
+    ) -> Result<Built, EngineError> {
         let Some(compiler) = &self.compiler else {
             let stored = self.stored(source, key).map(|artifact| Built {
                 artifact,
@@ -278,6 +292,7 @@ impl Builder {
             key: *key,
             source,
             spec: None,
+            layer,
         };
         match store.get_or_compile(&request, compile) {
             Ok(fetched) => Ok(Built {
@@ -425,7 +440,7 @@ mod tests {
     #[test]
     fn nothing_is_compiled_while_a_graph_is_captured() {
         let jit = Jit::new(parts(true), target());
-        let error = jit.modules(&[&source()]).err().unwrap();
+        let error = jit.modules(&[&source()], None).err().unwrap();
         assert_eq!(
             error.to_string(),
             "the compile of kernel `combine` is not possible while graph `decode` is being \

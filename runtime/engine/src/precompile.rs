@@ -181,7 +181,7 @@ pub fn precompile_on(
                 kernel: source.name.clone(),
                 target: job.target,
                 key: *key,
-                outcome: outcome(builder, source, key),
+                outcome: outcome(builder, source, key, &job.spec.name),
             };
             progress(Event::Done(&row));
             row
@@ -199,7 +199,9 @@ pub fn compile_all(
     let builder = Builder::new(Some(compiler.clone()), Some(store.clone()), options.clone());
     parallel_on(cores(), sources, |source| {
         let key = builder.key(source, &builder.fingerprint(source.target));
-        builder.build(source, &key).map(|built| built.artifact)
+        builder
+            .build(source, &key, None)
+            .map(|built| built.artifact)
     })
 }
 
@@ -260,8 +262,8 @@ fn kinds(spec: &LayerSpec, ranks: &MeshJob) -> Result<Vec<(Placement, usize)>, E
     Ok(kinds.into_values().collect())
 }
 
-fn outcome(builder: &Builder, source: &KernelSource, key: &KernelKey) -> Outcome {
-    match builder.build(source, key) {
+fn outcome(builder: &Builder, source: &KernelSource, key: &KernelKey, layer: &str) -> Outcome {
+    match builder.build(source, key, Some(layer)) {
         Ok(Built { artifact, compiled }) => {
             let bytes = artifact.binary.len() as u64;
             if compiled {

@@ -28,6 +28,13 @@ pub trait UserExpert: Send {
     /// ids, without rows too: gradients are then zero, or stay when they
     /// accumulate.
     fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]);
+
+    /// Returns the gradients of the expert's own parameters, in an order and in sizes of its own,
+    /// for [`UserLayer::reduce_gradients`] to sum over the ranks with a copy of the expert. By
+    /// default there are none, which is right without `dp`.
+    fn gradients(&mut self) -> Vec<&mut [f32]> {
+        Vec::new()
+    }
 }
 
 /// The inputs of an expert's backward.
@@ -49,6 +56,10 @@ impl<E: UserExpert + ?Sized> UserExpert for Box<E> {
 
     fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]) {
         (**self).backward(call, drows);
+    }
+
+    fn gradients(&mut self) -> Vec<&mut [f32]> {
+        (**self).gradients()
     }
 }
 
@@ -121,7 +132,7 @@ impl Engine {
     /// # Errors
     /// [`EngineError::Spec`] when the number of experts differs, for a mesh that splits or
     /// replicates experts, and for options that such a layer does not take: a part of the weights,
-    /// a strategy, a tuner. [`EngineError::Plan`] when the spec has biases of experts or
+    /// a strategy of more than an all-to-all algorithm, a tuner. [`EngineError::Plan`] when the spec has biases of experts or
     /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer_with`].
     pub fn user_layer<E: UserExpert>(
         &self,
@@ -132,10 +143,10 @@ impl Engine {
     ) -> Result<UserLayer<E>, EngineError> {
         check_spec(spec)?;
         check_options(&options)?;
-        let ranks = options.mesh.map(|mesh| {
-            let ranks = self.ranks(mesh);
-            ExpertRanks::new(ranks, mesh, spec)
-        });
+        let strategy = options.strategy.unwrap_or_default();
+        let ranks = options
+            .mesh
+            .map(|mesh| ExpertRanks::new(self.ranks(mesh), mesh, spec, strategy));
         let ranks = ranks.transpose()?;
         let expected = ranks.as_ref().map(ExpertRanks::count);
         check_experts(expected.unwrap_or(spec.shape.experts), experts.len())?;
@@ -168,7 +179,10 @@ fn check_experts(expected: usize, given: usize) -> Result<(), EngineError> {
 fn check_options(options: &LayerOptions<'_>) -> Result<(), EngineError> {
     let refused = [
         (options.part, "a part of the weights"),
-        (options.strategy.is_some(), "a strategy"),
+        (
+            options.strategy.is_some() && options.mesh.is_none(),
+            "a strategy without ranks",
+        ),
         (options.tuner.is_some(), "a tuner of strategies"),
     ];
     match refused.iter().find(|(given, _)| *given) {
@@ -377,18 +391,21 @@ impl<E: UserExpert> UserLayer<E> {
         layer.read(&layer.input_gradients(), tokens, find)
     }
 
-    /// Sums the gradients of router and shared experts over all ranks; does nothing without ranks.
-    /// Those of your experts are complete, apart from other `dp` groups.
+    /// Sums the gradients of router and shared experts over all ranks, and those of your experts
+    /// ([`UserExpert::gradients`]) over the `dp` groups, each of which has a copy; does nothing
+    /// without ranks.
     ///
     /// # Errors
     /// [`EngineError::NotTraining`], [`EngineError::Collective`].
-    pub fn reduce_gradients(&self) -> Result<(), EngineError> {
+    pub fn reduce_gradients(&mut self) -> Result<(), EngineError> {
         let layer = self.device();
         layer.check_training()?;
-        match &self.ranks {
-            Some(ranks) => ranks.sum_gradients(layer),
-            None => Ok(()),
-        }
+        let Some(ranks) = &self.ranks else {
+            return Ok(());
+        };
+        ranks.sum_gradients(layer)?;
+        let gradients = self.experts.iter_mut().flat_map(UserExpert::gradients);
+        ranks.sum_over_copies(&mut gradients.collect::<Vec<_>>())
     }
 
     /// Downloads the rows that dispatch wrote and the factors that combine will use.

@@ -91,7 +91,7 @@ fn device<D: Device>(
         },
         Err(error) => {
             let tried = match error {
-                DeviceError::Unavailable { reason, .. } => reason,
+                DeviceError::Unavailable { reason, .. } => reason.to_string(),
                 error => error.to_string(),
             };
             Finding {

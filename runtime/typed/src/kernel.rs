@@ -2,7 +2,7 @@
 
 use moesaic_engine::LoadedKernel;
 use moesaic_kernel::{Entry, Launch, Param, ParamType};
-use moesaic_target::{Arg, DeviceError, LaunchDims, Module};
+use moesaic_target::{Arg, DeviceError, LaunchDims, LaunchReason, Module};
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -99,7 +99,7 @@ impl<A: KernelArgs> Launcher<A> {
     pub unsafe fn launch(&self, args: &A) -> Result<(), DeviceError> {
         let tokens = u64::try_from(args.tokens()).map_err(|_| DeviceError::Launch {
             kernel: A::SYMBOL.to_string(),
-            reason: format!("{} tokens", args.tokens()),
+            reason: LaunchReason::Tokens(args.tokens()),
         })?;
         let [x, y] = &self.launch.grid;
         let dims = LaunchDims {

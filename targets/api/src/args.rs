@@ -1,6 +1,6 @@
 //! Kernel arguments in the form that GPU drivers take.
 
-use crate::{Arg, DeviceError, LaunchDims, Ptr};
+use crate::{Arg, DeviceError, LaunchDims, LaunchReason, Ptr};
 use moesaic_kernel::{Entry, Param, ParamType, Scalar, TensorMap};
 use std::ffi::c_void;
 
@@ -31,10 +31,9 @@ impl ArgBlock {
     /// which only [`ArgBlock::with_maps`] accepts.
     pub fn new(entry: &Entry, args: &[Arg]) -> Result<ArgBlock, DeviceError> {
         ArgBlock::with_maps(entry, args, |_, _, _| {
-            let reason = "this device has no tensor maps".to_string();
             Err(DeviceError::Launch {
                 kernel: entry.symbol.clone(),
-                reason,
+                reason: LaunchReason::NoTensorMaps,
             })
         })
     }
@@ -109,27 +108,25 @@ pub fn gpu_grid(symbol: &str, dims: &LaunchDims) -> Result<Option<[u32; 2]>, Dev
         return Ok(None);
     }
     if x > MOST[0] || y > MOST[1] {
-        let reason = format!(
-            "a grid of {x} x {y} blocks is too large; the most are {} x {}",
-            MOST[0], MOST[1]
-        );
         return Err(DeviceError::Launch {
             kernel: symbol.to_string(),
-            reason,
+            reason: LaunchReason::LargeGrid {
+                grid: [x, y],
+                most: Some(MOST),
+            },
         });
     }
     Ok(Some([x as u32, y as u32]))
 }
 
 fn check_count(entry: &Entry, args: &[Arg]) -> Result<(), DeviceError> {
-    let (want, got) = (entry.params.len(), args.len());
-    if want == got {
+    let (expected, found) = (entry.params.len(), args.len());
+    if expected == found {
         return Ok(());
     }
-    let reason = format!("it takes {want} arguments and got {got}");
     Err(DeviceError::Launch {
         kernel: entry.symbol.clone(),
-        reason,
+        reason: LaunchReason::ArgumentCount { expected, found },
     })
 }
 
@@ -138,13 +135,13 @@ fn check_kinds(entry: &Entry, args: &[Arg]) -> Result<(), DeviceError> {
     let Some((param, arg)) = pairs.find(|(param, arg)| !fits(param, arg)) else {
         return Ok(());
     };
-    let reason = format!(
-        "argument `{}` is {arg:?} and must be {:?}",
-        param.name, param.ty
-    );
     Err(DeviceError::Launch {
         kernel: entry.symbol.clone(),
-        reason,
+        reason: LaunchReason::Argument {
+            argument: format!("`{}`", param.name),
+            found: format!("{arg:?}"),
+            expected: param.ty,
+        },
     })
 }
 

@@ -1,6 +1,6 @@
 //! The interface of devices: loading and launching kernels.
 
-use crate::{Artifact, DeviceError, KernelCounters, StreamDevice};
+use crate::{Artifact, DeviceError, DriverReason, KernelCounters, LaunchReason, StreamDevice};
 use moesaic_kernel::{CpuCaches, Entry, Target};
 use std::any::Any;
 use std::sync::Arc;
@@ -206,7 +206,9 @@ impl FunctionId {
             known.sort_unstable();
             DeviceError::Launch {
                 kernel: symbol.to_string(),
-                reason: format!("it was not loaded; loaded are: {}", known.join(", ")),
+                reason: LaunchReason::NotLoaded {
+                    known: known.into_iter().map(str::to_string).collect(),
+                },
             }
         })
     }
@@ -282,17 +284,17 @@ impl RowCopy<'_> {
         if self.rows == 0 || self.row_bytes == 0 {
             return Ok(None);
         }
-        let failed = |reason: &str| DeviceError::Driver {
+        let failed = |reason| DeviceError::Driver {
             operation: format!("a copy of {} rows", self.rows),
-            reason: reason.to_string(),
+            reason,
         };
         if self.from_stride.min(self.to_stride) < self.row_bytes {
-            return Err(failed("rows lie within each other"));
+            return Err(failed(DriverReason::Overlap));
         }
         let span = |buffer: &Buffer, offset: usize, stride: usize| {
             let before = stride.checked_mul(self.rows - 1);
             let bytes = before.and_then(|before| before.checked_add(self.row_bytes));
-            let bytes = bytes.ok_or_else(|| failed("there are too many"))?;
+            let bytes = bytes.ok_or_else(|| failed(DriverReason::TooManyRows))?;
             let start = buffer.range("a copy of rows", offset, bytes)?;
             Ok(RowSpan { start, bytes })
         };
@@ -345,7 +347,7 @@ impl Buffer {
         }
         Err(DeviceError::Driver {
             operation: format!("{operation} of {length} bytes at byte {offset}"),
-            reason: format!("the buffer holds {} bytes", self.bytes),
+            reason: DriverReason::OutOfRange { bytes: self.bytes },
         })
     }
 }

@@ -4,7 +4,9 @@ use crate::driver::{self, Driver, Form};
 use crate::find::{self, Process};
 use crate::{Identity, flags, report};
 use moesaic_kernel::{CpuIsa, KernelSource, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report, Scratch};
+use moesaic_target::{
+    Artifact, CompileError, CompileOptions, Compiler, CompilerReason, Report, Scratch,
+};
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -147,12 +149,12 @@ impl CpuCompiler {
                 reason,
             }
         };
-        let room = |what: &str, error: std::io::Error| {
-            let temp = std::env::temp_dir();
-            failed(format!(
-                "{what} in {} failed: {error}\nset TMPDIR to a directory that is writable and has room",
-                temp.display()
-            ))
+        let room = |attempted, error: std::io::Error| {
+            failed(CompilerReason::NoFile {
+                attempted,
+                folder: std::env::temp_dir(),
+                source: error.into(),
+            })
         };
         let dir = Scratch::new();
         let dir = dir.map_err(|error| room("making a temporary directory", error))?;
@@ -164,7 +166,7 @@ impl CpuCompiler {
             .build(dir.path(), isa, form)
             .map_err(|failure| failure.into_error(&self.name(), kernel, isa))?;
         let binary = std::fs::read(dir.path().join(driver::BINARY))
-            .map_err(|error| failed(format!("it reported success and left no binary: {error}")))?;
+            .map_err(|error| failed(CompilerReason::NoBinary(error.into())))?;
         Ok((binary, log))
     }
 

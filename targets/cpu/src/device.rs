@@ -5,7 +5,10 @@ use crate::memory::Memory;
 use crate::module::CpuModule;
 use crate::nodes::{Nodes, host_nodes};
 use moesaic_kernel::{CpuCaches, Entry, Target};
-use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr, RowCopy};
+use moesaic_target::{
+    Artifact, Buffer, Device, DeviceError, DeviceInfo, DriverReason, Module, Ptr, RowCopy,
+    UnavailableReason,
+};
 use std::sync::Arc;
 
 /// This machine's CPU. Launches are synchronous: they have finished when the
@@ -46,7 +49,10 @@ impl CpuDevice {
             .map(CpuDevice::from)
             .map_err(|error| DeviceError::Unavailable {
                 backend: "cpu".to_string(),
-                reason: format!("{threads} threads cannot be started: {error}"),
+                reason: UnavailableReason::System {
+                    attempted: format!("{threads} threads cannot be started"),
+                    source: error.into(),
+                },
             })
     }
 
@@ -60,9 +66,12 @@ impl CpuDevice {
     /// # Errors
     /// [`DeviceError::Unavailable`] when the system refuses, or is not Linux.
     pub fn pinned(self) -> Result<CpuDevice, DeviceError> {
-        let refused = |error| DeviceError::Unavailable {
+        let refused = |error: std::io::Error| DeviceError::Unavailable {
             backend: "cpu".to_string(),
-            reason: format!("threads cannot be pinned: {error}"),
+            reason: UnavailableReason::System {
+                attempted: "threads cannot be pinned".to_string(),
+                source: error.into(),
+            },
         };
         self.executor.pin().map_err(refused)?;
         Ok(self)
@@ -281,6 +290,8 @@ fn place(
     }
     Err(DeviceError::Driver {
         operation: format!("{what} of {length} bytes at byte {offset}"),
-        reason: format!("the buffer holds {} bytes", buffer.bytes()),
+        reason: DriverReason::OutOfRange {
+            bytes: buffer.bytes(),
+        },
     })
 }

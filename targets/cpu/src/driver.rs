@@ -1,7 +1,7 @@
 //! Runs a compiler program.
 
 use moesaic_kernel::CpuIsa;
-use moesaic_target::CompileError;
+use moesaic_target::{CompileError, CompilerReason};
 use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -221,14 +221,13 @@ impl Failure {
         };
         let target = moesaic_kernel::Target::Cpu(isa).to_string();
         match self {
-            Failure::NotRun(error) => failed(format!("it cannot be run: {error}")),
+            Failure::NotRun(error) => failed(CompilerReason::NotStarted(error.into())),
             Failure::Exited(status, log) => match Verdict::of(status, &log) {
-                Verdict::Crashed(how) => failed(format!("{how}\n{}", trim(&log))),
-                Verdict::NoRoom => failed(format!(
-                    "no room for its files; free some space or memory, or set TMPDIR to a \
-                     directory with room\n{}",
-                    trim(&log)
-                )),
+                Verdict::Crashed(how) => failed(CompilerReason::Crashed {
+                    how,
+                    log: trim(&log),
+                }),
+                Verdict::NoRoom => failed(CompilerReason::NoRoom { log: trim(&log) }),
                 Verdict::UnknownFlag => {
                     let advice =
                         format!("use a newer compiler, or a narrower target\n{}", trim(&log));
@@ -238,10 +237,7 @@ impl Failure {
                         advice,
                     }
                 }
-                Verdict::Silent => failed(format!(
-                    "it ended with {status} and said nothing; is that a C compiler? MOESAIC_CC, \
-                     then CC, name another"
-                )),
+                Verdict::Silent => failed(CompilerReason::Silent { status }),
                 Verdict::Rejected => {
                     let kernel = kernel.to_string();
                     CompileError::Rejected {

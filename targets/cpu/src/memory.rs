@@ -1,6 +1,6 @@
 //! Buffers: aligned host memory.
 
-use moesaic_target::DeviceError;
+use moesaic_target::{DeviceError, FreeMemory};
 use std::alloc::Layout;
 use std::ptr::NonNull;
 
@@ -33,7 +33,7 @@ impl Memory {
     pub(crate) fn new(bytes: usize) -> Result<Memory, DeviceError> {
         let too_much = || DeviceError::OutOfMemory {
             asked: bytes,
-            free: String::new(),
+            free: FreeMemory::Unknown,
         };
         let align = if bytes >= HUGE { HUGE } else { ALIGN };
         let size = bytes

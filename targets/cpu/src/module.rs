@@ -4,7 +4,10 @@ use crate::executor::Executor;
 use crate::library::{self, Loaded};
 use crate::scratch;
 use moesaic_kernel::{Entry, ParamType, Scalar};
-use moesaic_target::{Arg, Artifact, DeviceError, FunctionId, LaunchDims, Module};
+use moesaic_target::{
+    Arg, Artifact, DeviceError, FunctionId, LaunchDims, LaunchReason, LoadReason, Module,
+    SharedError,
+};
 use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 
@@ -35,7 +38,7 @@ impl CpuModule {
     ) -> Result<CpuModule, DeviceError> {
         let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
         let loaded = library::load(&artifact.binary)
-            .map_err(|refused| error(kernel, refused.to_string()))?;
+            .map_err(|refused| error(kernel, LoadReason::Binary(SharedError::new(refused))))?;
         let functions = entries.iter().map(|entry| function(&loaded, entry));
         let functions = functions.collect::<Result<_, _>>()?;
         Ok(CpuModule {
@@ -47,7 +50,7 @@ impl CpuModule {
 }
 
 impl Function {
-    fn refuse(&self, reason: String) -> DeviceError {
+    fn refuse(&self, reason: LaunchReason) -> DeviceError {
         DeviceError::Launch {
             kernel: self.symbol.clone(),
             reason,
@@ -58,24 +61,27 @@ impl Function {
     fn check(&self, args: &[Arg]) -> Result<(), DeviceError> {
         let params = &self.params;
         if params.len() != args.len() {
-            let (want, got) = (params.len(), args.len());
-            return Err(self.refuse(format!("it takes {want} arguments and got {got}")));
+            return Err(self.refuse(LaunchReason::ArgumentCount {
+                expected: params.len(),
+                found: args.len(),
+            }));
         }
         let wrong = params
             .iter()
             .zip(args)
             .position(|(param, arg)| !fits(param, arg));
         match wrong {
-            Some(index) => Err(self.refuse(format!(
-                "argument {index} is {:?} and must be {:?}",
-                args[index], params[index]
-            ))),
+            Some(index) => Err(self.refuse(LaunchReason::Argument {
+                argument: index.to_string(),
+                found: format!("{:?}", args[index]),
+                expected: params[index],
+            })),
             None => Ok(()),
         }
     }
 }
 
-fn error(kernel: &str, reason: String) -> DeviceError {
+fn error(kernel: &str, reason: LoadReason) -> DeviceError {
     DeviceError::Load {
         kernel: kernel.to_string(),
         reason,
@@ -86,7 +92,7 @@ fn function(loaded: &Loaded, entry: &Entry) -> Result<Function, DeviceError> {
     // SAFETY: every entry of a CPU kernel has this type; it is copied into
     // the module that also holds the library.
     let code = unsafe { loaded.library.symbol::<Code>(&entry.symbol) }
-        .map_err(|missing| error(&entry.symbol, missing.to_string()))?;
+        .map_err(|missing| error(&entry.symbol, LoadReason::Binary(SharedError::new(missing))))?;
     Ok(Function {
         symbol: entry.symbol.clone(),
         params: entry.params.iter().map(|param| param.ty).collect(),
@@ -121,8 +127,10 @@ impl Module for CpuModule {
             .checked_mul(y)
             .and_then(|blocks| i64::try_from(blocks).ok());
         let Some(blocks) = blocks else {
-            let reason = format!("a grid of {x} x {y} blocks is too large");
-            return Err(function.refuse(reason));
+            return Err(function.refuse(LaunchReason::LargeGrid {
+                grid: dims.grid,
+                most: None,
+            }));
         };
         let scratch_bytes = dims.shared_bytes as usize;
         self.executor.provide(scratch_bytes)?;

@@ -11,7 +11,8 @@ use cudarc::driver::{CudaContext, CudaStream};
 use moesaic_kernel::{CudaArch, Entry, Target};
 use moesaic_target::gpu::{GpuDevice, Setup, StreamHandle};
 use moesaic_target::{
-    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, RowCopy, StreamDevice,
+    Artifact, Buffer, Device, DeviceError, DeviceInfo, Fault, GpuInfo, Module, RowCopy,
+    StreamDevice, UnavailableReason,
 };
 use std::sync::Arc;
 use vendor::Cuda;
@@ -145,7 +146,9 @@ impl Device for CudaDevice {
 }
 
 fn unavailable(table: &Table, error: &DriverError) -> DeviceError {
-    driver::unavailable(table.words(error.0 as i32))
+    let code = error.0 as i32;
+    let words = table.words(code);
+    driver::unavailable(Fault { code, words }.into())
 }
 
 fn count(table: &Table) -> Result<usize, DeviceError> {
@@ -158,9 +161,11 @@ fn check_ordinal(table: &Table, ordinal: usize) -> Result<(), DeviceError> {
     if ordinal < count {
         return Ok(());
     }
-    Err(driver::unavailable(format!(
-        "GPU {ordinal} was asked for; the driver has {count}, counted from 0"
-    )))
+    Err(driver::unavailable(UnavailableReason::NoSuchGpu {
+        ordinal,
+        count,
+        driver: "driver",
+    }))
 }
 
 /// The driver's answers about a GPU.
@@ -176,9 +181,10 @@ impl Facts<'_> {
         let capability = self.capability()?;
         let target = best_target(capability).ok_or_else(|| {
             let (major, minor) = (capability / 10, capability % 10);
-            driver::unavailable(format!(
-                "{name} has compute capability {major}.{minor}, which is not supported"
-            ))
+            driver::unavailable(UnavailableReason::UnknownGpu {
+                name: name.clone(),
+                architecture: format!("has compute capability {major}.{minor}"),
+            })
         })?;
         Ok(DeviceInfo {
             target,

@@ -3,8 +3,8 @@
 //! calls other versions of some functions than older drivers have.
 
 use moesaic_dl::{DlError, Library, dl_table};
-use moesaic_target::DeviceError;
 use moesaic_target::gpu::{FunctionHandle, FunctionNames, Functions, StreamHandle};
+use moesaic_target::{DeviceError, SharedError, UnavailableReason};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
@@ -232,19 +232,22 @@ unsafe fn static_text(text: *const c_char) -> Option<String> {
 }
 
 /// Returns a [`DeviceError::Unavailable`] of this backend.
-pub fn unavailable(reason: String) -> DeviceError {
+pub fn unavailable(reason: UnavailableReason) -> DeviceError {
     DeviceError::Unavailable {
         backend: "cuda".to_string(),
         reason,
     }
 }
 
-fn reason(error: &DlError) -> String {
-    match error {
-        DlError::MissingSymbol { .. } => {
-            format!("{error}; update the NVIDIA driver to one for CUDA 11.4 or later")
-        }
-        _ => format!("{error}; install the NVIDIA driver"),
+fn reason(error: &DlError) -> UnavailableReason {
+    UnavailableReason::NoDriver {
+        library: SharedError::new(error.clone()),
+        advice: match error {
+            DlError::MissingSymbol { .. } => {
+                "update the NVIDIA driver to one for CUDA 11.4 or later"
+            }
+            _ => "install the NVIDIA driver",
+        },
     }
 }
 

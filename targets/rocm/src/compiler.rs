@@ -8,7 +8,8 @@ use crate::hiprtc::Hiprtc;
 use crate::tool::Tool;
 use moesaic_kernel::{KernelSource, Language, RocmArch, Target};
 use moesaic_target::{
-    Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report, Scratch,
+    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, KernelReport,
+    Report, Scratch, SharedError,
 };
 use std::path::Path;
 use std::process::Command;
@@ -113,11 +114,11 @@ impl RocmCompiler {
         }
     }
 
-    fn failed(&self, source: &KernelSource, reason: impl ToString) -> CompileError {
+    fn failed(&self, source: &KernelSource, reason: CompilerReason) -> CompileError {
         CompileError::Failed {
             compiler: self.name(),
             kernel: source.name.clone(),
-            reason: reason.to_string(),
+            reason,
         }
     }
 
@@ -127,14 +128,22 @@ impl RocmCompiler {
         source: &KernelSource,
         arch: RocmArch,
     ) -> Result<(Vec<u8>, String), CompileError> {
-        let folder = Scratch::new()
-            .map_err(|error| self.failed(source, format!("no temporary folder: {error}")))?;
+        let no_file = |attempted, error: std::io::Error| {
+            let reason = CompilerReason::NoFile {
+                attempted,
+                folder: std::env::temp_dir(),
+                source: error.into(),
+            };
+            self.failed(source, reason)
+        };
+        let folder =
+            Scratch::new().map_err(|error| no_file("making a temporary directory", error))?;
         let file = source.file_name();
         std::fs::write(folder.path().join(&file), &source.text)
-            .map_err(|error| self.failed(source, format!("cannot write `{file}`: {error}")))?;
+            .map_err(|error| no_file("writing the source", error))?;
         let log = self.run(source, self.tool.command(arch, &file), folder.path())?;
         let binary = std::fs::read(folder.path().join(OUTPUT))
-            .map_err(|error| self.failed(source, format!("it left no output: {error}")))?;
+            .map_err(|error| self.failed(source, CompilerReason::NoBinary(error.into())))?;
         Ok((binary, log))
     }
 
@@ -149,14 +158,17 @@ impl RocmCompiler {
             stdout,
             stderr,
         } = child::run(&mut command, folder, self.limit)
-            .map_err(|reason| self.failed(source, reason))?;
+            .map_err(|error| self.failed(source, CompilerReason::Other(SharedError::new(error))))?;
         let log = format!("{stderr}{stdout}").trim().to_string();
         match status.code() {
             Some(0) => Ok(log),
             Some(1) => Err(self.rejected(source, log)),
             _ => Err(self.failed(
                 source,
-                format!("the compiler {}\n{log}", child::ending(status)),
+                CompilerReason::Crashed {
+                    how: format!("the compiler {}", child::ending(status)),
+                    log,
+                },
             )),
         }
     }
@@ -176,18 +188,19 @@ impl RocmCompiler {
         arch: RocmArch,
         binary: &[u8],
     ) -> Result<Vec<KernelReport>, CompileError> {
-        let bad = |reason: String| CompileError::BadBinary {
+        let bad = |reason| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
             reason,
         };
-        let found = read_code_object(binary).map_err(|error| bad(error.to_string()))?;
+        let found = read_code_object(binary)
+            .map_err(|error| bad(BinaryReason::Unreadable(SharedError::new(error))))?;
         check_waves(arch, &found).map_err(bad)?;
         let reports = found
             .into_iter()
             .map(|kernel| kernel.report)
             .collect::<Vec<_>>();
-        KernelReport::of_entries(source, reports).map_err(|error| bad(error.to_string()))
+        KernelReport::of_entries(source, reports).map_err(|error| bad(error.into()))
     }
 }
 
@@ -247,19 +260,18 @@ fn no_compiler(refused: &[Refused]) -> CompileError {
 
 /// Checks the wave size of kernels: a binary for the other size would return
 /// wrong results, not an error.
-fn check_waves(arch: RocmArch, kernels: &[CodeObjectKernel]) -> Result<(), String> {
+fn check_waves(arch: RocmArch, kernels: &[CodeObjectKernel]) -> Result<(), BinaryReason> {
     let wrong = kernels
         .iter()
         .find(|kernel| kernel.wave.is_some_and(|wave| wave != arch.caps().wave));
     match wrong {
         None => Ok(()),
-        Some(kernel) => Err(format!(
-            "`{}` has waves of {} lanes, moesaic emits for {} on {}",
-            kernel.report.symbol,
-            kernel.wave.unwrap_or_default(),
-            arch.caps().wave,
-            arch.name
-        )),
+        Some(kernel) => Err(BinaryReason::Wave {
+            symbol: kernel.report.symbol.clone(),
+            found: kernel.wave.unwrap_or_default(),
+            expected: arch.caps().wave,
+            arch: arch.name,
+        }),
     }
 }
 

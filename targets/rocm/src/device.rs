@@ -7,7 +7,8 @@ use moesaic_dl::DlError;
 use moesaic_kernel::{Entry, Target};
 use moesaic_target::gpu::{Fault, GpuDevice, Setup};
 use moesaic_target::{
-    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, RowCopy, StreamDevice,
+    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, RowCopy, SharedError,
+    StreamDevice, UnavailableReason,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -43,7 +44,7 @@ impl HipDevice {
     /// [`DeviceError::Unavailable`], as for [`HipDevice::open`].
     pub fn count() -> Result<usize, DeviceError> {
         let hip = Hip::open(None).map_err(|error| no_runtime(&error))?;
-        hip.count().map_err(|fault| unavailable(fault.words))
+        hip.count().map_err(|fault| unavailable(fault.into()))
     }
 
     /// Returns free and total memory in bytes.
@@ -57,7 +58,7 @@ impl HipDevice {
     fn new(hip: Result<Hip, DlError>, ordinal: usize) -> Result<HipDevice, DeviceError> {
         let hip = hip.map_err(|error| no_runtime(&error))?;
         let number = check_ordinal(&hip, ordinal)?;
-        let failed = |fault: Fault| unavailable(fault.words);
+        let failed = |fault: Fault| unavailable(fault.into());
         hip.bind(number).map_err(failed)?;
         let properties = hip.properties(number).map_err(failed)?;
         let setup = Setup {
@@ -122,12 +123,14 @@ impl Device for HipDevice {
 }
 
 fn check_ordinal(hip: &Hip, ordinal: usize) -> Result<i32, DeviceError> {
-    let count = hip.count().map_err(|fault| unavailable(fault.words))?;
+    let count = hip.count().map_err(|fault| unavailable(fault.into()))?;
     match i32::try_from(ordinal) {
         Ok(number) if ordinal < count => Ok(number),
-        _ => Err(unavailable(format!(
-            "GPU {ordinal} was asked for; the runtime has {count}, counted from 0"
-        ))),
+        _ => Err(unavailable(UnavailableReason::NoSuchGpu {
+            ordinal,
+            count,
+            driver: "runtime",
+        })),
     }
 }
 
@@ -139,10 +142,10 @@ fn info(properties: &Properties) -> Result<DeviceInfo, DeviceError> {
         .into_iter()
         .find(|target| matches!(target, Target::Rocm(known) if known.name == arch));
     let target = target.ok_or_else(|| {
-        unavailable(format!(
-            "{} is of architecture `{arch}`, which is not supported",
-            properties.name
-        ))
+        unavailable(UnavailableReason::UnknownGpu {
+            name: properties.name.clone(),
+            architecture: format!("is of architecture `{arch}`"),
+        })
     })?;
     Ok(DeviceInfo {
         target,
@@ -176,10 +179,13 @@ fn no_runtime(error: &DlError) -> DeviceError {
         DlError::MissingSymbol { .. } => "ROCm 6.0 or later is needed",
         _ => "install ROCm, or set ROCM_PATH to it",
     };
-    unavailable(format!("{error}; {advice}"))
+    unavailable(UnavailableReason::NoDriver {
+        library: SharedError::new(error.clone()),
+        advice,
+    })
 }
 
-fn unavailable(reason: String) -> DeviceError {
+fn unavailable(reason: UnavailableReason) -> DeviceError {
     DeviceError::Unavailable {
         backend: "rocm".to_string(),
         reason,

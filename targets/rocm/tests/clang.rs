@@ -399,7 +399,7 @@ fn a_compiler_that_hangs_is_stopped() {
 
 #[test]
 fn success_without_a_good_output_is_an_error() {
-    assert!(fake_failure("exit 0").contains("it left no output"));
+    assert!(fake_failure("exit 0").contains("left no binary"));
     let error = fake_failure("echo text > kernel.co");
     assert!(
         error.contains(

@@ -82,6 +82,7 @@ impl Compiler for Kept {
             key: KernelKey::new(&parts),
             source,
             spec: None,
+            layer: None,
         };
         match STORE.get_or_compile(&request, || self.0.compile(source, options)) {
             Ok(fetched) => Ok(fetched.stored.artifact.clone()),

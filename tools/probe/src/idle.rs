@@ -2,7 +2,8 @@
 
 use moesaic_kernel::{Entry, Target};
 use moesaic_target::{
-    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, FunctionId, LaunchDims, Module, Ptr,
+    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, DriverReason, FunctionId, LaunchDims,
+    Module, Ptr, SignatureError,
 };
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -49,7 +50,9 @@ impl Module for IdleModule {
 fn range(buffer: &Buffer, offset: usize, bytes: usize) -> DeviceError {
     DeviceError::Driver {
         operation: format!("a copy of {bytes} bytes at {offset}"),
-        reason: format!("the buffer has {} bytes", buffer.bytes()),
+        reason: DriverReason::OutOfRange {
+            bytes: buffer.bytes(),
+        },
     }
 }
 
@@ -66,7 +69,10 @@ impl Device for Idle {
             None => Ok(Arc::new(IdleModule)),
             Some(entry) => Err(DeviceError::Driver {
                 operation: format!("loading kernel `{}`", entry.symbol),
-                reason: "the binary does not have it".to_string(),
+                reason: SignatureError::Missing {
+                    symbol: entry.symbol.clone(),
+                }
+                .into(),
             }),
         }
     }

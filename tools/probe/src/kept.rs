@@ -3,7 +3,10 @@
 
 use moesaic_cuda::read_cubin;
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report};
+use moesaic_target::{
+    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, KernelReport,
+    Report, SharedError,
+};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -47,7 +50,7 @@ impl Compiler for Keeping {
         let path = self.folder.join(file_name(source));
         let kept =
             fs::create_dir_all(&self.folder).and_then(|()| fs::write(&path, &artifact.binary));
-        kept.map_err(|error| failed(self.name(), source, &path, &error))?;
+        kept.map_err(|error| failed(self.name(), source, &path, error))?;
         Ok(artifact)
     }
 }
@@ -72,38 +75,49 @@ impl Compiler for Kept {
 
     fn compile(&self, source: &KernelSource, _: &CompileOptions) -> Result<Artifact, CompileError> {
         let path = self.folder.join(file_name(source));
-        let binary = fs::read(&path).map_err(|error| failed(self.name(), source, &path, &error))?;
-        let bad = |reason: String| CompileError::BadBinary {
+        let binary = fs::read(&path).map_err(|error| failed(self.name(), source, &path, error))?;
+        let bad = |reason| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
             reason,
         };
-        let found = read_cubin(&binary).map_err(|error| bad(error.to_string()))?;
+        let found = read_cubin(&binary)
+            .map_err(|error| bad(BinaryReason::Unreadable(SharedError::new(error))))?;
         let report = Report {
             compiler: self.name(),
-            kernels: KernelReport::of_entries(source, found)
-                .map_err(|error| bad(error.to_string()))?,
+            kernels: KernelReport::of_entries(source, found).map_err(|error| bad(error.into()))?,
             ..Report::default()
         };
         Ok(Artifact { binary, report })
     }
 }
 
+/// A kernel that the folder lacks.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{}: {source}; make it with the same program: `--device {target} --compile-only FOLDER`",
+    path.display()
+)]
+struct NotKept {
+    path: PathBuf,
+    target: Target,
+    source: std::io::Error,
+}
+
 fn failed(
     compiler: String,
     source: &KernelSource,
     path: &Path,
-    error: &std::io::Error,
+    error: std::io::Error,
 ) -> CompileError {
-    let path = path.display();
-    let advice = format!(
-        "make it with the same program: `--device {} --compile-only FOLDER`",
-        source.target
-    );
     CompileError::Failed {
         compiler,
         kernel: source.name.clone(),
-        reason: format!("{path}: {error}; {advice}"),
+        reason: CompilerReason::Other(SharedError::new(NotKept {
+            path: path.to_path_buf(),
+            target: source.target,
+            source: error,
+        })),
     }
 }
 

@@ -84,6 +84,7 @@ pub fn request(source: &KernelSource) -> KernelRequest<'_> {
         key: key(source),
         source,
         spec: Some("layer.toml"),
+        layer: Some("layer"),
     }
 }
 

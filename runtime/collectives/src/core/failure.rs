@@ -154,7 +154,7 @@ fn at_operation(error: &CollectiveError, operation: &Operation) -> CollectiveErr
         },
         other => CollectiveError::Failed {
             operation: operation.at().to_string(),
-            cause: other.to_string(),
+            cause: Box::new(other.clone()),
         },
     }
 }

@@ -6,7 +6,6 @@ mod shared;
 
 pub(crate) use shared::Shared;
 
-use crate::CollectiveError;
 use crate::eager::{
     Body, Difference, EagerMessage, INLINE_BYTES, Key, OpKind, PartSizes, Signature,
 };
@@ -15,6 +14,7 @@ use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
 use crate::progress_thread::{Bell, ProgressThread};
 use crate::transport::{MemoryRange, Transport, TransportError};
+use crate::{CollectiveError, SetupError};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -68,7 +68,7 @@ impl Core {
             None => Ok(()),
             Some(failure) => Err(CollectiveError::Failed {
                 operation: operation.to_string(),
-                cause: failure.to_string(),
+                cause: Box::new(failure.clone()),
             }),
         }
     }
@@ -121,7 +121,7 @@ impl Core {
             self.fail(None, error.clone());
             return Err(error);
         }
-        self.failure = Some(CollectiveError::setup("the world was ended by `finish`"));
+        self.failure = Some(CollectiveError::setup(SetupError::Finished));
         self.transport.close().map_err(CollectiveError::setup)
     }
 

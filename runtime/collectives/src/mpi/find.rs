@@ -1,8 +1,8 @@
 //! The choice of the MPI library to open.
 
 use super::abi::OPEN_MPIS_ABI;
-use crate::CollectiveError;
 use crate::world::{Launcher, World};
+use crate::{CollectiveError, SetupError};
 use moesaic_dl::{DlError, Library};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -17,16 +17,16 @@ pub fn open(given: Option<&Path>, installed: Option<&Path>) -> Result<Library, C
     let given = given.map(Path::to_path_buf);
     let given = given.or_else(|| variable("MOESAIC_MPI").map(PathBuf::from));
     let list = candidates(given.as_deref(), installed, prefers_open_mpi(variable));
-    Library::open("an MPI library", &list).map_err(|error| no_library(&error))
+    Library::open("an MPI library", &list).map_err(no_library)
 }
 
-pub fn no_library(error: &DlError) -> CollectiveError {
-    CollectiveError::Setup {
-        reason: format!(
-            "{error}\ninstall an MPI, or run `moesaic toolchain install mpi`, and set MOESAIC_MPI \
-             to the path of its libmpi_abi.so.1, libmpi.so.40 or libmpi.so.12"
-        ),
-    }
+pub fn no_library(error: DlError) -> CollectiveError {
+    let advice = "install an MPI, or run `moesaic toolchain install mpi`, and set MOESAIC_MPI to \
+                  the path of its libmpi_abi.so.1, libmpi.so.40 or libmpi.so.12";
+    CollectiveError::setup(SetupError::NoLibrary {
+        source: error,
+        advice: advice.to_string(),
+    })
 }
 
 /// Fails if Open MPI's `mpirun` has started this process and the library, given as path and
@@ -41,15 +41,11 @@ pub fn fits(
     let (Some(world), false) = (by_open_mpi, interface == OPEN_MPIS_ABI) else {
         return Ok(());
     };
-    let says = world.said_by().unwrap_or_default();
-    Err(CollectiveError::Setup {
-        reason: format!(
-            "Open MPI's mpirun has started this process ({says}), but the library {path} \
-             ({version}) is not Open MPI's: it is not the launcher's\n\
-             set MOESAIC_MPI to Open MPI's libmpi.so.40, or start the ranks by the launcher of \
-             that library"
-        ),
-    })
+    Err(CollectiveError::setup(SetupError::NotOpenMpi {
+        variables: world.said_by().unwrap_or_default(),
+        library: path.to_string(),
+        version: version.to_string(),
+    }))
 }
 
 /// Returns whether the process manager is Open MPI's own, or SLURM's PMIx, which Open MPI uses.

@@ -13,7 +13,7 @@ mod transport;
 mod watch;
 
 use crate::world::World;
-use crate::{CollectiveError, Communicator, DEADLINE};
+use crate::{CollectiveError, Communicator, DEADLINE, SetupError};
 use moesaic_target::Device;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -52,11 +52,13 @@ fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
     };
     let seconds = text.trim().parse::<f64>().ok();
     let seconds = seconds.filter(|seconds| *seconds > 0.0 && *seconds < 1e9);
-    seconds
-        .map(Duration::from_secs_f64)
-        .ok_or_else(|| CollectiveError::Setup {
-            reason: format!("MOESAIC_DEADLINE is `{text}`; it must be a number of seconds above 0"),
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| {
+        CollectiveError::setup(SetupError::Variable {
+            name: "MOESAIC_DEADLINE".to_string(),
+            value: text.to_string(),
+            expected: "a number of seconds above 0",
         })
+    })
 }
 
 /// Joins the ranks that the launcher has started. A process that was started without a launcher
@@ -77,7 +79,7 @@ pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator,
     let launched = World::from_environment()?;
     let deadline = options.deadline()?;
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
-    let (calls, abi) = abi::load(library).map_err(|error| find::no_library(&error))?;
+    let (calls, abi) = abi::load(library).map_err(find::no_library)?;
     let path = calls.library().to_string();
     let version = transport::version(&*calls).map_err(CollectiveError::setup)?;
     find::fits(launched.as_ref(), abi.name, (&path, &version))?;
@@ -99,7 +101,7 @@ pub const NOT_TOGETHER: i32 = watch::CODE;
 /// [`CollectiveError::Setup`] when it cannot be opened or is no MPI.
 pub fn probe(options: &Options) -> Result<MpiLibrary, CollectiveError> {
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
-    let (calls, abi) = abi::load(library).map_err(|error| find::no_library(&error))?;
+    let (calls, abi) = abi::load(library).map_err(find::no_library)?;
     let version = transport::version(&*calls).map_err(CollectiveError::setup)?;
     Ok(MpiLibrary {
         version,

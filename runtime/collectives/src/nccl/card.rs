@@ -1,7 +1,7 @@
 //! The cards by which ranks introduce themselves before they form a communicator.
 
 use super::table::ID_BYTES;
-use crate::CollectiveError;
+use crate::{CollectiveError, SetupError};
 use moesaic_target::Device;
 
 /// The first line of a card; cards of other versions are rejected.
@@ -68,15 +68,13 @@ pub fn place(host: Option<&str>, device: &dyn Device) -> (String, String) {
 /// Checks that these ranks can form a communicator, and returns the id of rank 0.
 pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<[u8; ID_BYTES], CollectiveError> {
     let read = |(rank, card): (usize, &Vec<u8>)| {
-        Card::decode(card).ok_or_else(|| {
-            CollectiveError::setup(format!("what rank {rank} says of itself cannot be read: the ranks run different versions of this program"))
-        })
+        Card::decode(card).ok_or_else(|| CollectiveError::setup(SetupError::OtherVersion { rank }))
     };
     let cards = cards.iter().enumerate().map(read);
     let cards = cards.collect::<Result<Vec<_>, _>>()?;
     let first = cards
         .first()
-        .ok_or_else(|| CollectiveError::setup("there are no ranks"))?;
+        .ok_or_else(|| CollectiveError::setup(SetupError::NoRanks))?;
     let others = cards.iter().enumerate();
     let other = |(rank, card): (usize, &Card)| {
         let (a, b) = (&first.library, &card.library);
@@ -90,7 +88,7 @@ pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<[u8; ID_BYTES], Collecti
         apart(&cards)?;
     }
     let id = <[u8; ID_BYTES]>::try_from(&first.id[..]);
-    id.map_err(|_| CollectiveError::setup("rank 0 has sent no id"))
+    id.map_err(|_| CollectiveError::setup(SetupError::NoId))
 }
 
 /// Checks that no two ranks share a device.

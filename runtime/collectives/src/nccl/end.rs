@@ -2,8 +2,8 @@
 
 use super::group::Nccl;
 use super::watch::Board;
-use crate::CollectiveError;
 use crate::api::{Call, Collectives};
+use crate::{CollectiveError, SetupError};
 use std::time::Instant;
 
 impl Nccl {
@@ -35,9 +35,7 @@ impl Nccl {
             comm.close(until).map_err(CollectiveError::setup)?;
         }
         let board: &Board = &self.world.board;
-        board.close(Some(CollectiveError::setup(
-            "the world was ended by `finish`",
-        )));
+        board.close(Some(CollectiveError::setup(SetupError::Finished)));
         match self.control.take() {
             Some(control) => control.finish(call),
             None => Ok(()),

@@ -1,7 +1,7 @@
 //! The choice of the NCCL or RCCL library to open.
 
 use super::table::{OLDEST, Table, Version};
-use crate::CollectiveError;
+use crate::{CollectiveError, SetupError};
 use moesaic_dl::{DlError, Library};
 use moesaic_kernel::Target;
 use std::ffi::OsString;
@@ -31,8 +31,12 @@ impl Api {
             Some(path) => vec![path.into()],
             None => names.map(OsString::from).to_vec(),
         };
-        let missing =
-            |error: DlError| CollectiveError::setup(format!("{error}\n{}", advice(family)));
+        let missing = |source: DlError| {
+            CollectiveError::setup(SetupError::NoLibrary {
+                source,
+                advice: advice(family),
+            })
+        };
         let library = Library::open(family, &candidates).map_err(missing)?;
         // SAFETY: the signatures are those of nccl.h since 2.18, and tests compare them with
         // cudarc's. A file that is neither library lacks the functions.
@@ -41,11 +45,12 @@ impl Api {
         // SAFETY: the pointer is valid for a write.
         let code = unsafe { table.version(&mut version.0) };
         if code != 0 || version < OLDEST {
-            return Err(CollectiveError::setup(format!(
-                "`{}` is {family} {version}; {OLDEST} or later is needed\n{}",
-                table.library(),
-                advice(family)
-            )));
+            return Err(CollectiveError::setup(SetupError::OldLibrary {
+                library: table.library().to_string(),
+                version: format!("{family} {version}"),
+                oldest: OLDEST.to_string(),
+                advice: advice(family),
+            }));
         }
         Ok(Api {
             table,

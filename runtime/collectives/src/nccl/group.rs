@@ -201,7 +201,7 @@ impl Nccl {
     ) -> Result<Option<Arc<dyn moesaic_target::Event>>, CollectiveError> {
         let device = |error: DeviceError| CollectiveError::Device {
             at: Box::new(at.clone()),
-            reason: error.to_string(),
+            reason: Box::new(error),
         };
         let gpu = match overlapped {
             Some(stream) => stream,

@@ -98,7 +98,7 @@ impl Launch<'_> {
     pub fn device(&self, error: DeviceError) -> CollectiveError {
         CollectiveError::Device {
             at: Box::new(self.at.clone()),
-            reason: error.to_string(),
+            reason: Box::new(error),
         }
     }
 

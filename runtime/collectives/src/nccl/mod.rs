@@ -25,7 +25,7 @@ mod watch;
 mod world;
 
 use crate::operation::Group;
-use crate::{Call, CollectiveError, Collectives, Communicator, World};
+use crate::{Call, CollectiveError, Collectives, Communicator, SetupError, TransportError, World};
 use comm::Comm;
 pub use fold::{Fold, Folding, Kernels, OnHost};
 pub use group::Nccl;
@@ -123,17 +123,16 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
                 ..crate::mpi::Options::default()
             };
             crate::mpi::probe(&mpi).map_err(|error| {
-                CollectiveError::setup(format!(
-                    "the launcher is MPI's: {error}\n\
-                     or set MOESAIC_RENDEZVOUS to a folder that all ranks see, to meet without MPI"
-                ))
+                CollectiveError::setup(SetupError::NoMpi {
+                    source: Box::new(error),
+                })
             })?;
             let control = crate::mpi::start(&mpi, Arc::clone(&device))?;
             over(control, device, options)
         }
         Meeting::Alone => {
             let alone = crate::threads::world(1).into_iter().next();
-            let transport = alone.ok_or_else(|| CollectiveError::setup("there is no rank"))?;
+            let transport = alone.ok_or_else(|| CollectiveError::setup(SetupError::NoRanks))?;
             let control = Communicator::new(Box::new(transport), Arc::clone(&device));
             over(control, device, options)
         }
@@ -224,8 +223,12 @@ impl Begin<'_> {
             let code = unsafe { self.api.table.unique_id(&mut id) };
             if code != table::SUCCESS {
                 // SAFETY: null is allowed.
-                let words = unsafe { self.api.table.words(code, std::ptr::null_mut()) };
-                return Err(CollectiveError::setup(format!("ncclGetUniqueId: {words}")));
+                let message = unsafe { self.api.table.words(code, std::ptr::null_mut()) };
+                return Err(CollectiveError::setup(TransportError::Call {
+                    function: "ncclGetUniqueId",
+                    code,
+                    message,
+                }));
             }
         }
         let (host, bus) = card::place(self.options.host.as_deref(), &*self.device);
@@ -286,14 +289,13 @@ impl Begin<'_> {
         let start = Instant::now();
         loop {
             let state = comm.enter().map(|entered| entered.settled());
-            let reason = match state {
+            let source = match state {
                 Some(Ok(true)) => return Ok(()),
-                Some(Err(error)) => error.to_string(),
-                _ if start.elapsed() > deadline => format!(
-                    "not all of the {} ranks have made a communicator within {:.1} s",
-                    self.size,
-                    deadline.as_secs_f64()
-                ),
+                Some(Err(error)) => error,
+                _ if start.elapsed() > deadline => TransportError::RanksMissing {
+                    ranks: self.size,
+                    deadline,
+                },
                 _ => {
                     std::thread::sleep(Duration::from_micros(200));
                     continue;
@@ -302,11 +304,11 @@ impl Begin<'_> {
             // Aborted on a thread of its own, because an abort may take any length of time.
             let own = Arc::clone(comm);
             let _ = std::thread::Builder::new().spawn(move || own.abort());
-            let name = self.api.name();
-            return Err(CollectiveError::setup(format!(
-                "rank {}: {name}: {reason}",
-                self.rank
-            )));
+            return Err(CollectiveError::setup(SetupError::Communicator {
+                rank: self.rank,
+                library: self.api.name(),
+                source,
+            }));
         }
     }
 }

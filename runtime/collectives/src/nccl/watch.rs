@@ -9,7 +9,7 @@ use super::comm::Comm;
 use crate::core::OpError;
 use crate::error::{At, Missing};
 use crate::operation::Group;
-use crate::{CollectiveError, Slice};
+use crate::{CollectiveError, SetupError, Slice};
 use moesaic_target::Event;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -85,7 +85,12 @@ impl Board {
         let own = Arc::clone(self);
         let builder = std::thread::Builder::new().name(name.to_string());
         let spawned = builder.spawn(move || body(&own));
-        spawned.map(|_| ()).map_err(CollectiveError::setup)
+        let purpose = "watch over the operations of the GPU";
+        let refused = |error: std::io::Error| {
+            let source = error.into();
+            CollectiveError::setup(SetupError::Thread { purpose, source })
+        };
+        spawned.map(|_| ()).map_err(refused)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -111,7 +116,7 @@ impl Board {
             None => Ok(()),
             Some(failure) => Err(CollectiveError::Failed {
                 operation: operation.to_string(),
-                cause: failure.to_string(),
+                cause: Box::new(failure),
             }),
         }
     }
@@ -284,7 +289,7 @@ impl Board {
                 // another stream may have.
                 Ok(false) => {}
                 Err(failed) => {
-                    let reason = failed.to_string();
+                    let reason = Box::new(failed);
                     let error = self.at(id, |at| CollectiveError::Device { at, reason });
                     return error.map_or(Ok(()), |error| {
                         Err(OpError {
@@ -423,7 +428,7 @@ fn at_work(error: &CollectiveError, work: &DeviceOperation) -> CollectiveError {
         },
         other => CollectiveError::Failed {
             operation: work.at.to_string(),
-            cause: other.to_string(),
+            cause: Box::new(other.clone()),
         },
     }
 }

@@ -6,7 +6,7 @@ use super::watch::{Board, Standing};
 use super::{Checks, Sums};
 use crate::core::Shared;
 use crate::handle::{Handle, InFlight, Polled, lock};
-use crate::{CollectiveError, Element, Slice};
+use crate::{CollectiveError, Element, SetupError, Slice};
 use moesaic_target::{Buffer, Device, DeviceError, Event, StreamDevice};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -163,10 +163,9 @@ impl World {
 impl Drop for World {
     /// Fails everything, because kernels may still wait for other ranks.
     fn drop(&mut self) {
-        let ended = "the world was dropped without `finish`".to_string();
-        let reason = CollectiveError::Setup { reason: ended };
         if !self.board.is_closed() {
-            self.board.fail(None, reason);
+            let dropped = CollectiveError::setup(SetupError::Dropped);
+            self.board.fail(None, dropped);
             self.board.buried_within(BURIAL);
             self.board.close(None);
         }

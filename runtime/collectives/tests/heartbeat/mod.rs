@@ -1,7 +1,8 @@
 //! Work between operations that takes one rank longer than the others' deadline.
 
 use super::{call, errors, run, says};
-use moesaic_collectives::{CollectiveError, Collectives, Communicator, with_heartbeat};
+use moesaic_collectives::{CollectiveError, Collectives, Communicator, SetupError, with_heartbeat};
+use moesaic_target::SharedError;
 use std::time::Duration;
 
 /// Runs `work` with a deadline much shorter than the longest work.
@@ -42,9 +43,9 @@ fn work_that_fails_on_one_rank_is_known_to_all() {
     let reason = "no space left on device".to_string();
     let errors = errors(3, |world| {
         working(world, |rank| match rank {
-            1 => Err(CollectiveError::Setup {
-                reason: reason.clone(),
-            }),
+            1 => Err(CollectiveError::setup(SetupError::Other(SharedError::new(
+                std::io::Error::other(reason.clone()),
+            )))),
             _ => Ok(rank),
         })
         .map(drop)

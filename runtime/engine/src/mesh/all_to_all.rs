@@ -74,6 +74,24 @@ impl Mesh {
         })
     }
 
+    /// Returns the algorithm by which rows travel that are all different, as those of
+    /// [`UserLayer`](crate::UserLayer) are.
+    ///
+    /// # Errors
+    /// As [`Mesh::row_schedule`].
+    pub(crate) fn exchange_algorithm(
+        &self,
+        all_to_all: AllToAll,
+    ) -> Result<Algorithm, EngineError> {
+        let parallel = self.parallel();
+        let by = AdaptiveMesh::new(parallel, parallel.expert_tp).map_err(PlanError::from)?;
+        Ok(match self.row_schedule(all_to_all, by)? {
+            RowSchedule::OverNodes(algorithm) => algorithm,
+            // Of different rows nothing is left out.
+            RowSchedule::Direct | RowSchedule::Dedup(_) => Algorithm::Direct,
+        })
+    }
+
     /// Returns the hosts of the ranks that exchange rows.
     fn hosts_of_group(&self, by: AdaptiveMesh) -> Vec<String> {
         let own = by.place(self.rank()).dp;

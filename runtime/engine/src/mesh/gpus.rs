@@ -51,7 +51,7 @@ impl Engine {
         let mut ranks = start(&options)?;
         let call = Call::new("kernels of sums");
         with_heartbeat(&mut ranks, &call, || {
-            if let Some(module) = self.load(&[&source])?.pop() {
+            if let Some(module) = self.load(&[&source], None)?.pop() {
                 let _ = fold.0.set(Kernels::of(self.device(), module)?);
             }
             Ok::<_, EngineError>(())

@@ -193,6 +193,17 @@ impl Ranks {
         in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
+        self.all_to_all_by(Algorithm::Direct, parts, in_group, what)
+    }
+
+    /// As [`Ranks::all_to_all`], by an algorithm.
+    pub(crate) fn all_to_all_by(
+        &self,
+        algorithm: Algorithm,
+        parts: &[Vec<f32>],
+        in_group: ProcessGroup,
+        what: &str,
+    ) -> Result<Vec<Vec<f32>>, EngineError> {
         let sends: Vec<usize> = parts.iter().map(Vec::len).collect();
         let sizes: Vec<u64> = sends.iter().map(|&size| size as u64).collect();
         let mut groups = self.mesh.groups();
@@ -210,7 +221,7 @@ impl Ranks {
         let output = Slice::new(&to, Element::F32, 0, all.len())?;
         let call = Call::new(what);
         group
-            .all_to_all_v(&input, &sends, &output, &receives, Algorithm::Direct, &call)?
+            .all_to_all_v(&input, &sends, &output, &receives, algorithm, &call)?
             .wait()?;
         self.device.download(&to, 0, cast_slice_mut(&mut all))?;
         let mut rest = all.into_iter();

@@ -6,7 +6,7 @@ use super::lane::Lane;
 use super::memory::Block;
 use super::module::{Loaded, Orphan};
 use super::{GraphHandle, Vendor, functions};
-use crate::{Buffer, DeviceError};
+use crate::{Buffer, DeviceError, DriverReason};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -87,7 +87,7 @@ impl<V: Vendor> Capture<V> {
         if self.origin != lane.id {
             return Err(DeviceError::Driver {
                 operation,
-                reason: "it was begun on another stream and must end there".to_string(),
+                reason: DriverReason::OtherStream,
             });
         }
         let mut graph = GraphHandle(functions::NULL);

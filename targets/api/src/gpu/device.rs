@@ -8,8 +8,8 @@ use super::module::GpuModule;
 use super::shared::Gpu;
 use super::{AddressedRows, PoolHandle, StreamHandle, Vendor, functions, memory, staging};
 use crate::{
-    Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, Event, GpuInfo, Graph,
-    HostBuffer, Module, RowCopy, StreamDevice,
+    Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, DriverReason, Event, GpuInfo,
+    Graph, HostBuffer, Module, RowCopy, StreamDevice,
 };
 use moesaic_kernel::Entry;
 use std::any::Any;
@@ -196,7 +196,7 @@ impl<V: Vendor> StreamDevice for GpuDevice<V> {
         let function = loaded.function(symbol).map_err(|error| match error {
             DeviceError::Launch { reason, .. } => DeviceError::Driver {
                 operation: operation.clone(),
-                reason,
+                reason: reason.into(),
             },
             other => other,
         })?;
@@ -255,7 +255,7 @@ impl<V: Vendor> StreamDevice for GpuDevice<V> {
     fn end_capture(&self) -> Result<Arc<dyn Graph>, DeviceError> {
         let capture = self.lane.capturing().ok_or_else(|| DeviceError::Driver {
             operation: "the end of a capture".to_string(),
-            reason: "no graph is being captured on this stream".to_string(),
+            reason: DriverReason::NoCapture,
         })?;
         Ok(Arc::new(GpuGraph::end(&self.lane, &capture)?))
     }

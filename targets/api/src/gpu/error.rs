@@ -1,18 +1,18 @@
 //! The reasons for which a GPU's vendor refuses a binary, a kernel or a launch.
 
 use super::{Fault, LaunchShape};
-use crate::Ptr;
+use crate::{Ptr, SharedError};
 use moesaic_kernel::TensorMap;
 use std::error::Error;
 use std::fmt;
 
 /// A binary, a kernel or a launch that a [`Vendor`](super::Vendor) refuses.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum VendorError {
     /// The bytes are not a complete binary.
-    #[error(transparent)]
-    Binary(Box<dyn Error + Send + Sync>),
+    #[error("{0}")]
+    Binary(#[source] SharedError),
     /// The driver refuses so much shared memory.
     #[error("{bytes} bytes of dynamic shared memory are refused: {}", fault.words)]
     SharedMemory {

@@ -4,7 +4,7 @@ use super::capture::Capture;
 use super::lane::Lane;
 use super::shared::Gpu;
 use super::{EventHandle, Vendor, functions};
-use crate::{DeviceError, Event};
+use crate::{DeviceError, DriverReason, Event};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -143,11 +143,9 @@ impl<V: Vendor> GpuEvent<V> {
     fn captured(&self, operation: &str, capture: &Capture<V>) -> DeviceError {
         DeviceError::Driver {
             operation: operation.to_string(),
-            reason: format!(
-                "the event is a part of graph `{}` and never comes to pass by itself; record \
-                 events around the graph's launch",
-                capture.name
-            ),
+            reason: DriverReason::CapturedEvent {
+                graph: capture.name.clone(),
+            },
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::lane::Lane;
 use super::shared::Gpu;
 use super::{Fault, Vendor, functions};
-use crate::{Buffer, DeviceError, HostBuffer, Ptr};
+use crate::{Buffer, DeviceError, DriverReason, FreeMemory, HostBuffer, Ptr};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -85,9 +85,8 @@ fn address<V: Vendor>(lane: &Lane<V>, bytes: usize) -> Result<(u64, bool), Fault
 }
 
 fn out_of_memory<V: Vendor>(gpu: &Gpu<V>, asked: usize) -> DeviceError {
-    let free = free_and_total(gpu).map_or(String::new(), |(free, _)| {
-        format!(" ({free} bytes are free)")
-    });
+    let free = free_and_total(gpu);
+    let free = free.map_or(FreeMemory::Unknown, |(free, _)| FreeMemory::Bytes(free));
     DeviceError::OutOfMemory { asked, free }
 }
 
@@ -131,7 +130,7 @@ impl<V: Vendor> Pinned<V> {
         })?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| DeviceError::Driver {
             operation: operation.to_string(),
-            reason: "the driver gave no address".to_string(),
+            reason: DriverReason::NoAddress,
         })?;
         let gpu = gpu.clone();
         Ok(Pinned { start, gpu })

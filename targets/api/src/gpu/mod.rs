@@ -25,6 +25,7 @@ mod module;
 mod shared;
 mod staging;
 
+pub use crate::Fault;
 use crate::{KernelReport, MapBytes, Ptr};
 pub use device::{GpuDevice, Setup};
 pub use error::{TensorMapError, VendorError};
@@ -146,15 +147,6 @@ pub struct AddressedRows {
     pub count: usize,
     /// The size of a row in bytes.
     pub bytes: usize,
-}
-
-/// A driver's error code with its text.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fault {
-    /// The code; CUDA and HIP use the same ones.
-    pub code: c_int,
-    /// The name and description.
-    pub words: String,
 }
 
 /// The shape of a launch, in a driver's numbers.

@@ -5,8 +5,8 @@ use super::lane::Lane;
 use super::shared::Gpu;
 use super::{FunctionHandle, LaunchShape, ModuleHandle, Vendor, functions};
 use crate::{
-    Arg, ArgBlock, Artifact, DeviceError, FunctionId, KernelReport, LaunchDims, MAP_BYTES, Module,
-    gpu_grid,
+    Arg, ArgBlock, Artifact, DeviceError, FunctionId, KernelReport, LaunchDims, LaunchReason,
+    LoadReason, MAP_BYTES, Module, SignatureError, gpu_grid,
 };
 use moesaic_kernel::Entry;
 use std::cell::Cell;
@@ -96,7 +96,7 @@ impl<V: Vendor> GpuModule<V> {
         }
     }
 
-    fn refuse(symbol: &str, reason: String) -> DeviceError {
+    fn refuse(symbol: &str, reason: LaunchReason) -> DeviceError {
         DeviceError::Launch {
             kernel: symbol.to_string(),
             reason,
@@ -108,13 +108,13 @@ impl<V: Vendor> GpuModule<V> {
         function: &Function,
         dims: &LaunchDims,
         grid: [u32; 2],
-    ) -> Result<LaunchShape, String> {
+    ) -> Result<LaunchShape, LaunchReason> {
         let allowed = function.most_dynamic;
         if dims.shared_bytes > allowed {
-            return Err(format!(
-                "it asks for {} bytes of dynamic shared memory, and was loaded for {allowed}",
-                dims.shared_bytes
-            ));
+            return Err(LaunchReason::SharedMemory {
+                asked: dims.shared_bytes,
+                allowed,
+            });
         }
         let shape = LaunchShape {
             grid,
@@ -123,8 +123,7 @@ impl<V: Vendor> GpuModule<V> {
             cluster: dims.cluster.max(1),
             dependent: function.entry.launch.dependent,
         };
-        let checked = self.loaded.gpu.vendor.check_shape(&shape);
-        checked.map_err(|error| error.to_string())?;
+        self.loaded.gpu.vendor.check_shape(&shape)?;
         Ok(shape)
     }
 }
@@ -149,7 +148,7 @@ impl<V: Vendor> Module for GpuModule<V> {
         block.pack(&function.entry, args, |map, base, sizes| match grid {
             Some(_) => {
                 let encoded = gpu.vendor.encode(map, base, sizes);
-                encoded.map_err(|error| refuse(error.to_string()))
+                encoded.map_err(|error| refuse(error.into()))
             }
             None => Ok([0; MAP_BYTES]),
         })?;
@@ -165,7 +164,7 @@ impl<V: Vendor> Module for GpuModule<V> {
         match gpu.check(code) {
             Ok(()) => self.launched(function, shape),
             Err(fault) if fault.breaks_the_context() => return Err(gpu.error("launch", &fault)),
-            Err(fault) => return Err(refuse(format!("{}; {shape}", fault.words))),
+            Err(fault) => return Err(refuse(LaunchReason::Driver { fault, shape })),
         }
         Ok(())
     }
@@ -237,8 +236,13 @@ impl<V: Vendor> Loaded<V> {
             kernel: entry.symbol.clone(),
             reason,
         };
-        if let Some(reason) = report.and_then(|report| report.disagreement(entry)) {
-            return Err(refuse(reason));
+        if let Some(disagreement) = report.and_then(|report| report.disagreement(entry)) {
+            let symbol = entry.symbol.clone();
+            let signature = SignatureError::Disagrees {
+                symbol,
+                disagreement,
+            };
+            return Err(refuse(signature.into()));
         }
         let handle = self.look_up(&entry.symbol).map_err(refuse)?;
         let most_dynamic = self.prepare(handle, entry, report).map_err(refuse)?;
@@ -250,15 +254,15 @@ impl<V: Vendor> Loaded<V> {
         })
     }
 
-    fn look_up(&self, symbol: &str) -> Result<FunctionHandle, String> {
-        let name = CString::new(symbol).map_err(|_| "its name holds a NUL".to_string())?;
+    fn look_up(&self, symbol: &str) -> Result<FunctionHandle, LoadReason> {
+        let name = CString::new(symbol).map_err(|_| LoadReason::NulInName)?;
         let mut function = FunctionHandle(functions::NULL);
         // SAFETY: the pointer is valid for a write, the module is loaded, and
         // the name ends in a NUL.
         let code = unsafe {
             (self.gpu.vendor.functions().module_function)(&mut function, self.handle, name.as_ptr())
         };
-        self.gpu.check(code).map_err(|fault| fault.words)?;
+        self.gpu.check(code)?;
         Ok(function)
     }
 
@@ -268,23 +272,21 @@ impl<V: Vendor> Loaded<V> {
         function: FunctionHandle,
         entry: &Entry,
         report: Option<&KernelReport>,
-    ) -> Result<u32, String> {
+    ) -> Result<u32, LoadReason> {
         let gpu = &self.gpu;
         // SAFETY: the module is loaded.
-        let fixed = unsafe { gpu.vendor.static_shared(function, report) };
-        let fixed = fixed.map_err(|fault| fault.words)?;
+        let fixed = unsafe { gpu.vendor.static_shared(function, report)? };
         let (dynamic, most) = (entry.launch.shared_bytes, gpu.gpu_info.shared_bytes);
-        let bytes = u64::from(dynamic) + u64::from(fixed);
-        if bytes > u64::from(most) {
-            return Err(format!(
-                "it needs {bytes} bytes of shared memory per block ({dynamic} dynamic, {fixed} \
-                 static), {} has {most}: choose a smaller tile or fewer stages",
-                gpu.info.name
-            ));
+        if u64::from(dynamic) + u64::from(fixed) > u64::from(most) {
+            return Err(LoadReason::SharedMemory {
+                dynamic,
+                fixed,
+                device: gpu.info.name.clone(),
+                most,
+            });
         }
         // SAFETY: as above.
-        let allowed = unsafe { gpu.vendor.allow(function, &entry.launch, fixed) };
-        allowed.map_err(|error| error.to_string())?;
+        unsafe { gpu.vendor.allow(function, &entry.launch, fixed)? };
         let free = V::FREE_SHARED.min(most).saturating_sub(fixed);
         Ok(dynamic.max(free))
     }
@@ -336,7 +338,7 @@ fn load<V: Vendor>(
     gpu.enter(format_args!("load of kernel `{kernel}`"))?;
     // The driver finds the end of the image by itself, so the image must be complete.
     let checked = gpu.vendor.check_binary(image);
-    checked.map_err(|error| refuse(error.to_string()))?;
+    checked.map_err(|error| refuse(error.into()))?;
     let mut module = ModuleHandle(functions::NULL);
     // SAFETY: the pointer is valid for a write; the image is a complete
     // binary, checked above, and stays until the module is unloaded.
@@ -344,17 +346,10 @@ fn load<V: Vendor>(
     match gpu.check(code) {
         Ok(()) => Ok(module),
         Err(fault) if fault.breaks_the_context() => Err(gpu.error("load", &fault)),
-        Err(fault) => Err(refuse(format!(
-            "{}; it was compiled by {}{}",
-            fault.words,
-            artifact.report.compiler,
-            driver(gpu)
-        ))),
+        Err(fault) => Err(refuse(LoadReason::Refused {
+            fault,
+            compiler: artifact.report.compiler.clone(),
+            driver: gpu.gpu_info.driver.clone(),
+        })),
     }
-}
-
-/// Returns the driver's version for a refused module: `, and the driver is for CUDA 12.4`.
-fn driver<V: Vendor>(gpu: &Gpu<V>) -> String {
-    let driver = gpu.gpu_info.driver.as_ref();
-    driver.map_or(String::new(), |driver| format!(", and {driver}"))
 }

@@ -2,7 +2,7 @@
 
 use super::journal::{Journals, Launched};
 use super::{Fault, Functions, Vendor};
-use crate::{DeviceError, DeviceInfo, GpuInfo};
+use crate::{DeviceError, DeviceInfo, DriverReason, GpuInfo, LaunchReason};
 use std::ffi::c_int;
 use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +14,7 @@ pub(super) struct Gpu<V> {
     pub gpu_info: GpuInfo,
     pub journals: Journals,
     /// The failure that broke the driver's context, if one did.
-    lost: OnceLock<String>,
+    lost: OnceLock<DeviceError>,
     lanes: AtomicU64,
 }
 
@@ -45,7 +45,7 @@ impl<V: Vendor> Gpu<V> {
         if let Some(cause) = self.lost.get() {
             return Err(DeviceError::Lost {
                 operation: operation.to_string(),
-                cause: cause.clone(),
+                cause: Box::new(cause.clone()),
             });
         }
         let bound = self.vendor.bind();
@@ -88,7 +88,7 @@ impl<V: Vendor> Gpu<V> {
         } else {
             DeviceError::Driver {
                 operation: operation.to_string(),
-                reason: fault.words.clone(),
+                reason: fault.clone().into(),
             }
         }
     }
@@ -99,23 +99,28 @@ impl<V: Vendor> Gpu<V> {
         } else {
             DeviceError::Driver {
                 operation: operation.to_string(),
-                reason: format!("{}; the GPU is lost to this process", fault.words),
+                reason: DriverReason::Lost(fault.clone()),
             }
         };
-        self.lost.get_or_init(|| error.to_string());
+        self.lost.get_or_init(|| error.clone());
         error
     }
 
     fn accuse(&self, operation: &str, fault: &Fault) -> DeviceError {
         let suspects = self.journals.suspects();
-        let light = format!("it came to light at a later {operation}");
+        let (fault, operation) = (fault.clone(), operation.to_string());
         match suspects.launches.as_slice() {
             [Launched::Kernel { symbol, shape }] => DeviceError::Launch {
                 kernel: symbol.to_string(),
-                reason: format!("{}; {light}; {shape}", fault.words),
+                reason: LaunchReason::Failed {
+                    fault,
+                    operation,
+                    shape: *shape,
+                },
             },
             _ => DeviceError::Faulted {
-                reason: format!("{}; {light}", fault.words),
+                fault,
+                operation,
                 suspects: suspects.words(V::BLOCKING),
             },
         }

@@ -6,7 +6,7 @@ use moesaic_kernel::{Launch, TensorMap};
 use moesaic_target::gpu::{
     AddressedRows, Fault, FunctionHandle, Functions, LaunchShape, StreamHandle, Vendor, VendorError,
 };
-use moesaic_target::{KernelReport, MapBytes, Ptr};
+use moesaic_target::{KernelReport, MapBytes, Ptr, SharedError};
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
@@ -63,7 +63,7 @@ impl Vendor for Cuda {
     fn check_binary(&self, binary: &[u8]) -> Result<(), VendorError> {
         crate::read_cubin(binary)
             .map(|_| ())
-            .map_err(|error| VendorError::Binary(error.into()))
+            .map_err(|error| VendorError::Binary(SharedError::new(error)))
     }
 
     unsafe fn static_shared(

@@ -105,13 +105,14 @@ fn newest(folder: &Path, stem: &str) -> Option<PathBuf> {
 }
 
 fn finish(name: &str, library: Result<Library, DlError>) -> Result<Nvrtc, Attempt> {
-    let refuse = |reason| Attempt {
+    let refuse = |reason: String| Attempt {
         name: name.to_string(),
         reason,
     };
     let library = library.map_err(|error| refuse(loader_words(error)))?;
     let nvrtc = Nvrtc::load(library).map_err(|error| refuse(error.to_string()))?;
-    nvrtc.version().map_err(refuse)?;
+    let version = nvrtc.version();
+    version.map_err(|error| refuse(error.to_string()))?;
     Ok(nvrtc)
 }
 

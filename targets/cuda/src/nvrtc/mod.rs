@@ -7,11 +7,14 @@ mod table;
 use crate::cubin::read_cubin;
 use moesaic_dl::Attempt;
 use moesaic_kernel::{CudaArch, KernelSource, Language, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport, Report};
+use moesaic_target::{
+    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, KernelReport,
+    Report, SharedError,
+};
 use std::fmt;
 use std::path::Path;
 use std::time::Instant;
-use table::{Compiled, Failure, Nvrtc};
+use table::{Compiled, Failure, Nvrtc, NvrtcError};
 
 /// Flags of every compile. Fast math is off; only the fusion of a product and a
 /// sum into one rounding, NVRTC's default, stays on. The assembler is asked to
@@ -98,10 +101,10 @@ impl NvrtcCompiler {
     }
 
     fn new(nvrtc: Nvrtc) -> Result<NvrtcCompiler, CompileError> {
-        let refuse = |reason| {
+        let refuse = |error: NvrtcError| {
             no_compiler(&[Attempt {
                 name: nvrtc.library().to_string(),
-                reason,
+                reason: error.to_string(),
             }])
         };
         let version = nvrtc.version().map_err(refuse)?;
@@ -160,7 +163,7 @@ impl NvrtcCompiler {
             Failure::Broken(reason) => CompileError::Failed {
                 compiler,
                 kernel,
-                reason,
+                reason: CompilerReason::Other(SharedError::new(reason)),
             },
         }
     }
@@ -172,14 +175,15 @@ impl NvrtcCompiler {
         source: &KernelSource,
         compiled: &Compiled,
     ) -> Result<Vec<KernelReport>, CompileError> {
-        let bad = |reason: String| CompileError::BadBinary {
+        let bad = |reason| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
             reason,
         };
-        let found = read_cubin(&compiled.cubin).map_err(|error| bad(error.to_string()))?;
+        let found = read_cubin(&compiled.cubin)
+            .map_err(|error| bad(BinaryReason::Unreadable(SharedError::new(error))))?;
         let mut kernels =
-            KernelReport::of_entries(source, found).map_err(|error| bad(error.to_string()))?;
+            KernelReport::of_entries(source, found).map_err(|error| bad(error.into()))?;
         let spills = log::spills(&compiled.log);
         for kernel in &mut kernels {
             let own = spills.iter().find(|spill| spill.function == kernel.symbol);

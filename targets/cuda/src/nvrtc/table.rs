@@ -55,8 +55,40 @@ pub struct Compiled {
 pub enum Failure {
     /// NVRTC rejected the text; the log says why.
     Rejected(String),
-    /// Any other failure: NVRTC's message, with its log.
-    Broken(String),
+    /// Any other failure.
+    Broken(NvrtcError),
+}
+
+/// A call of NVRTC that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum NvrtcError {
+    /// NVRTC returned an error code.
+    #[error("{}", words(*code, text.as_deref()))]
+    Code {
+        /// The code.
+        code: c_int,
+        /// NVRTC's own name for it.
+        text: Option<String>,
+    },
+    /// The same, while it compiled.
+    #[error("{error}\n{log}")]
+    Logged {
+        /// NVRTC's error.
+        #[source]
+        error: Box<NvrtcError>,
+        /// The log, which often says more.
+        log: String,
+    },
+    /// A text cannot be given to a library of C.
+    #[error("the text holds a NUL character")]
+    Nul,
+}
+
+fn words(code: c_int, text: Option<&str>) -> String {
+    match text {
+        Some(text) => format!("{text} ({code})"),
+        None => format!("NVRTC error {code}"),
+    }
 }
 
 impl Nvrtc {
@@ -74,7 +106,7 @@ impl Nvrtc {
     }
 
     /// Returns the major and minor version.
-    pub(super) fn version(&self) -> Result<(u32, u32), String> {
+    pub(super) fn version(&self) -> Result<(u32, u32), NvrtcError> {
         let (mut major, mut minor) = (0, 0);
         // SAFETY: both pointers are valid for a write.
         self.check(unsafe { self.functions.version(&mut major, &mut minor) })?;
@@ -82,7 +114,7 @@ impl Nvrtc {
     }
 
     /// Returns the compute capabilities that it compiles for, times ten.
-    pub(super) fn archs(&self) -> Result<Vec<u16>, String> {
+    pub(super) fn archs(&self) -> Result<Vec<u16>, NvrtcError> {
         let mut count = 0;
         // SAFETY: the pointer is valid for a write.
         self.check(unsafe { self.functions.arch_count(&mut count) })?;
@@ -116,7 +148,7 @@ impl Nvrtc {
         Ok(until_nul(&bytes))
     }
 
-    fn program(&self, name: &str, text: &str) -> Result<Loaded<'_>, String> {
+    fn program(&self, name: &str, text: &str) -> Result<Loaded<'_>, NvrtcError> {
         let text = c_string(text)?;
         let name = c_string(name)?;
         let mut program = ptr::null_mut();
@@ -138,18 +170,19 @@ impl Nvrtc {
         })
     }
 
-    fn check(&self, code: c_int) -> Result<(), String> {
+    fn check(&self, code: c_int) -> Result<(), NvrtcError> {
         if code == 0 {
             return Ok(());
         }
         // SAFETY: NVRTC answers any code with a static string.
         let text = unsafe { self.functions.error_string(code) };
         if text.is_null() {
-            return Err(format!("NVRTC error {code}"));
+            return Err(NvrtcError::Code { code, text: None });
         }
         // SAFETY: not null, so a NUL-terminated string that is never freed.
         let text = unsafe { CStr::from_ptr(text) };
-        Err(format!("{} ({code})", text.to_string_lossy()))
+        let text = Some(text.to_string_lossy().into_owned());
+        Err(NvrtcError::Code { code, text })
     }
 }
 
@@ -177,23 +210,28 @@ impl Loaded<'_> {
         };
         match code {
             COMPILATION => Err(Failure::Rejected(self.log().unwrap_or_default())),
-            code => self.nvrtc.check(code).map_err(|words| self.broken(words)),
+            code => self.nvrtc.check(code).map_err(|error| self.broken(error)),
         }
     }
 
     /// Returns the failure for a code, with the log, which often says more than
     /// NVRTC's terse message.
-    fn broken(&self, words: String) -> Failure {
-        let log = self.log().unwrap_or_default();
-        Failure::Broken(format!("{words}\n{log}").trim().to_string())
+    fn broken(&self, error: NvrtcError) -> Failure {
+        match self.log() {
+            Ok(log) if !log.trim().is_empty() => Failure::Broken(NvrtcError::Logged {
+                error: Box::new(error),
+                log: log.trim().to_string(),
+            }),
+            _ => Failure::Broken(error),
+        }
     }
 
-    fn log(&self) -> Result<String, String> {
+    fn log(&self) -> Result<String, NvrtcError> {
         let bytes = self.read(Functions::log_size, Functions::log)?;
         Ok(until_nul(&bytes))
     }
 
-    fn read(&self, size: Size, fetch: Fetch) -> Result<Vec<u8>, String> {
+    fn read(&self, size: Size, fetch: Fetch) -> Result<Vec<u8>, NvrtcError> {
         let functions = &self.nvrtc.functions;
         let mut bytes = 0;
         // SAFETY: the program is live, the pointer valid for a write.
@@ -216,8 +254,8 @@ impl Drop for Loaded<'_> {
     }
 }
 
-fn c_string(text: &str) -> Result<CString, String> {
-    CString::new(text).map_err(|_| "the text holds a NUL character".to_string())
+fn c_string(text: &str) -> Result<CString, NvrtcError> {
+    CString::new(text).map_err(|_| NvrtcError::Nul)
 }
 
 /// Returns the text before the terminating NUL, which NVRTC counts.

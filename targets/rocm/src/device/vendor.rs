@@ -6,7 +6,7 @@ use moesaic_kernel::{Launch, TensorMap};
 use moesaic_target::gpu::{
     AddressedRows, Fault, FunctionHandle, Functions, LaunchShape, StreamHandle, Vendor, VendorError,
 };
-use moesaic_target::{KernelReport, MapBytes, Ptr};
+use moesaic_target::{KernelReport, MapBytes, Ptr, SharedError};
 use std::ffi::{c_int, c_void};
 
 /// The runtime's code for missing functions.
@@ -42,7 +42,7 @@ impl Vendor for Rocm {
     fn check_binary(&self, binary: &[u8]) -> Result<(), VendorError> {
         read_code_object(binary)
             .map(|_| ())
-            .map_err(|error| VendorError::Binary(error.into()))
+            .map_err(|error| VendorError::Binary(SharedError::new(error)))
     }
 
     unsafe fn static_shared(

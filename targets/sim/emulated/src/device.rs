@@ -3,9 +3,11 @@
 use crate::machine::ProgramHost;
 use crate::memory::Memory;
 use crate::module::EmulatedModule;
-use crate::program::{Program, Request};
+use crate::program::{Program, Request, RunError};
 use moesaic_kernel::{CpuIsa, Entry, SimArch, Target};
-use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr};
+use moesaic_target::{
+    Artifact, Buffer, Device, DeviceError, DeviceInfo, Module, Ptr, SharedError, UnavailableReason,
+};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -49,8 +51,14 @@ impl EmulatedDevice {
             backend: "sim".to_string(),
             reason,
         };
-        let machine = ProgramHost::find(isa).map_err(unavailable)?;
-        let memory = Memory::new().map_err(|error| unavailable(error.to_string()))?;
+        let machine = ProgramHost::find(isa)
+            .map_err(|error| unavailable(UnavailableReason::Simulator(SharedError::new(error))))?;
+        let memory = Memory::new().map_err(|error| {
+            unavailable(UnavailableReason::System {
+                attempted: "its memory cannot be made".to_string(),
+                source: error.into(),
+            })
+        })?;
         let info = DeviceInfo {
             name: machine.name(),
             target: Target::Sim(SimArch::Cpu(isa)),
@@ -70,7 +78,7 @@ impl EmulatedDevice {
 impl DeviceState {
     /// Runs a request. Launches run one after the other, as on a stream. A
     /// program that failed is gone, and its next launch starts it again.
-    pub(crate) fn run(&self, file: &Path, request: &Request<'_>) -> Result<(), String> {
+    pub(crate) fn run(&self, file: &Path, request: &Request<'_>) -> Result<(), RunError> {
         let mut running = self.running();
         let mut program = match take(&mut running, file) {
             Some(program) => program,
@@ -114,9 +122,13 @@ impl DeviceState {
         drop(take(&mut self.running(), file));
     }
 
-    fn start(&self, file: &Path) -> Result<Program, String> {
-        Program::start(&self.machine, file, self.memory.file())
-            .map_err(|error| format!("{} cannot be started: {error}", self.machine.name()))
+    fn start(&self, file: &Path) -> Result<Program, RunError> {
+        Program::start(&self.machine, file, self.memory.file()).map_err(|source| {
+            RunError::NotStarted {
+                host: self.machine.name(),
+                source,
+            }
+        })
     }
 
     fn running(&self) -> MutexGuard<'_, Vec<(PathBuf, Program)>> {

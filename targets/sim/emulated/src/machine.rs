@@ -6,6 +6,29 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+/// The emulators that are looked for on `PATH`.
+const QEMU: [&str; 2] = ["qemu-aarch64-static", "qemu-aarch64"];
+
+/// The reason there is no CPU for an instruction set.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum HostError {
+    #[error("`{}` is not emulated", Target::Cpu(*.0))]
+    NotEmulated(CpuIsa),
+    #[error(
+        "`sim:amx` runs all but the tiles of a program on this CPU itself, on Linux with AVX-512\n\
+         {reason}"
+    )]
+    OwnCpu { reason: &'static str },
+    #[error("MOESAIC_QEMU={} is no program", .0.display())]
+    NoProgram(PathBuf),
+    #[error(
+        "no emulator of aarch64 was found\ntried: MOESAIC_QEMU (not set), {} (not on PATH)\n\
+         install Debian's qemu-user-static, or set MOESAIC_QEMU to a qemu-aarch64",
+        QEMU.join(", ")
+    )]
+    NoEmulator,
+}
+
 /// A CPU that runs programs of an instruction set.
 #[derive(Debug)]
 pub(crate) enum ProgramHost {
@@ -19,12 +42,12 @@ impl ProgramHost {
     /// Returns the machine for an instruction set.
     ///
     /// # Errors
-    /// A message with the missing part and the remedy.
-    pub(crate) fn find(isa: CpuIsa) -> Result<ProgramHost, String> {
+    /// [`HostError`] has the missing part and the remedy.
+    pub(crate) fn find(isa: CpuIsa) -> Result<ProgramHost, HostError> {
         match isa {
             CpuIsa::Neon | CpuIsa::NeonBf16 => Ok(ProgramHost::Qemu(find_qemu()?, cpu(isa))),
             CpuIsa::Amx => own().map(|()| ProgramHost::Own),
-            _ => Err(format!("`{}` is not emulated", Target::Cpu(isa))),
+            _ => Err(HostError::NotEmulated(isa)),
         }
     }
 
@@ -55,7 +78,7 @@ impl ProgramHost {
 /// Checks that this machine runs all of a program but its tiles, and ends each
 /// tile instruction with a signal. Where Linux has enabled tiles some of them
 /// work, and their effects would escape the emulation.
-fn own() -> Result<(), String> {
+fn own() -> Result<(), HostError> {
     let reason = if !cfg!(target_os = "linux") {
         "this is not Linux"
     } else if !host_runs(CpuIsa::Avx512Bf16) {
@@ -65,9 +88,7 @@ fn own() -> Result<(), String> {
     } else {
         return Ok(());
     };
-    Err(format!(
-        "`sim:amx` runs all but the tiles of a program on this CPU itself, on Linux with AVX-512\n{reason}"
-    ))
+    Err(HostError::OwnCpu { reason })
 }
 
 /// Returns true if the system keeps tiles for threads. Call it only on CPUs
@@ -93,12 +114,12 @@ fn has_tiles() -> bool {
 /// `PATH`.
 ///
 /// # Errors
-/// A message that lists the names tried and the package to install.
-fn find_qemu() -> Result<PathBuf, String> {
+/// [`HostError`] lists the names tried and the package to install.
+fn find_qemu() -> Result<PathBuf, HostError> {
     find_with(|name| std::env::var_os(name))
 }
 
-fn find_with(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, String> {
+fn find_with(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, HostError> {
     if let Some(asked) = variable("MOESAIC_QEMU").filter(|value| !value.is_empty()) {
         // You asked for this program by name, so a wrong name is an error and
         // the search does not go on.
@@ -106,19 +127,13 @@ fn find_with(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, Str
         return if program.is_file() {
             Ok(program)
         } else {
-            Err(format!("MOESAIC_QEMU={} is no program", program.display()))
+            Err(HostError::NoProgram(program))
         };
     }
     let path = variable("PATH").unwrap_or_default();
-    let names = ["qemu-aarch64-static", "qemu-aarch64"];
-    let places = std::env::split_paths(&path).flat_map(|dir| names.map(|name| dir.join(name)));
-    places.into_iter().find(|place| place.is_file()).ok_or_else(|| {
-        format!(
-            "no emulator of aarch64 was found\ntried: MOESAIC_QEMU (not set), {} (not on PATH)\n\
-             install Debian's qemu-user-static, or set MOESAIC_QEMU to a qemu-aarch64",
-            names.join(", ")
-        )
-    })
+    let places = std::env::split_paths(&path).flat_map(|dir| QEMU.map(|name| dir.join(name)));
+    let found = places.into_iter().find(|place| place.is_file());
+    found.ok_or(HostError::NoEmulator)
 }
 
 /// Returns the CPU to emulate: one that has the instruction set and little
@@ -138,7 +153,7 @@ mod tests {
 
     #[test]
     fn what_is_missing_is_named() {
-        let error = find_with(|_| None).unwrap_err();
+        let error = find_with(|_| None).unwrap_err().to_string();
         for part in [
             "MOESAIC_QEMU (not set)",
             "qemu-aarch64-static",
@@ -148,7 +163,7 @@ mod tests {
         }
         let wrong = |name: &str| (name == "MOESAIC_QEMU").then(|| "/no/qemu".into());
         assert_eq!(
-            find_with(wrong).unwrap_err(),
+            find_with(wrong).unwrap_err().to_string(),
             "MOESAIC_QEMU=/no/qemu is no program"
         );
     }

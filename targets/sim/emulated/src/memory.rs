@@ -1,7 +1,8 @@
 //! The memory of the device: a file that programs map, divided into
 //! allocations.
 
-use moesaic_target::DeviceError;
+use crate::program::RunError;
+use moesaic_target::{DeviceError, FreeMemory, SystemError};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -61,7 +62,7 @@ impl Memory {
         let size = whole(bytes as u64);
         let mut parts = self.lock();
         let Some(start) = parts.take(bytes as u64, size) else {
-            let free = format!("; the largest gap is {} bytes", parts.largest_gap());
+            let free = FreeMemory::LargestGap(parts.largest_gap());
             return Err(DeviceError::OutOfMemory { asked: bytes, free });
         };
         // Bytes of 0xff are NaN in every float type and -1 as integers, so a
@@ -69,7 +70,7 @@ impl Memory {
         let mut contents = vec![FENCE; size as usize];
         contents[..bytes].fill(0xff);
         let written = self.file.write_all_at(&contents, start);
-        written.map_err(|error| failed("filling new memory", &error))?;
+        written.map_err(|error| failed("filling new memory", error))?;
         Ok(START + start)
     }
 
@@ -79,28 +80,30 @@ impl Memory {
 
     pub(crate) fn write(&self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         let written = self.file.write_all_at(bytes, address - START);
-        written.map_err(|error| failed("upload", &error))
+        written.map_err(|error| failed("upload", error))
     }
 
     pub(crate) fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
         let read = self.file.read_exact_at(bytes, address - START);
-        read.map_err(|error| failed("download", &error))
+        read.map_err(|error| failed("download", error))
     }
 
     /// Checks that every fence is intact; an error names the damaged one.
-    pub(crate) fn check_fences(&self) -> Result<(), String> {
+    pub(crate) fn check_fences(&self) -> Result<(), RunError> {
         let mut fence = [0; 2 * ALIGN as usize];
         for (start, bytes) in &self.lock().used {
             let fence = &mut fence[..(whole(*bytes) - bytes) as usize];
             // Read through the file and not through a mapping: this process
             // has none, and a program that ends leaves the file as it was.
             let read = self.file.read_exact_at(fence, start + bytes);
-            read.map_err(|error| error.to_string())?;
+            read.map_err(RunError::Fence)?;
             if let Some(at) = fence.iter().position(|byte| *byte != FENCE) {
                 let address = START + start;
-                return Err(format!(
-                    "it wrote {at} bytes behind the end of the {bytes} bytes at {address:#x}"
-                ));
+                return Err(RunError::Beyond {
+                    at,
+                    bytes: *bytes,
+                    address,
+                });
             }
         }
         Ok(())
@@ -152,10 +155,10 @@ impl Parts {
     }
 }
 
-fn failed(operation: &str, error: &io::Error) -> DeviceError {
+fn failed(operation: &str, error: io::Error) -> DeviceError {
     DeviceError::Driver {
         operation: operation.to_string(),
-        reason: error.to_string(),
+        reason: SystemError::from(error).into(),
     }
 }
 
@@ -200,9 +203,9 @@ mod tests {
         let memory = Memory::new().unwrap();
         let [first, _second] = [100, 128].map(|bytes| memory.alloc(bytes).unwrap());
         memory.write(first, &[0; 100]).unwrap();
-        assert_eq!(memory.check_fences(), Ok(()));
+        memory.check_fences().unwrap();
         memory.write(first, &[0; 103]).unwrap();
-        let words = memory.check_fences().unwrap_err();
+        let words = memory.check_fences().unwrap_err().to_string();
         assert!(
             words.contains("0 bytes behind the end of the 100 bytes"),
             "{words}"

@@ -4,13 +4,19 @@ use crate::device::DeviceState;
 use crate::program::Request;
 use moesaic_kernel::Entry;
 use moesaic_target::{
-    Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, Module, Scratch,
+    Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, LaunchReason, LoadReason, Module,
+    Scratch, SharedError, SignatureError,
 };
 use object::{Object, ObjectSymbol};
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+
+/// A binary that the linker of programs did not write.
+#[derive(Debug, thiserror::Error)]
+#[error("it is not a program: {0}")]
+struct NotAProgram(#[source] object::Error);
 
 /// The file of a program and the folder that holds it.
 struct Program {
@@ -32,20 +38,24 @@ impl EmulatedModule {
         device: Arc<DeviceState>,
     ) -> Result<EmulatedModule, DeviceError> {
         let kernel = entries.first().map_or("(no entry)", |entry| &entry.symbol);
-        let refuse = |reason: String| DeviceError::Load {
+        let refuse = |reason| DeviceError::Load {
             kernel: kernel.to_string(),
             reason,
         };
         let file = object::File::parse(&*artifact.binary);
-        let file = file.map_err(|error| refuse(format!("it is not a program: {error}")))?;
+        let file =
+            file.map_err(|error| refuse(LoadReason::Binary(SharedError::new(NotAProgram(error)))))?;
         let found = entries.iter().map(|entry| {
-            let address = address(&file, &entry.symbol)
-                .ok_or_else(|| refuse(format!("it has no `{}`", entry.symbol)))?;
+            let missing = || {
+                let symbol = entry.symbol.clone();
+                refuse(SignatureError::Missing { symbol }.into())
+            };
+            let address = address(&file, &entry.symbol).ok_or_else(missing)?;
             Ok((entry.clone(), address))
         });
         let entries = found.collect::<Result<_, DeviceError>>()?;
-        let program = on_disk(&artifact.binary)
-            .map_err(|error| refuse(format!("no place for it: {error}")))?;
+        let program =
+            on_disk(&artifact.binary).map_err(|error| refuse(LoadReason::NoPlace(error.into())))?;
         Ok(EmulatedModule {
             entries,
             device,
@@ -100,8 +110,12 @@ impl Module for EmulatedModule {
         ArgBlock::new(entry, args)?;
         let [x, y] = dims.grid;
         let blocks = x.checked_mul(y).and_then(|n| i64::try_from(n).ok());
-        let blocks =
-            blocks.ok_or_else(|| refuse(format!("a grid of {x} x {y} blocks is too large")))?;
+        let blocks = blocks.ok_or_else(|| {
+            refuse(LaunchReason::LargeGrid {
+                grid: [x, y],
+                most: None,
+            })
+        })?;
         if blocks == 0 {
             return Ok(());
         }
@@ -118,7 +132,7 @@ impl Module for EmulatedModule {
         };
         self.device
             .run(&self.program.path, &request)
-            .map_err(refuse)
+            .map_err(|error| refuse(LaunchReason::Simulator(SharedError::new(error))))
     }
 }
 

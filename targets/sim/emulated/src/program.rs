@@ -44,6 +44,26 @@ fn spawned(command: &mut Command) -> io::Result<Child> {
     }
 }
 
+/// The reason a launch on an emulated CPU failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RunError {
+    /// The program cannot be started.
+    #[error("{host} cannot be started: {source}")]
+    NotStarted { host: String, source: io::Error },
+    /// The kernel runs for too long.
+    #[error("no answer in {} seconds", PATIENCE.as_secs())]
+    NoAnswer,
+    /// The kernel ended the program.
+    #[error("the emulated program ended ({status})\n{said}")]
+    Ended { status: String, said: String },
+    /// The kernel wrote behind an allocation.
+    #[error("it wrote {at} bytes behind the end of the {bytes} bytes at {address:#x}")]
+    Beyond { at: usize, bytes: u64, address: u64 },
+    /// The device's memory cannot be read back.
+    #[error(transparent)]
+    Fence(io::Error),
+}
+
 /// A running kernel program that waits for requests.
 pub(crate) struct Program {
     child: Child,
@@ -73,12 +93,10 @@ impl Program {
     /// # Errors
     /// The kernel ended the program, or gave no answer in time; the process is
     /// of no use then.
-    pub(crate) fn run(&mut self, request: &Request<'_>) -> Result<(), String> {
+    pub(crate) fn run(&mut self, request: &Request<'_>) -> Result<(), RunError> {
         match self.exchange(request) {
             Ok(()) => Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                Err(format!("no answer in {} seconds", PATIENCE.as_secs()))
-            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(RunError::NoAnswer),
             Err(_) => Err(self.last_words()),
         }
     }
@@ -98,7 +116,7 @@ impl Program {
     }
 
     /// Returns the exit status and the program's last output.
-    fn last_words(&mut self) -> String {
+    fn last_words(&mut self) -> RunError {
         let mut said = String::new();
         if let Some(mut stream) = self.child.stderr.take() {
             // Output before an error is worth showing.
@@ -108,7 +126,10 @@ impl Program {
             Ok(status) => status.to_string(),
             Err(error) => error.to_string(),
         };
-        format!("the emulated program ended ({status})\n{}", said.trim())
+        RunError::Ended {
+            status,
+            said: said.trim().to_string(),
+        }
     }
 }
 

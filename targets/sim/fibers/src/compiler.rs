@@ -3,7 +3,10 @@
 use crate::image;
 use crate::tool::{self, BINARY, Failure, SOURCE, Tool};
 use moesaic_kernel::{KernelSource, SimArch, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, Report, Scratch};
+use moesaic_target::{
+    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, Report,
+    Scratch, SharedError,
+};
 use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -90,7 +93,7 @@ impl FiberCompiler {
             .get_or_init(|| self.tool.version().unwrap_or_else(|| UNKNOWN.to_string()))
     }
 
-    fn failed(&self, source: &KernelSource, reason: String) -> CompileError {
+    fn failed(&self, source: &KernelSource, reason: CompilerReason) -> CompileError {
         CompileError::Failed {
             compiler: self.name(),
             kernel: source.name.clone(),
@@ -99,10 +102,12 @@ impl FiberCompiler {
     }
 
     fn build(&self, source: &KernelSource) -> Result<(Vec<u8>, String), CompileError> {
-        let room = |what: &str, error: std::io::Error| {
-            let temp = std::env::temp_dir();
-            let advice = "set TMPDIR to a directory that is writable and has room";
-            let reason = format!("{what} in {} failed: {error}\n{advice}", temp.display());
+        let room = |attempted, error: std::io::Error| {
+            let reason = CompilerReason::NoFile {
+                attempted,
+                folder: std::env::temp_dir(),
+                source: error.into(),
+            };
             self.failed(source, reason)
         };
         let dir = Scratch::new();
@@ -111,10 +116,8 @@ impl FiberCompiler {
             .map_err(|error| room("writing the source", error))?;
         let log = self.tool.build(dir.path(), &flags(self.version()));
         let log = log.map_err(|failure| self.refusal(source, failure))?;
-        let binary = std::fs::read(dir.path().join(BINARY)).map_err(|error| {
-            let reason = format!("it reported success and left no binary: {error}");
-            self.failed(source, reason)
-        })?;
+        let binary = std::fs::read(dir.path().join(BINARY))
+            .map_err(|error| self.failed(source, CompilerReason::NoBinary(error.into())))?;
         Ok((binary, log))
     }
 
@@ -122,20 +125,21 @@ impl FiberCompiler {
         use std::os::unix::process::ExitStatusExt;
         let (status, log) = match failure {
             Failure::NotRun(error) => {
-                return self.failed(source, format!("it cannot be run: {error}"));
+                return self.failed(source, CompilerReason::NotStarted(error.into()));
             }
             Failure::Exited(status, log) => (status, trim(&log)),
         };
         let says = |words: &[&str]| words.iter().any(|word| log.contains(word));
         if let Some(signal) = status.signal() {
-            return self.failed(source, format!("it was killed by signal {signal}\n{log}"));
+            let how = format!("it was killed by signal {signal}");
+            return self.failed(source, CompilerReason::Crashed { how, log });
         }
-        if says(&[
-            "No space left",
-            "annot allocate memory",
-            "internal compiler error",
-        ]) {
-            return self.failed(source, log);
+        if says(&["No space left", "annot allocate memory"]) {
+            return self.failed(source, CompilerReason::NoRoom { log });
+        }
+        if says(&["internal compiler error"]) {
+            let how = "it crashed".to_string();
+            return self.failed(source, CompilerReason::Crashed { how, log });
         }
         if says(&[
             "cannot execute",
@@ -230,10 +234,10 @@ impl Compiler for FiberCompiler {
         let started = Instant::now();
         let (binary, log) = self.build(source)?;
         let kernels = image::kernels(&binary, &source.entries);
-        let kernels = kernels.map_err(|reason| CompileError::BadBinary {
+        let kernels = kernels.map_err(|error| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
-            reason,
+            reason: BinaryReason::Unreadable(SharedError::new(error)),
         })?;
         let report = Report {
             compiler: self.name(),

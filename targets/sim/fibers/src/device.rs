@@ -8,9 +8,17 @@ use crate::switch::HERE;
 use crate::worker::{Counts, Worker};
 use moesaic_cpu::CpuDevice;
 use moesaic_kernel::{Entry, RocmArch, SimArch, Target};
-use moesaic_target::{Artifact, Buffer, Device, DeviceError, DeviceInfo, KernelCounters, Module};
+use moesaic_target::{
+    Artifact, Buffer, Device, DeviceError, DeviceInfo, KernelCounters, Module, SharedError,
+    UnavailableReason,
+};
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// A CPU on which no fiber runs.
+#[derive(Debug, thiserror::Error)]
+#[error("fibers are written for x86-64 and aarch64")]
+struct NoFibers;
 
 /// Options of a [`FiberDevice`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,7 +78,7 @@ impl FiberDevice {
     /// [`DeviceError::Unavailable`] on CPUs that fibers are not written for.
     pub fn new(arch: RocmArch, options: FiberOptions) -> Result<FiberDevice, DeviceError> {
         if !HERE {
-            let reason = "fibers are written for x86-64 and aarch64".to_string();
+            let reason = UnavailableReason::Simulator(SharedError::new(NoFibers));
             let backend = "sim".to_string();
             return Err(DeviceError::Unavailable { backend, reason });
         }

@@ -7,6 +7,17 @@ use object::{Object, ObjectSection, ObjectSegment, ObjectSymbol};
 
 const SECTION: &str = "sim_shared";
 
+/// The reason the binary of a kernel cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ImageError {
+    #[error("not a shared object: {0}")]
+    NotAnObject(#[source] object::Error),
+    #[error("it exports no `sim_image`: it is not HIP text over prelude/sim")]
+    NoImage,
+    #[error("it exports no `sim_{0}`")]
+    NoKernel(String),
+}
+
 /// A variable in shared memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Variable {
@@ -29,13 +40,12 @@ pub(crate) struct Facts {
 }
 
 impl Facts {
-    pub(crate) fn read(binary: &[u8]) -> Result<Facts, String> {
+    pub(crate) fn read(binary: &[u8]) -> Result<Facts, ImageError> {
         let file = parse(binary)?;
         let section = file.section_by_name(".debug_line");
         let lines = section.and_then(|section| section.data().ok());
         let anchor = file.dynamic_symbols().find(|s| s.name() == Ok("sim_image"));
-        let anchor =
-            anchor.ok_or("it exports no `sim_image`: it is not HIP text over prelude/sim")?;
+        let anchor = anchor.ok_or(ImageError::NoImage)?;
         let ends = file.segments().map(|s| s.address() + s.size());
         Ok(Facts {
             variables: variables(&file),
@@ -64,7 +74,7 @@ impl Facts {
 
 /// Returns one report per entry. An error names the entry that is not exported,
 /// or says why the file is not a shared object.
-pub(crate) fn kernels(binary: &[u8], entries: &[Entry]) -> Result<Vec<KernelReport>, String> {
+pub(crate) fn kernels(binary: &[u8], entries: &[Entry]) -> Result<Vec<KernelReport>, ImageError> {
     let (file, facts) = (parse(binary)?, Facts::read(binary)?);
     let report = |entry: &Entry| {
         let symbol = |name: &str| {
@@ -72,7 +82,7 @@ pub(crate) fn kernels(binary: &[u8], entries: &[Entry]) -> Result<Vec<KernelRepo
                 .find(|s| s.is_definition() && s.name() == Ok(name))
         };
         symbol(&format!("sim_{}", entry.symbol))
-            .ok_or_else(|| format!("it exports no `sim_{}`", entry.symbol))?;
+            .ok_or_else(|| ImageError::NoKernel(entry.symbol.clone()))?;
         Ok(KernelReport {
             symbol: entry.symbol.clone(),
             shared_bytes: Some(facts.shared_bytes(&entry.symbol, entries)),
@@ -82,8 +92,8 @@ pub(crate) fn kernels(binary: &[u8], entries: &[Entry]) -> Result<Vec<KernelRepo
     entries.iter().map(report).collect()
 }
 
-fn parse(binary: &[u8]) -> Result<object::File<'_>, String> {
-    object::File::parse(binary).map_err(|error| format!("not a shared object: {error}"))
+fn parse(binary: &[u8]) -> Result<object::File<'_>, ImageError> {
+    object::File::parse(binary).map_err(ImageError::NotAnObject)
 }
 
 fn variables(file: &object::File<'_>) -> Vec<Variable> {
@@ -143,7 +153,7 @@ mod tests {
 
     #[test]
     fn garbage_is_refused() {
-        let error = Facts::read(b"nothing").unwrap_err();
+        let error = Facts::read(b"nothing").unwrap_err().to_string();
         assert!(error.contains("not a shared object"), "{error}");
     }
 }

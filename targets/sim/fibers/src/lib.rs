@@ -22,6 +22,7 @@
 mod block;
 mod compiler;
 mod device;
+mod error;
 mod fault;
 mod image;
 mod lines;

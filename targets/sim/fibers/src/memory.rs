@@ -1,6 +1,6 @@
 //! Device memory that records the writes, and their threads.
 
-use moesaic_target::{DeviceError, Ptr};
+use moesaic_target::{DeviceError, FreeMemory, Ptr};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
@@ -131,7 +131,7 @@ impl Memory {
     pub(crate) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<(Ptr, Owner), DeviceError> {
         let allocation = Allocation::new(bytes).ok_or_else(|| DeviceError::OutOfMemory {
             asked: bytes,
-            free: String::new(),
+            free: FreeMemory::Unknown,
         })?;
         let start = allocation.start();
         self.lock().insert(start, Arc::new(allocation));

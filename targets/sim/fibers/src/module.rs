@@ -2,6 +2,7 @@
 
 use crate::block::Order;
 use crate::device::DeviceState;
+use crate::error::FiberError;
 use crate::fault::Fault;
 use crate::image::Facts;
 use crate::machine::{MACHINE, MachineTable};
@@ -11,7 +12,8 @@ use crate::worker::{BlockJob, Body, Counts, Image, Worker};
 use moesaic_cpu::{Loaded, load_shared_object};
 use moesaic_kernel::{Access, Entry};
 use moesaic_target::{
-    Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, Module, gpu_grid,
+    Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, LaunchReason, LoadReason, Module,
+    SharedError, gpu_grid,
 };
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -50,20 +52,22 @@ impl FiberModule {
         entries: &[Entry],
         device: Arc<DeviceState>,
     ) -> Result<FiberModule, DeviceError> {
-        let refuse = |reason| DeviceError::Load {
+        let refuse = |error: SharedError| DeviceError::Load {
             kernel: entries
                 .first()
                 .map_or("(no entry)".to_string(), |e| e.symbol.clone()),
-            reason,
+            reason: LoadReason::Binary(error),
         };
         let module = FiberModule {
             binary: artifact.binary.clone(),
             entries: entries.to_vec(),
-            facts: Facts::read(&artifact.binary).map_err(refuse)?,
+            facts: Facts::read(&artifact.binary)
+                .map_err(|error| refuse(SharedError::new(error)))?,
             device,
             copies: Mutex::default(),
         };
-        let first = module.load_copy().map_err(refuse)?;
+        let first = module.load_copy();
+        let first = first.map_err(|error| refuse(SharedError::new(error)))?;
         module
             .copies
             .lock()
@@ -73,12 +77,11 @@ impl FiberModule {
     }
 
     /// Loads another copy of the image, with shared memory of its own.
-    fn load_copy(&self) -> Result<Copy, String> {
-        let loaded = load_shared_object(&self.binary).map_err(|error| error.to_string())?;
-        let words = |error: moesaic_dl::DlError| error.to_string();
+    fn load_copy(&self) -> Result<Copy, FiberError> {
+        let loaded = load_shared_object(&self.binary).map_err(FiberError::Load)?;
         // SAFETY: the prelude of the text declares it so; the library is kept
         // beside what is taken from it.
-        let header = unsafe { loaded.library.symbol::<*mut Header>("sim_image") }.map_err(words)?;
+        let header = unsafe { loaded.library.symbol::<*mut Header>("sim_image") }?;
         let bodies = self.entries.iter().map(|entry| {
             // SAFETY: as above: the text has such a function for each entry.
             unsafe {
@@ -87,7 +90,7 @@ impl FiberModule {
                     .symbol::<Body>(&format!("sim_{}", entry.symbol))
             }
         });
-        let bodies = bodies.collect::<Result<Vec<Body>, _>>().map_err(words)?;
+        let bodies = bodies.collect::<Result<Vec<Body>, _>>()?;
         // SAFETY: the header lies in the image, which no kernel of runs yet.
         let (shared, end, wave) = unsafe {
             (*header).machine = &raw const MACHINE;
@@ -95,10 +98,8 @@ impl FiberModule {
         };
         let own = i64::from(self.device.arch.caps().wave);
         if wave != own {
-            let name = self.device.arch.name;
-            return Err(format!(
-                "it was written for waves of {wave} lanes, those of {name} have {own}"
-            ));
+            let arch = self.device.arch.name;
+            return Err(FiberError::Wave { wave, own, arch });
         }
         let image = Image {
             start: (header as usize).wrapping_sub(self.facts.anchor as usize),
@@ -114,7 +115,7 @@ impl FiberModule {
     }
 
     /// Returns the first `count` copies, loading those that are missing.
-    fn copies(&self, count: usize) -> Result<Vec<Arc<Copy>>, String> {
+    fn copies(&self, count: usize) -> Result<Vec<Arc<Copy>>, FiberError> {
         let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
         while copies.len() < count {
             copies.push(Arc::new(self.load_copy()?));
@@ -123,10 +124,10 @@ impl FiberModule {
     }
 }
 
-fn refused(symbol: &str, reason: String) -> DeviceError {
+fn refused(symbol: &str, error: FiberError) -> DeviceError {
     DeviceError::Launch {
         kernel: symbol.to_string(),
-        reason,
+        reason: LaunchReason::Simulator(SharedError::new(error)),
     }
 }
 
@@ -148,10 +149,10 @@ impl Module for FiberModule {
             return Ok(());
         };
         self.check_block(entry, &dims)
-            .map_err(|reason| refused(symbol, reason))?;
+            .map_err(|error| refused(symbol, error))?;
         let regions = self
             .regions(entry, args)
-            .map_err(|reason| refused(symbol, reason))?;
+            .map_err(|error| refused(symbol, error))?;
         let _turn = self
             .device
             .turn
@@ -166,45 +167,39 @@ impl Module for FiberModule {
             dims,
             grid: [u64::from(x), u64::from(y)],
         };
-        launch.run().map_err(|reason| refused(symbol, reason))
+        launch.run().map_err(|error| refused(symbol, error))
     }
 }
 
 impl FiberModule {
     /// Checks that a compute unit could run such a block.
-    fn check_block(&self, entry: &Entry, dims: &LaunchDims) -> Result<(), String> {
+    fn check_block(&self, entry: &Entry, dims: &LaunchDims) -> Result<(), FiberError> {
         let wave = self.device.arch.caps().wave;
         if dims.threads == 0 || dims.threads > 1024 || !dims.threads.is_multiple_of(wave) {
-            return Err(format!(
-                "a block of {} threads is not 1 to {} whole waves of {wave}",
-                dims.threads,
-                1024 / wave
-            ));
+            let threads = dims.threads;
+            return Err(FiberError::Threads { threads, wave });
         }
         let statics = self.facts.shared_bytes(&entry.symbol, &self.entries);
         let (asked, most) = (statics + dims.shared_bytes, self.device.shared_bytes());
         if asked > most {
-            Err(format!(
-                "a block takes {asked} bytes of shared memory, {} has {most}",
-                self.device.arch.name
-            ))
+            let arch = self.device.arch.name;
+            Err(FiberError::SharedMemory { asked, most, arch })
         } else {
             Ok(())
         }
     }
 
     /// Returns the allocations behind the arguments, by address.
-    fn regions(&self, entry: &Entry, args: &[Arg]) -> Result<Vec<Region>, String> {
+    fn regions(&self, entry: &Entry, args: &[Arg]) -> Result<Vec<Region>, FiberError> {
         let mut regions: Vec<Region> = Vec::new();
         for (param, arg) in entry.params.iter().zip(args) {
             let (Arg::Ptr(ptr), Some((_, access))) = (arg, param.ty.tensor()) else {
                 continue;
             };
-            let allocation = self.device.memory.find(ptr.0 as usize).ok_or_else(|| {
-                format!(
-                    "`{}` points to {:#x}, where no buffer of this device is",
-                    param.name, ptr.0
-                )
+            let allocation = self.device.memory.find(ptr.0 as usize);
+            let allocation = allocation.ok_or_else(|| FiberError::NoBuffer {
+                param: param.name.to_string(),
+                address: ptr.0,
             })?;
             let start = allocation.start();
             let at = regions.partition_point(|region| region.start < start);
@@ -238,14 +233,14 @@ struct Progress {
     next: AtomicU64,
     /// The lowest failing block; no block above it starts.
     stop: AtomicU64,
-    first: Mutex<Option<(u64, String)>>,
+    first: Mutex<Option<(u64, FiberError)>>,
     counts: Mutex<Counts>,
 }
 
 impl Launch<'_> {
     /// Runs the grid under each of the device's orders and compares the
     /// results.
-    fn run(&self) -> Result<(), String> {
+    fn run(&self) -> Result<(), FiberError> {
         let orders = &self.module.device.orders;
         let (first, others) = orders.split_first().unwrap_or((&Order::Ascending, &[]));
         if others.is_empty() {
@@ -290,7 +285,7 @@ impl Launch<'_> {
         }
     }
 
-    fn compare(&self, want: &[Vec<u8>], orders: [Order; 2]) -> Result<(), String> {
+    fn compare(&self, want: &[Vec<u8>], orders: [Order; 2]) -> Result<(), FiberError> {
         for ((region, want), got) in self.written().zip(want).zip(self.contents()) {
             let Some(byte) = want.iter().zip(&got).position(|(a, b)| a != b) else {
                 continue;
@@ -299,12 +294,11 @@ impl Launch<'_> {
             let number = u64::from(stamp.of_block().unwrap_or(0));
             let (x, y) = (number % self.grid[0], number / self.grid[0]);
             let scene = self.scene(Image::default());
-            return Err(format!(
-                "block ({x}, {y}): the result depends on the order of threads: {} differs between {:?} and {:?}",
-                scene.place(region.start + byte),
-                orders[0],
-                orders[1]
-            ));
+            return Err(FiberError::Order {
+                block: [x, y],
+                place: scene.place(region.start + byte),
+                orders,
+            });
         }
         Ok(())
     }
@@ -321,7 +315,7 @@ impl Launch<'_> {
         }
     }
 
-    fn run_once(&self, order: Order) -> Result<Counts, String> {
+    fn run_once(&self, order: Order) -> Result<Counts, FiberError> {
         let device = &self.module.device;
         let blocks = self.grid[0] * self.grid[1];
         let cores = (device.cores as u64).min(blocks) as usize;
@@ -348,7 +342,7 @@ impl Launch<'_> {
             .first
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner);
-        first.map_or(Ok(counts), |(_, reason)| Err(reason))
+        first.map_or(Ok(counts), |(_, error)| Err(error))
     }
 
     /// Runs blocks on one core until none is left or one has failed.
@@ -370,7 +364,7 @@ impl Launch<'_> {
         });
         let mut worker = match ready {
             Ok(worker) => worker,
-            Err(error) => return progress.fail(0, format!("no stacks for its threads: {error}")),
+            Err(error) => return progress.fail(0, FiberError::NoStacks(error)),
         };
         loop {
             let block = progress.next.fetch_add(1, Relaxed);
@@ -383,7 +377,7 @@ impl Launch<'_> {
             if !unsafe { worker.run_block(&job, block as u32, at) } {
                 let fault = worker.fault.take().unwrap_or(Fault::Deadlock);
                 let reason = self.scene(copy.image).describe(&fault, &worker.block);
-                progress.fail(block, reason);
+                progress.fail(block, FiberError::Fault(reason));
             }
         }
         progress.add(&worker);
@@ -394,11 +388,11 @@ impl Launch<'_> {
 impl Progress {
     /// Keeps the failure of the lowest block, which does not depend on the
     /// spread of blocks over cores.
-    fn fail(&self, block: u64, reason: String) {
+    fn fail(&self, block: u64, error: FiberError) {
         self.stop.fetch_min(block, Relaxed);
         let mut first = self.first.lock().unwrap_or_else(PoisonError::into_inner);
         if first.as_ref().is_none_or(|(lowest, _)| block < *lowest) {
-            *first = Some((block, reason));
+            *first = Some((block, error));
         }
     }
 

@@ -7,7 +7,8 @@ use crate::text;
 use moesaic_cuda::NvrtcCompiler;
 use moesaic_kernel::{KernelSource, SimArch, Target};
 use moesaic_target::{
-    Artifact, CompileError, CompileOptions, Compiler, KernelReport, ParamSlot, Report,
+    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, KernelReport, ParamSlot,
+    Report, SharedError,
 };
 use std::time::Instant;
 
@@ -79,18 +80,19 @@ impl PtxCompiler {
     }
 
     fn reports(&self, source: &KernelSource, ptx: &str) -> Result<Vec<KernelReport>, CompileError> {
-        let bad = |reason: String| CompileError::BadBinary {
+        let bad = |reason| CompileError::BadBinary {
             compiler: self.name(),
             kernel: source.name.clone(),
             reason,
         };
-        let module = text::parse(ptx).map_err(|error| bad(error.to_string()))?;
+        let unreadable = |error| bad(BinaryReason::Unreadable(SharedError::new(error)));
+        let module = text::parse(ptx).map_err(unreadable)?;
         let found = module.entries.iter().map(|entry| {
             let kernel = Kernel::decode(&module, entry, &[]);
-            kernel.map(report).map_err(|error| bad(error.to_string()))
+            kernel.map(report).map_err(unreadable)
         });
         let found = found.collect::<Result<Vec<_>, _>>()?;
-        KernelReport::of_entries(source, found).map_err(|error| bad(error.to_string()))
+        KernelReport::of_entries(source, found).map_err(|error| bad(error.into()))
     }
 
     /// Refuses kernels that declare too much shared memory, as ptxas would: the

@@ -9,8 +9,8 @@ use crate::memory::Allocation;
 use crate::text::{self, Space};
 use moesaic_kernel::{CudaArch, Entry, SimArch, Target};
 use moesaic_target::{
-    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, FunctionId, KernelCounters,
-    KernelReport, LaunchDims, Module, Ptr,
+    Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, DriverReason, FunctionId,
+    KernelCounters, KernelReport, LaunchDims, LoadReason, Module, Ptr, SharedError, SignatureError,
 };
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -90,7 +90,7 @@ impl PtxDevice {
         let found = lock(&self.shared.heap).at(buffer.ptr().0);
         found.ok_or_else(|| DeviceError::Driver {
             operation: format!("a copy with the buffer at {:#x}", buffer.ptr().0),
-            reason: "it is not of this device".to_string(),
+            reason: DriverReason::ForeignBuffer,
         })
     }
 }
@@ -129,7 +129,7 @@ impl Device for PtxDevice {
         let name = entries.first().map_or("", |entry| &entry.symbol);
         let refuse = |error: PtxError| DeviceError::Load {
             kernel: name.to_string(),
-            reason: error.to_string(),
+            reason: LoadReason::Binary(SharedError::new(error)),
         };
         let module = PtxModule::load(&self.shared, artifact, entries).map_err(refuse)?;
         module.check(entries)?;
@@ -213,15 +213,21 @@ impl PtxModule {
     /// Checks that the entries exist, with the signature that they declare.
     fn check(&self, entries: &[Entry]) -> Result<(), DeviceError> {
         for entry in entries {
-            let refuse = |reason: String| DeviceError::Load {
+            let refuse = |error: SignatureError| DeviceError::Load {
                 kernel: entry.symbol.clone(),
-                reason,
+                reason: error.into(),
             };
+            let symbol = entry.symbol.clone();
             let mut kernels = self.kernels.iter();
             let loaded = kernels.find(|loaded| loaded.kernel.name == entry.symbol);
-            let loaded = loaded.ok_or_else(|| refuse("the PTX has no such kernel".to_string()))?;
-            if let Some(reason) = loaded.report().disagreement(entry) {
-                return Err(refuse(reason));
+            let Some(loaded) = loaded else {
+                return Err(refuse(SignatureError::Missing { symbol }));
+            };
+            if let Some(disagreement) = loaded.report().disagreement(entry) {
+                return Err(refuse(SignatureError::Disagrees {
+                    symbol,
+                    disagreement,
+                }));
             }
         }
         Ok(())

@@ -107,6 +107,8 @@ impl fmt::Display for FindingKind {
     }
 }
 
+impl std::error::Error for Finding {}
+
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [x, y, z] = self.block;

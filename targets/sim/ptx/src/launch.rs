@@ -9,7 +9,9 @@ use crate::memory::{Conflict, Heap, LaunchLog, Regions};
 use crate::report::count;
 use crate::text::Locations;
 use moesaic_kernel::Entry;
-use moesaic_target::{Arg, ArgBlock, DeviceError, KernelCounters, LaunchDims, gpu_grid};
+use moesaic_target::{
+    Arg, ArgBlock, DeviceError, KernelCounters, LaunchDims, LaunchReason, SharedError, gpu_grid,
+};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
@@ -44,11 +46,8 @@ pub fn launch(
         return Ok(());
     };
     let params = params(loaded, args)?;
-    let refuse = |reason: String| DeviceError::Launch {
-        kernel: symbol.clone(),
-        reason,
-    };
-    let cluster = cluster(loaded, &dims, grid).map_err(refuse)?;
+    let refuse = |error: SharedError| refused(symbol, error);
+    let cluster = cluster(loaded, &dims, grid).map_err(|error| refuse(SharedError::new(error)))?;
     let finding = match size_finding(shared, loaded, &dims) {
         Some(finding) => Some(finding),
         None => run(shared, loaded, &dims, grid, cluster, &params),
@@ -56,21 +55,36 @@ pub fn launch(
     match finding {
         None => Ok(()),
         Some(finding) => {
-            let reason = finding.to_string();
-            lock(&shared.findings).push(finding);
-            Err(refuse(reason))
+            lock(&shared.findings).push(finding.clone());
+            Err(refuse(SharedError::new(finding)))
         }
     }
+}
+
+fn refused(symbol: &str, error: SharedError) -> DeviceError {
+    DeviceError::Launch {
+        kernel: symbol.to_string(),
+        reason: LaunchReason::Simulator(error),
+    }
+}
+
+/// A launch that the simulator refuses.
+#[derive(Debug, thiserror::Error)]
+enum RefusedLaunch {
+    #[error("its signature was not given when it was loaded")]
+    NoSignature,
+    #[error("clusters of {asked} blocks, where the kernel is compiled for {fixed}")]
+    OtherCluster { asked: u32, fixed: u32 },
+    #[error("{blocks} blocks in x do not divide into clusters of {cluster} (of 16 at most)")]
+    PartOfCluster { blocks: u32, cluster: u32 },
 }
 
 /// Returns the parameter block that the kernel reads.
 fn params(loaded: &Loaded, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
     let mut bytes = vec![0; loaded.kernel.param_bytes as usize];
     let Some(entry) = &loaded.entry else {
-        return Err(DeviceError::Launch {
-            kernel: loaded.kernel.name.clone(),
-            reason: "its signature was not given when it was loaded".to_string(),
-        });
+        let error = SharedError::new(RefusedLaunch::NoSignature);
+        return Err(refused(&loaded.kernel.name, error));
     };
     let encode = |map: &moesaic_kernel::TensorMap, base, dims| {
         crate::tensor_map::encode(&entry.symbol, map, base, dims)
@@ -90,13 +104,11 @@ fn params(loaded: &Loaded, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
 }
 
 /// Returns the blocks per cluster, which the text fixes or the launch asks for.
-fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, String> {
+fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, RefusedLaunch> {
     let asked = dims.cluster.max(1);
     let cluster = match loaded.kernel.cluster {
         Some(fixed) if asked != 1 && asked != fixed => {
-            return Err(format!(
-                "clusters of {asked} blocks, where the kernel is compiled for {fixed}"
-            ));
+            return Err(RefusedLaunch::OtherCluster { asked, fixed });
         }
         Some(fixed) => fixed.max(1),
         None => asked,
@@ -106,10 +118,10 @@ fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, St
     if grid[0].is_multiple_of(cluster) && cluster <= 16 {
         Ok(cluster)
     } else {
-        Err(format!(
-            "{} blocks in x do not divide into clusters of {cluster} (of 16 at most)",
-            grid[0]
-        ))
+        Err(RefusedLaunch::PartOfCluster {
+            blocks: grid[0],
+            cluster,
+        })
     }
 }
 

@@ -3,7 +3,15 @@
 use moesaic_hardware::swizzle;
 use moesaic_hardware::tensor_map::{ElementType, TensorMap as Map};
 use moesaic_kernel::{DType, Swizzle, TensorMap};
-use moesaic_target::{DeviceError, MapBytes, Ptr};
+use moesaic_target::{DeviceError, LaunchReason, MapBytes, Ptr, SharedError};
+
+/// A tensor map that hardware would refuse.
+#[derive(Debug, thiserror::Error)]
+#[error("a tensor map of {sizes:?} elements cannot be made: {source}")]
+struct RefusedMap {
+    sizes: Vec<u64>,
+    source: moesaic_hardware::tensor_map::TensorMapError,
+}
 
 /// Encodes the map of a dense row-major tensor, dimensions innermost first.
 /// Dimensions beyond the rank of the map are folded into its outermost one.
@@ -26,10 +34,10 @@ pub fn encode(
     );
     full.encode().map_err(|error| DeviceError::Launch {
         kernel: kernel.to_string(),
-        reason: format!(
-            "a tensor map of {:?} elements cannot be made: {error}",
-            &sizes[..rank]
-        ),
+        reason: LaunchReason::Simulator(SharedError::new(RefusedMap {
+            sizes: sizes[..rank].to_vec(),
+            source: error,
+        })),
     })
 }
 

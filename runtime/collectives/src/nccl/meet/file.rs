@@ -8,6 +8,7 @@
 //! believed.
 
 use super::{Guest, join, split};
+use crate::error::MeetingError;
 use crate::hash;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,7 +16,7 @@ use std::time::Duration;
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// Returns the cards of all ranks.
-pub(super) fn gather(guest: &mut Guest, folder: &Path) -> Result<Vec<Vec<u8>>, String> {
+pub(super) fn gather(guest: &mut Guest, folder: &Path) -> Result<Vec<Vec<u8>>, MeetingError> {
     let meeting = MeetingFolder {
         folder: folder.to_path_buf(),
         token: guest.token,
@@ -29,7 +30,9 @@ pub(super) fn gather(guest: &mut Guest, folder: &Path) -> Result<Vec<Vec<u8>>, S
     }?;
     let card = |card: Vec<u8>| card.get(8..).map(<[u8]>::to_vec);
     let cards: Option<Vec<Vec<u8>>> = all.into_iter().map(card).collect();
-    cards.ok_or_else(|| format!("a file in `{}` is damaged", folder.display()))
+    cards.ok_or_else(|| MeetingError::Damaged {
+        folder: folder.to_path_buf(),
+    })
 }
 
 fn card_of(rank: usize) -> String {
@@ -45,7 +48,7 @@ const ALL: &str = "all";
 const DONE: &str = "done";
 
 /// Runs rank 0 until all ranks have seen the cards.
-fn collect_cards(guest: &mut Guest, meeting: &MeetingFolder) -> Result<Vec<Vec<u8>>, String> {
+fn collect_cards(guest: &mut Guest, meeting: &MeetingFolder) -> Result<Vec<Vec<u8>>, MeetingError> {
     let mut written = Vec::new();
     loop {
         let cards: Vec<Option<Vec<u8>>> = (0..guest.size)
@@ -73,29 +76,29 @@ fn collect_cards(guest: &mut Guest, meeting: &MeetingFolder) -> Result<Vec<Vec<u
         }
         if guest.late() {
             let missing = guest.missing(|rank| cards[rank].is_some() && seen(rank));
-            return Err(format!(
-                "{missing} of {} did not come to `{}` within {:.1} s",
-                guest.size,
-                meeting.folder.display(),
-                guest.waited()
-            ));
+            return Err(MeetingError::Missing {
+                missing,
+                size: guest.size,
+                place: meeting.place(),
+                waited: guest.waited(),
+            });
         }
         guest.pause(PAUSE);
     }
 }
 
 /// Runs rank 0 until the others know that all have seen the same cards.
-fn wait_for_all(guest: &mut Guest, meeting: &MeetingFolder) -> Result<(), String> {
+fn wait_for_all(guest: &mut Guest, meeting: &MeetingFolder) -> Result<(), MeetingError> {
     let gone = |rank: usize| rank == 0 || meeting.read(&seen_by(rank)).is_none();
     while !(0..guest.size).all(gone) {
         if guest.late() {
             let missing = guest.missing(gone);
-            return Err(format!(
-                "{missing} of {} came to `{}` and did not go on within {:.1} s",
-                guest.size,
-                meeting.folder.display(),
-                guest.waited()
-            ));
+            return Err(MeetingError::Stuck {
+                missing,
+                size: guest.size,
+                place: meeting.place(),
+                waited: guest.waited(),
+            });
         }
         guest.pause(PAUSE);
     }
@@ -108,7 +111,7 @@ fn receive_cards(
     guest: &mut Guest,
     meeting: &MeetingFolder,
     own: &[u8],
-) -> Result<Vec<Vec<u8>>, String> {
+) -> Result<Vec<Vec<u8>>, MeetingError> {
     let mut said = None;
     loop {
         if let Some(bytes) = meeting.read(ALL)
@@ -127,13 +130,11 @@ fn receive_cards(
             }
         }
         if guest.late() {
-            return Err(format!(
-                "rank 0 has left nothing for rank {} in `{}` within {:.1} s; all ranks must see \
-                 the same folder",
-                guest.rank,
-                meeting.folder.display(),
-                guest.waited()
-            ));
+            return Err(MeetingError::NothingLeft {
+                rank: guest.rank,
+                place: meeting.place(),
+                waited: guest.waited(),
+            });
         }
         guest.pause(PAUSE);
     }
@@ -146,19 +147,25 @@ struct MeetingFolder {
 }
 
 impl MeetingFolder {
+    fn place(&self) -> String {
+        format!("`{}`", self.folder.display())
+    }
+
     fn path(&self, name: &str) -> PathBuf {
         self.folder
             .join(format!("moesaic-{:016x}-{name}", self.token))
     }
 
     /// Writes a file atomically, by renaming it into place.
-    fn write(&self, name: &str, bytes: &[u8]) -> Result<(), String> {
+    fn write(&self, name: &str, bytes: &[u8]) -> Result<(), MeetingError> {
         let path = self.path(name);
         // Readers never see a half-written file, because rename is atomic within a folder.
         let new = self.path(&format!("{name}.new{}", std::process::id()));
-        let words = |error: std::io::Error| format!("cannot write `{}`: {error}", path.display());
-        std::fs::write(&new, bytes).map_err(words)?;
-        std::fs::rename(&new, &path).map_err(words)
+        let written = std::fs::write(&new, bytes).and_then(|()| std::fs::rename(&new, &path));
+        written.map_err(|error| MeetingError::Write {
+            path,
+            source: error.into(),
+        })
     }
 
     fn read(&self, name: &str) -> Option<Vec<u8>> {

@@ -5,7 +5,7 @@ mod file;
 mod tcp;
 
 use crate::world::{Launcher, World};
-use crate::{CollectiveError, hash};
+use crate::{CollectiveError, SetupError, hash};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -57,14 +57,16 @@ impl Meeting {
         let (Some(address), Some(port)) = (address, port) else {
             return match world.launcher {
                 Some(Launcher::Slurm) => Ok(Meeting::Mpi),
-                _ => Err(CollectiveError::setup(
-                    "nothing says where ranks meet; set MASTER_ADDR and MASTER_PORT, or \
-                     MOESAIC_RENDEZVOUS to a folder that all ranks see",
-                )),
+                _ => Err(CollectiveError::setup(SetupError::NoMeeting)),
             };
         };
-        let wrong =
-            |_| CollectiveError::setup(format!("MASTER_PORT is `{port}`; it must be a port"));
+        let wrong = |_| {
+            CollectiveError::setup(SetupError::Variable {
+                name: "MASTER_PORT".to_string(),
+                value: port.clone(),
+                expected: "a port",
+            })
+        };
         let port: u16 = port.trim().parse().map_err(wrong)?;
         // torchrun's own agent may be listening at that port; the next one is ours then.
         let agent_store = variable("TORCHELASTIC_USE_AGENT_STORE");
@@ -163,8 +165,8 @@ impl Guest {
         Instant::now() > self.until
     }
 
-    fn waited(&self) -> f64 {
-        self.start.elapsed().as_secs_f64()
+    fn waited(&self) -> Duration {
+        self.start.elapsed()
     }
 
     /// Pauses for 1 to 2 times `least`, at random, so that ranks do not retry in step.

@@ -2,6 +2,7 @@
 //! all cards, and closes when every rank has confirmed them.
 
 use super::{CARD_BYTES, Guest, join, split};
+use crate::error::{MeetingError, shown};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
@@ -20,9 +21,16 @@ const PATIENCE: Duration = Duration::from_secs(1);
 const MOST_OPEN: usize = 256;
 
 /// Returns the cards of all ranks.
-pub(super) fn gather(guest: &mut Guest, host: &str, port: u16) -> Result<Vec<Vec<u8>>, String> {
+pub(super) fn gather(
+    guest: &mut Guest,
+    host: &str,
+    port: u16,
+) -> Result<Vec<Vec<u8>>, MeetingError> {
     let addresses = (host, port).to_socket_addrs();
-    let addresses = addresses.map_err(|error| format!("MASTER_ADDR `{host}`: {error}"))?;
+    let addresses = addresses.map_err(|error| MeetingError::Host {
+        host: host.to_string(),
+        source: error.into(),
+    })?;
     let addresses: Vec<SocketAddr> = addresses.collect();
     match guest.rank {
         0 => serve(guest, &addresses),
@@ -40,7 +48,7 @@ struct Visitor {
 }
 
 /// Runs rank 0.
-fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, String> {
+fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, MeetingError> {
     let listener = listen(guest, addresses)?;
     let mut cards: Vec<Option<Vec<u8>>> = vec![None; guest.size];
     cards[0] = Some(guest.card.clone());
@@ -70,36 +78,34 @@ fn serve(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, St
         }
         if guest.late() {
             let missing = guest.missing(|rank| cards[rank].is_some() && served[rank]);
-            return Err(format!(
-                "{missing} of {} did not come to {} within {:.1} s",
-                guest.size,
-                shown(addresses),
-                guest.waited()
-            ));
+            return Err(MeetingError::Missing {
+                missing,
+                size: guest.size,
+                place: shown(addresses),
+                waited: guest.waited(),
+            });
         }
         std::thread::sleep(GLANCE);
     }
 }
 
 /// Listens at one of the addresses and no other.
-fn listen(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<TcpListener, String> {
+fn listen(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<TcpListener, MeetingError> {
+    let refused = |error: std::io::Error| MeetingError::Listen {
+        addresses: addresses.to_vec(),
+        source: error.into(),
+    };
     loop {
         match TcpListener::bind(addresses) {
             Ok(listener) => {
                 let free = listener.set_nonblocking(true);
-                return free.map(|()| listener).map_err(|error| error.to_string());
+                return free.map(|()| listener).map_err(refused);
             }
             // Connections of the last run may linger for a while.
             Err(error) if error.kind() == ErrorKind::AddrInUse && !guest.late() => {
                 guest.pause(SOON);
             }
-            Err(error) => {
-                return Err(format!(
-                    "rank 0 cannot listen at {}: {error}; MASTER_ADDR must be an address of rank \
-                     0's machine, and MASTER_PORT free",
-                    shown(addresses)
-                ));
-            }
+            Err(error) => return Err(refused(error)),
         }
     }
 }
@@ -201,24 +207,23 @@ fn read_head(head: &[u8], guest: &Guest) -> Option<(usize, usize)> {
 }
 
 /// Runs every other rank: retries until rank 0 answers.
-fn ask(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, String> {
+fn ask(guest: &mut Guest, addresses: &[SocketAddr]) -> Result<Vec<Vec<u8>>, MeetingError> {
     let mut pause = SOON;
     loop {
-        let mut last = "it has no address".to_string();
+        let mut last = None;
         for address in addresses {
             match visit(guest, address) {
                 Ok(all) => return Ok(all),
-                Err(error) => last = error.to_string(),
+                Err(error) => last = Some(error.into()),
             }
         }
         if guest.late() {
-            return Err(format!(
-                "rank {} was not answered by rank 0 at {} within {:.1} s: {last}; rank 0 must be \
-                 of the same job",
-                guest.rank,
-                shown(addresses),
-                guest.waited()
-            ));
+            return Err(MeetingError::NotAnswered {
+                rank: guest.rank,
+                place: shown(addresses),
+                waited: guest.waited(),
+                last,
+            });
         }
         guest.pause(pause);
         // Back off, because thousands of ranks may be waiting for a rank 0 that starts late.
@@ -265,9 +270,4 @@ fn timed_out(error: &std::io::Error) -> bool {
         error.kind(),
         ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
     )
-}
-
-fn shown(addresses: &[SocketAddr]) -> String {
-    let list: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
-    list.join(" or ")
 }

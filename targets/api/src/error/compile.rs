@@ -1,4 +1,8 @@
-//! Errors of compilers and devices.
+//! Errors of compilers.
+
+use super::{SharedError, SystemError};
+use std::path::PathBuf;
+use std::process::ExitStatus;
 
 /// The reason a compile gave no artifact.
 #[derive(Debug, thiserror::Error)]
@@ -78,7 +82,8 @@ pub enum CompileError {
         /// The kernel's name.
         kernel: String,
         /// The difference.
-        reason: String,
+        #[source]
+        reason: BinaryReason,
     },
     /// The compiler could not be started or crashed, or a file was in the way.
     #[error("{compiler} failed on kernel `{kernel}`: {reason}")]
@@ -88,8 +93,93 @@ pub enum CompileError {
         /// The kernel's name.
         kernel: String,
         /// The failure.
-        reason: String,
+        #[source]
+        reason: CompilerReason,
     },
+}
+
+/// The reason a compiler's binary is of no use.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum BinaryReason {
+    /// The file is not a binary of the target, or its notes cannot be read.
+    #[error("{0}")]
+    Unreadable(#[source] SharedError),
+    /// Its kernels are not those that the source declares.
+    #[error(transparent)]
+    Signature(#[from] SignatureError),
+    /// A shared object does not export a kernel.
+    #[error("it does not export `{symbol}`; a kernel must not be `static`")]
+    NotExported {
+        /// The symbol of the entry.
+        symbol: String,
+    },
+    /// A kernel was compiled for waves of another size.
+    #[error("`{symbol}` has waves of {found} lanes, moesaic emits for {expected} on {arch}")]
+    Wave {
+        /// The symbol of the entry.
+        symbol: String,
+        /// Lanes per wave in the binary.
+        found: u32,
+        /// Lanes per wave of the architecture.
+        expected: u32,
+        /// The architecture.
+        arch: &'static str,
+    },
+}
+
+/// The reason a compiler failed without judging the kernel.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CompilerReason {
+    /// The program cannot be started.
+    #[error("it cannot be run: {0}")]
+    NotStarted(#[source] SystemError),
+    /// A file of the compile cannot be written.
+    #[error(
+        "{attempted} in {} failed: {source}\n\
+         set TMPDIR to a directory that is writable and has room", folder.display()
+    )]
+    NoFile {
+        /// The attempt: `writing the source`.
+        attempted: &'static str,
+        /// The directory.
+        folder: PathBuf,
+        /// The system's error.
+        source: SystemError,
+    },
+    /// The compiler ran out of disk or memory.
+    #[error(
+        "no room for its files; free some space or memory, or set TMPDIR to a directory with room\n\
+         {log}"
+    )]
+    NoRoom {
+        /// The compiler's own message.
+        log: String,
+    },
+    /// The compiler crashed or was killed.
+    #[error("{how}\n{log}")]
+    Crashed {
+        /// The end: `it was killed by signal 9`.
+        how: String,
+        /// The compiler's own message.
+        log: String,
+    },
+    /// The program failed and said nothing.
+    #[error(
+        "it ended with {status} and said nothing; is that a C compiler? MOESAIC_CC, then CC, name \
+         another"
+    )]
+    Silent {
+        /// The status.
+        status: ExitStatus,
+    },
+    /// The compiler reported success, and its binary cannot be read.
+    #[error("it reported success and left no binary: {0}")]
+    NoBinary(#[source] SystemError),
+    /// The compiler's library or its child process failed.
+    #[error("{0}")]
+    Other(#[source] SharedError),
 }
 
 /// A binary whose kernels are not those that its source declares.
@@ -110,90 +200,5 @@ pub enum SignatureError {
         /// The difference, as [`KernelReport::disagreement`](crate::KernelReport::disagreement)
         /// describes it.
         disagreement: String,
-    },
-}
-
-/// The reason a device operation failed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DeviceError {
-    /// There is no driver, or no device behind it.
-    #[error("no `{backend}` device is available: {reason}")]
-    Unavailable {
-        /// The backend.
-        backend: String,
-        /// The libraries that were tried, with their errors.
-        reason: String,
-    },
-    /// The device refused an artifact.
-    #[error("cannot load kernel `{kernel}`: {reason}")]
-    Load {
-        /// The symbol or name.
-        kernel: String,
-        /// The loader's message.
-        reason: String,
-    },
-    /// A launch was refused, or a launched kernel failed.
-    #[error("launch of kernel `{kernel}` failed: {reason}")]
-    Launch {
-        /// The symbol.
-        kernel: String,
-        /// The driver's message.
-        reason: String,
-    },
-    /// An earlier kernel has failed, and it is unknown which one.
-    #[error("a launched kernel failed: {reason}; {suspects}")]
-    Faulted {
-        /// The driver's message, and the operation that revealed the failure.
-        reason: String,
-        /// `one of: `, then the launches since the last synchronization.
-        suspects: String,
-    },
-    /// An earlier failure broke the driver's context.
-    #[error(
-        "{operation} is not possible: an earlier failure has made the GPU unusable for this process\n\
-         the failure: {cause}\n\
-         restart the process"
-    )]
-    Lost {
-        /// The operation.
-        operation: String,
-        /// The earlier failure.
-        cause: String,
-    },
-    /// The operation cannot be part of the graph being captured.
-    #[error(
-        "{attempted} is not possible while graph `{graph}` is being captured: \
-         do it before the capture, or after its end"
-    )]
-    Capturing {
-        /// The graph's name.
-        graph: String,
-        /// The operation: `the load of kernel `combine``.
-        attempted: String,
-    },
-    /// The backend lacks this feature.
-    #[error("`{backend}` does not support {asked}")]
-    Unsupported {
-        /// The backend.
-        backend: String,
-        /// The feature.
-        asked: String,
-    },
-    /// Memory ran out.
-    #[error("out of device memory: {asked} bytes were requested{free}")]
-    OutOfMemory {
-        /// The requested bytes.
-        asked: usize,
-        /// ` (n bytes are free)`, or empty.
-        free: String,
-    },
-    /// Any other failure of the driver.
-    #[error("{operation} failed: {reason}")]
-    Driver {
-        /// The operation.
-        operation: String,
-        /// The driver's message.
-        reason: String,
     },
 }

@@ -1,6 +1,12 @@
 //! Errors of operations, and the operation and rank they happened on.
 
+mod setup;
+
+pub(crate) use setup::shown;
+pub use setup::{MeetingError, SetupError};
+
 use crate::transport::TransportError;
+use moesaic_target::DeviceError;
 use std::fmt;
 use std::time::Duration;
 
@@ -137,8 +143,9 @@ pub enum CollectiveError {
     Device {
         /// The operation.
         at: Box<At>,
-        /// The device's own message.
-        reason: String,
+        /// The device's error.
+        #[source]
+        reason: Box<DeviceError>,
     },
     /// An earlier failure has made the group unusable.
     #[error("{operation} is not possible: an earlier operation has failed\nthe failure: {cause}")]
@@ -146,7 +153,8 @@ pub enum CollectiveError {
         /// The function that was called.
         operation: String,
         /// The earlier failure.
-        cause: String,
+        #[source]
+        cause: Box<CollectiveError>,
     },
     /// The ranks run different things.
     #[error("the ranks do not agree: {}", differences.join("; "))]
@@ -170,19 +178,14 @@ pub enum CollectiveError {
         device: String,
     },
     /// The world cannot be set up.
-    #[error("cannot set up the ranks: {reason}")]
-    Setup {
-        /// What was tried, what was found, and what would help.
-        reason: String,
-    },
+    #[error("cannot set up the ranks: {0}")]
+    Setup(#[source] SetupError),
 }
 
 impl CollectiveError {
     /// Returns the error of a world that cannot be set up, or is no more.
-    pub(crate) fn setup(reason: impl ToString) -> CollectiveError {
-        CollectiveError::Setup {
-            reason: reason.to_string(),
-        }
+    pub fn setup(error: impl Into<SetupError>) -> CollectiveError {
+        CollectiveError::Setup(error.into())
     }
 }
 
