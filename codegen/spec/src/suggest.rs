@@ -128,6 +128,9 @@ const VALUE_ALIASES: &[(&str, &str)] = &[
     ("gelu_tanh", "gelu-tanh"),
     ("swiglu", "gated"),
     ("geglu", "gated"),
+    ("swiglu", "silu"),
+    ("geglu", "gelu"),
+    ("reglu", "relu"),
     ("mlp", "plain"),
     ("ffn", "plain"),
     ("sqrtsoftplus", "sqrt-softplus"),
@@ -186,6 +189,7 @@ mod tests {
         assert_eq!(value("BFLOAT16", &["f32", "bf16"]), Some("bf16"));
         assert_eq!(value("swiglu", &["gated", "plain"]), Some("gated"));
         assert_eq!(value("swiglu", &["silu", "relu"]), Some("silu"));
+        assert_eq!(value("GEGLU", &["silu", "gelu"]), Some("gelu"));
         assert_eq!(value("slot_major", &["slot-major"]), Some("slot-major"));
         assert_eq!(value("tanh", &["silu", "relu"]), None);
     }
