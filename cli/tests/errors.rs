@@ -36,6 +36,10 @@ fn specs_that_cannot_be_read() {
     let binary = dir.path().join("binary.toml");
     std::fs::write(&binary, [0xff, 0xfe, 0]).unwrap();
     emit(&binary).fails(2, &["binary.toml is not a text file"]);
+    let pack = dir.path().join("pack.tar.gz");
+    std::fs::write(&pack, [0x1f, 0x8b, 8, 0]).unwrap();
+    let said = ["pack.tar.gz is not a text file", "moesaic cache import"];
+    emit(&pack).fails(2, &said);
 }
 
 #[cfg(unix)]
