@@ -216,6 +216,22 @@ fn a_missing_compiler_says_what_to_install() {
 }
 
 #[test]
+fn compilers_that_are_missing_are_named_together() {
+    let small = Small::new();
+    let mut call = command();
+    call.args(["precompile", "--target", "cuda:sm_80,h100,mi300x", "--spec"]);
+    call.arg(&small.spec)
+        .arg("-o")
+        .arg(small.dir.path().join("pack.tar.gz"));
+    call.env("MOESAIC_NVRTC", small.dir.path())
+        .env("MOESAIC_CLANG", "/no/such/clang++");
+    let finished = finish(&mut call);
+    let said = finished.stderr.clone();
+    finished.fails(2, &["no compiler for `cuda`", "no compiler for `rocm`"]);
+    assert_eq!(said.matches("no compiler for `cuda`").count(), 1, "{said}");
+}
+
+#[test]
 fn a_device_that_cannot_run_the_target_is_a_clean_error() {
     let small = Small::new();
     let mut call = command();
