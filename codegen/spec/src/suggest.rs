@@ -152,6 +152,11 @@ pub(crate) fn value(word: &str, known: &[&'static str]) -> Option<&'static str> 
     alias.map(|(_, meant)| *meant).or_else(close)
 }
 
+/// Returns true for the names of gated forms that say their activation too.
+pub(crate) fn is_gated_form(word: &str) -> bool {
+    ["swiglu", "geglu", "reglu"].contains(&word.to_lowercase().as_str())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -162,7 +162,7 @@ fn choice(word: &str, known: &[&'static str], path: &str) -> Read {
     }
     let label = match suggest::value(word, known) {
         // The field names the form and the activation by one word, and here they are two keys.
-        Some(meant) if path == "experts.activation" && word.to_lowercase().ends_with("glu") => {
+        Some(meant) if path == "experts.activation" && suggest::is_gated_form(word) => {
             format!("write \"{meant}\": form = \"gated\", the default, multiplies it by up")
         }
         Some(meant) => format!("did you mean \"{meant}\"?"),
