@@ -1,12 +1,12 @@
 //! A layer behind a gate in Rust: it computes logits from tokens and gets their gradient back. The
-//! gate here is linear and learns by plain SGD, together with the experts.
+//! gate here is linear and learns by plain SGD, the experts learn by AdamW.
 //!
 //! ```sh
 //! cargo run --features train --example own_gate
 //! ```
 
 use moesaic::reference::Random;
-use moesaic::train::{self, Gate, GateBackward, GatedLayer, Sgd};
+use moesaic::train::{self, AdamW, Gate, GateBackward, GatedLayer};
 use moesaic::{Engine, Init, Input, LayerSpec, Result, RngKey, Tensor, Training};
 
 /// The experts' choice comes from outside, so the spec has no weight of a router.
@@ -18,6 +18,7 @@ const EXPERTS: usize = 4;
 const WIDTH: usize = 16;
 const TOKENS: usize = 64;
 const STEPS: u64 = 100;
+/// The gate's learning rate.
 const RATE: f32 = 0.1;
 
 /// `logits = x · weightᵀ`.
@@ -60,7 +61,7 @@ fn main() -> Result<()> {
     };
     let mut layer = GatedLayer::new(layer, gate)?;
     let (x, goal) = (draw(3, TOKENS * WIDTH), draw(4, TOKENS * WIDTH));
-    let mut sgd = Sgd::new(RATE);
+    let mut adam = AdamW::new(0.01);
 
     for step in 0..=STEPS {
         let rng_key = RngKey {
@@ -80,7 +81,7 @@ fn main() -> Result<()> {
         let dy = error.iter().map(|e| e / TOKENS as f32).collect();
         // dx is the gradient of x through the experts and through the gate.
         let _dx = layer.backward(&saved, &Tensor::owned(&[TOKENS, WIDTH], dy), false)?;
-        train::update(layer.layer(), &mut sgd, &mut masters)?;
+        train::update(layer.layer(), &mut adam, &mut masters)?;
         let gate = layer.gate_mut();
         for (weight, gradient) in gate.weight.iter_mut().zip(&gate.gradient) {
             *weight -= RATE * gradient;
