@@ -1,5 +1,5 @@
-//! Experts in Rust on two ranks: moesaic routes tokens, exchanges rows and combines outputs, and the
-//! code here computes each expert and its gradients. `y` has the bytes of one process.
+//! Experts in Rust on two ranks: moesaic routes tokens, exchanges rows and combines outputs, and
+//! the code here computes each expert and its gradients. `y` has the bytes of one process.
 //!
 //! ```sh
 //! cargo run --example own_experts
