@@ -181,6 +181,7 @@ impl PrecompileArgs {
         store: &Arc<Store>,
     ) -> Result<(Vec<Job>, Vec<Tuned>)> {
         let compilers = Compilers::new(Some(store.clone()));
+        check_compilers(&compilers, targets)?;
         let (mut jobs, mut tunings) = (Vec::new(), Vec::new());
         for (spec, &target) in specs
             .iter()
@@ -311,6 +312,24 @@ impl PrecompileArgs {
         }
         Ok(specs)
     }
+}
+
+/// Refuses the targets without a compiler, all in one failure, so one `toolchain install` follows.
+fn check_compilers(compilers: &Compilers, targets: &[Target]) -> Result {
+    let missing = targets
+        .iter()
+        .filter_map(|&target| compilers.get(target).err());
+    let mut failures = missing.map(|error| Failure::from(&error));
+    let Some(mut all) = failures.next() else {
+        return Ok(());
+    };
+    for failure in failures {
+        // Targets of one backend fail alike.
+        if !all.message.contains(&failure.message) {
+            all.message = format!("{}\n{}", all.message.trim_end(), failure.message);
+        }
+    }
+    Err(all)
 }
 
 fn check_pack(pack: &Path) -> Result {

@@ -477,8 +477,14 @@ fn read_text(what: &str, path: &Path) -> Result<String> {
         .take(MOST)
         .read_to_end(&mut bytes)
         .map_err(unreadable)?;
-    String::from_utf8(bytes)
-        .map_err(|_| Failure::input(format!("{} is not a text file", path.display())))
+    let gzip = bytes.starts_with(&[0x1f, 0x8b]);
+    String::from_utf8(bytes).map_err(|_| {
+        let failure = Failure::input(format!("{} is not a text file", path.display()));
+        if !gzip {
+            return failure;
+        }
+        failure.hint("if it is a pack, `moesaic cache import` takes it, and `tar -tzf` lists it")
+    })
 }
 
 /// Validates the spec again, because an override can make a valid spec invalid.

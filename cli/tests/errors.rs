@@ -36,6 +36,10 @@ fn specs_that_cannot_be_read() {
     let binary = dir.path().join("binary.toml");
     std::fs::write(&binary, [0xff, 0xfe, 0]).unwrap();
     emit(&binary).fails(2, &["binary.toml is not a text file"]);
+    let pack = dir.path().join("pack.tar.gz");
+    std::fs::write(&pack, [0x1f, 0x8b, 8, 0]).unwrap();
+    let said = ["pack.tar.gz is not a text file", "moesaic cache import"];
+    emit(&pack).fails(2, &said);
 }
 
 #[cfg(unix)]
@@ -209,6 +213,22 @@ fn a_missing_compiler_says_what_to_install() {
             "moesaic toolchain install c",
         ],
     );
+}
+
+#[test]
+fn compilers_that_are_missing_are_named_together() {
+    let small = Small::new();
+    let mut call = command();
+    call.args(["precompile", "--target", "cuda:sm_80,h100,mi300x", "--spec"]);
+    call.arg(&small.spec)
+        .arg("-o")
+        .arg(small.dir.path().join("pack.tar.gz"));
+    call.env("MOESAIC_NVRTC", small.dir.path())
+        .env("MOESAIC_CLANG", "/no/such/clang++");
+    let finished = finish(&mut call);
+    let said = finished.stderr.clone();
+    finished.fails(2, &["no compiler for `cuda`", "no compiler for `rocm`"]);
+    assert_eq!(said.matches("no compiler for `cuda`").count(), 1, "{said}");
 }
 
 #[test]

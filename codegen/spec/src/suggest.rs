@@ -128,6 +128,9 @@ const VALUE_ALIASES: &[(&str, &str)] = &[
     ("gelu_tanh", "gelu-tanh"),
     ("swiglu", "gated"),
     ("geglu", "gated"),
+    ("swiglu", "silu"),
+    ("geglu", "gelu"),
+    ("reglu", "relu"),
     ("mlp", "plain"),
     ("ffn", "plain"),
     ("sqrtsoftplus", "sqrt-softplus"),
@@ -147,6 +150,11 @@ pub(crate) fn value(word: &str, known: &[&'static str]) -> Option<&'static str> 
         .find(|(alias, meant)| *alias == lower && known.contains(meant));
     let close = || closest(word, known.iter().copied());
     alias.map(|(_, meant)| *meant).or_else(close)
+}
+
+/// Returns true for the names of gated forms that say their activation too.
+pub(crate) fn is_gated_form(word: &str) -> bool {
+    ["swiglu", "geglu", "reglu"].contains(&word.to_lowercase().as_str())
 }
 
 #[cfg(test)]
@@ -186,6 +194,7 @@ mod tests {
         assert_eq!(value("BFLOAT16", &["f32", "bf16"]), Some("bf16"));
         assert_eq!(value("swiglu", &["gated", "plain"]), Some("gated"));
         assert_eq!(value("swiglu", &["silu", "relu"]), Some("silu"));
+        assert_eq!(value("GEGLU", &["silu", "gelu"]), Some("gelu"));
         assert_eq!(value("slot_major", &["slot-major"]), Some("slot-major"));
         assert_eq!(value("tanh", &["silu", "relu"]), None);
     }

@@ -6,6 +6,7 @@ use moesaic_plan::{LayerPlan, TensorPlan};
 use moesaic_target::Ptr;
 use moesaic_tensor::{Element, Tensor, Tensors};
 use std::borrow::Cow;
+use std::ops::Index;
 use std::time::Duration;
 
 /// The input of a call, in host memory.
@@ -241,6 +242,24 @@ impl Output {
     }
 }
 
+/// `output["topk_ids"]`, the tensor of that name.
+///
+/// # Panics
+/// If the call did not ask for it; [`Output::get`] returns `None` then.
+impl Index<&str> for Output {
+    type Output = Tensor<'static>;
+
+    fn index(&self, name: &str) -> &Tensor<'static> {
+        self.get(name).unwrap_or_else(|| {
+            let read: Vec<&str> = self.tensors.keys().map(String::as_str).collect();
+            panic!(
+                "the call did not read `{name}`, only {}: name it in `input.reading(…)`",
+                read.join(", ")
+            )
+        })
+    }
+}
+
 /// The arguments of a call on device memory that someone else owns. Kernels read inputs and write
 /// outputs where they are, in stream order and without waiting; over ranks the host waits for
 /// exchanges alone.
@@ -377,5 +396,27 @@ pub(crate) fn input_error(name: &str, problem: String) -> EngineError {
     EngineError::Input {
         name: name.to_string(),
         problem,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn output() -> Output {
+        Output {
+            tensors: Tensors::new().with("y", &[2], &[1.0f32, 2.0]),
+        }
+    }
+
+    #[test]
+    fn outputs_are_found_by_name() {
+        assert_eq!(output()["y"].to_f32(), [1.0, 2.0]);
+    }
+
+    #[test]
+    #[should_panic(expected = "did not read `topk_ids`, only y: name it in `input.reading(…)`")]
+    fn an_output_that_was_not_read_is_named() {
+        let _ = &output()["topk_ids"];
     }
 }

@@ -438,19 +438,30 @@ impl<'a> Finder<'a, '_> {
             .filter(|name| ends.contains(&end(name)))
             .map(str::to_string)
             .collect();
-        if similar.is_empty() {
-            String::new()
-        } else {
-            format!("; it has {}", listed(&similar))
+        if !similar.is_empty() {
+            return format!("; it has {}", listed(&similar));
         }
+        // Nothing resembles the name. A file of canonical names has few others, so list those; a
+        // model's file has the rest of the model, which would say nothing.
+        let canonical = tried.iter().all(|name| *name == self.tensor.name);
+        let others: Vec<String> = self.strays().iter().map(|name| name.to_string()).collect();
+        if others.is_empty() || !canonical {
+            return String::new();
+        }
+        format!("; it has {}, which the spec does not use", listed(&others))
     }
 
     /// Returns a name in the file close to the canonical one and not in the spec: probably the
     /// missing tensor, misspelled.
     fn misspelt(&self) -> Option<&'a str> {
+        closest(&self.tensor.name, self.strays().into_iter())
+    }
+
+    /// Returns the names in the file that the spec does not have.
+    fn strays(&self) -> Vec<&'a str> {
         let known = canonical_tensors(self.spec);
         let stray = |name: &&str| known.iter().all(|tensor| tensor.name != *name);
-        closest(&self.tensor.name, self.checkpoint.names().filter(stray))
+        self.checkpoint.names().filter(stray).collect()
     }
 
     /// Returns the fused tensor that contains the wanted one, if the spec declares gate and up as

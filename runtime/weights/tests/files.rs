@@ -161,6 +161,13 @@ fn errors_name_tensor_and_file() {
         "FILE has no tensor for `router.weight`; it has `gate.router.weight`"
     );
     assert_eq!(
+        write(&|w| {
+            let tensor = w.remove("router.weight").unwrap();
+            w.insert("moe.wg".to_string(), tensor);
+        }),
+        "FILE has no tensor for `router.weight`; it has `moe.wg`, which the spec does not use"
+    );
+    assert_eq!(
         write(&|w| w.get_mut("router.weight").unwrap().dtype = DType::I32),
         "`router.weight` in FILE has elements of type i32, expected f32, f16 or bf16"
     );

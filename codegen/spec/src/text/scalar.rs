@@ -161,6 +161,10 @@ fn choice(word: &str, known: &[&'static str], path: &str) -> Read {
         return Ok(word.into());
     }
     let label = match suggest::value(word, known) {
+        // The field names the form and the activation by one word, and here they are two keys.
+        Some(meant) if path == "experts.activation" && suggest::is_gated_form(word) => {
+            format!("write \"{meant}\": form = \"gated\", the default, multiplies it by up")
+        }
         Some(meant) => format!("did you mean \"{meant}\"?"),
         None => "not a possible value".to_string(),
     };
