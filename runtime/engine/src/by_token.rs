@@ -46,6 +46,8 @@ impl MultiGate {
         check_outputs(plan, names)?;
         let places = Places::new(router_ids, self.layers.len(), input.tokens)?;
         let inputs = places.inputs(plan, &input)?;
+        // Where experts see every token, the stack evaluates with one row for all routers of a
+        // token. Here a token has one router, so layers one by one are as little work.
         let outputs = match self.stack.as_ref().filter(|stack| !stack.sees_all()) {
             Some(stack) => {
                 let each: Vec<&Input<'_>> = inputs.iter().collect();
@@ -135,6 +137,7 @@ impl MultiGate {
 /// Returns the key of an option by which a token's results depend on other tokens, or on its place
 /// among them.
 fn beyond_one_token(spec: &LayerSpec, training: bool) -> Option<&'static str> {
+    // Their inputs describe all tokens of a call, and a router's layer sees a part of them.
     let losses = [LossKind::Sequence, LossKind::Global];
     let found = [
         (spec.may_drop(), "capacity"),
@@ -207,6 +210,7 @@ impl Places {
         });
         let mut calls: Vec<Input<'static>> = calls.collect();
         for (name, tensor) in &input.tensors {
+            // The others, such as `active_k`, are of the whole call, and so of each router's.
             let each = if plan.tensor(name).is_some_and(TensorPlan::is_by_token) {
                 self.rows_of(name, tensor)?
             } else {
@@ -262,6 +266,7 @@ impl Places {
 
     /// Puts the rows of all routers into the order of the tokens.
     fn in_order(&self, each: &[&Tensor<'_>]) -> Tensor<'static> {
+        // Each router's output has the width of its rows, also without any token.
         let mut all = Tensor::zeros(each[0].dtype, &with_rows(&each[0].shape, self.tokens));
         let width = all.data.len() / self.tokens.max(1);
         let data = all.data.to_mut();
