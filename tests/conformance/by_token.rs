@@ -411,8 +411,8 @@ fn lings_routers_are_read() {
     // A router that is not there is an error that names it.
     let mut without = ling();
     without.remove("model.layers.1.mlp.audio_gate.weight");
-    write_safetensors(&folder.path().join("less.safetensors"), &without).unwrap();
-    let file = Checkpoint::open(&folder.path().join("less.safetensors")).unwrap();
+    write_safetensors(folder.path().join("less.safetensors"), &without).unwrap();
+    let file = Checkpoint::open(folder.path().join("less.safetensors")).unwrap();
     let error = LayerReader::of_routers(&import, &file, options)
         .err()
         .unwrap();
