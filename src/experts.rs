@@ -116,6 +116,23 @@ pub use moesaic_engine::UserSaved;
 #[doc(inline)]
 pub use moesaic_engine::MultiGate;
 
+/// The state that a training call of a [`MultiGate`] with one router for each token keeps for
+/// backward.
+///
+/// ```
+/// use moesaic::experts::{MultiGate, SavedByToken};
+/// use moesaic::{EngineError, Input, RngKey, Tensor};
+///
+/// /// One step of a layer whose tokens of text have router 0, and those of images router 1.
+/// fn step(gates: &MultiGate, x: &Input<'_>, modality: &[i32], dy: &Tensor<'_>) -> Result<(), EngineError> {
+///     let (_, saved): (_, SavedByToken) =
+///         gates.forward_train_by_token(x, modality, RngKey::default())?;
+///     gates.backward_by_token(&saved, dy, false).map(drop)
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::SavedByToken;
+
 /// The state that a training call of a [`MultiGate`] keeps for backward.
 ///
 /// ```

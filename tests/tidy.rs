@@ -175,6 +175,7 @@ const ENGINE: &[&str] = &[
     "expert_ranks",
     "user",
     "multi_gate",
+    "by_token",
     "variants",
 ];
 

@@ -88,6 +88,10 @@ const TABLE: &[(&str, &[Row])] = &[
             ("stats", Always),
             ("record", Always),
             ("replay", Always),
+            (
+                "replay-layer",
+                NotWith(&["--replay-layer", "0"], "--replay"),
+            ),
             ("training", Always),
             ("grad", Always),
             (

@@ -335,6 +335,73 @@ fn a_warm_cache_compiles_nothing_and_strict_needs_one() {
     );
 }
 
+/// A small layer whose router decides by more than its logits.
+const CHOOSING: &str = "shape = { model_dim = 20, hidden_dim = 12, experts = 5, top_k = 2 }\n\
+                        router = { score = \"sigmoid\", renormalize = \"sum\", scale = 2.5 }\n";
+
+/// A run has one router: it does not give all tokens to it in silence.
+#[test]
+fn routers_of_tokens_are_refused() {
+    let small = Small::new();
+    let mut input = small_input();
+    input.insert("router_ids".to_string(), Tensor::owned(&[7], vec![0i32; 7]));
+    save(small.dir.path(), "x.safetensors", &input);
+    small.refuses(&[], &["`router_ids`", "forward_by_token"]);
+}
+
+/// vLLM's array of one layer gives the same bytes, in one process and over ranks.
+#[test]
+fn an_array_of_expert_ids_replays() {
+    let small = Small::of(CHOOSING);
+    let record = small.dir.path().join("routed_experts.npy");
+    let path = record.to_str().unwrap();
+    small.run(&["--record", path]).ok();
+    let header = std::fs::read(&record).unwrap();
+    assert!(header.starts_with(b"\x93NUMPY") && header.len() == 128 + 7 * 2);
+    let once = ["y", "topk_ids", "topk_weights"].map(|name| load(&small.output, name));
+    for more in [&[][..], &["--ranks", "2"], &["--reference"]] {
+        std::fs::remove_file(&small.output).unwrap();
+        small.run(&[&["--replay", path], more].concat()).ok();
+        let again = ["y", "topk_ids", "topk_weights"].map(|name| load(&small.output, name));
+        assert_eq!(again, once, "{more:?}");
+    }
+}
+
+/// A run takes one layer of a record, and with `token_ids` some of its tokens.
+#[test]
+fn a_run_takes_a_layer_and_tokens_of_an_array() {
+    let small = Small::of(CHOOSING);
+    let record = small.dir.path().join("routed_experts.npy");
+    // Layer 1 of 9 tokens: experts t mod 5 and the next.
+    let id = |place: usize| (place / 4 + place % 2 + (place / 2 + 1) % 2) % 5;
+    let ids: Vec<u8> = (0..9 * 2 * 2).map(|place| id(place) as u8).collect();
+    let head = "{'descr': '|u1', 'fortran_order': False, 'shape': (9, 2, 2), }";
+    let mut bytes = b"\x93NUMPY\x01\x00\x76\x00".to_vec();
+    bytes.extend(format!("{head:<117}\n").bytes().chain(ids));
+    std::fs::write(&record, bytes).unwrap();
+    let path = record.to_str().unwrap();
+    small.refuses(&["--replay", path], &["has 2 layers", "--replay-layer"]);
+    let of_layer = ["--replay", path, "--replay-layer", "1"];
+    small.refuses(
+        &of_layer,
+        &["the record has 9 tokens, and the input 7", "token_ids"],
+    );
+    let none = ["--replay", path, "--replay-layer", "2"];
+    small.refuses(&none, &["the record has layers 0 to 1 and not 2"]);
+    let mut input = small_input();
+    let places = vec![8i32, 0, 3, 1, 1, 7, 2];
+    input.insert("token_ids".to_string(), Tensor::owned(&[7], places.clone()));
+    save(small.dir.path(), "x.safetensors", &input);
+    small.run(&of_layer).ok();
+    let chosen = load(&small.output, "topk_ids").2;
+    let want = places.iter().flat_map(|place| [place % 5, (place + 1) % 5]);
+    assert_eq!(chosen, want.map(f64::from).collect::<Vec<_>>());
+    let safetensors = small.dir.path().join("record").display().to_string();
+    let wrong = ["--replay", &safetensors, "--replay-layer", "1"];
+    std::fs::remove_file(&small.output).unwrap();
+    small.refuses(&wrong, &["names a layer of an .npy record"]);
+}
+
 /// A record of a run, replayed, gives the same output without a router.
 #[test]
 fn a_record_replays() {

@@ -10,6 +10,7 @@ mod addresses;
 mod arranged;
 mod bank;
 mod batch;
+mod by_token;
 mod caches;
 mod case;
 mod cases;

@@ -24,8 +24,8 @@ const SPEC: &str = "shape = { model_dim = 24, hidden_dim = 20, experts = 4, top_
 /// The observations.
 #[derive(Default)]
 struct Seen {
-    /// Addresses of allocated memory.
-    live: BTreeSet<u64>,
+    /// Allocated memory: its bytes by address.
+    live: BTreeMap<u64, usize>,
     capturing: bool,
     /// Addresses that captured launches name.
     captured: BTreeSet<u64>,
@@ -177,7 +177,7 @@ impl Device for Watched {
         }
         let memory = self.cpu.alloc(bytes)?;
         let address = memory.ptr();
-        self.seen().live.insert(address.0);
+        self.seen().live.insert(address.0, bytes);
         let live = Live(self.seen.clone(), memory);
         Ok(Buffer::new(address, bytes, Box::new(live)))
     }
@@ -256,7 +256,12 @@ fn a_graph_keeps_the_memory_of_its_calls() {
         .forward_train(input.reading(&["y"]), RngKey::default())
         .unwrap();
     raw_step(&layer, device, 64, &memory);
-    let gone = |seen: &Seen| captured.difference(&seen.live).count();
+    let gone = |seen: &Seen| {
+        captured
+            .iter()
+            .filter(|address| !seen.live.contains_key(address))
+            .count()
+    };
     assert_eq!(gone(&watched.seen()), 0, "after a larger call");
     drop((layer, engine));
     assert_eq!(gone(&watched.seen()), 0, "after the layer");
@@ -459,4 +464,50 @@ fn a_dropless_step_leaves_counts_on_the_device() {
     let waited = watched.seen().waited.clone();
     let uploaded = watched.seen().uploaded.len();
     assert_eq!((waited, uploaded), (BTreeMap::new(), before));
+}
+
+/// A layer over the experts of another adds no experts to memory: neither weights, in the form that
+/// kernels read, nor gradients.
+#[test]
+fn experts_of_a_bank_are_in_memory_once() {
+    let wide = "shape = { model_dim = 64, hidden_dim = 96, experts = 16, top_k = 2 }\n";
+    let watched = Watched::new();
+    let (engine, case) = (watched.engine(), case(wide, 2));
+    let bytes = || watched.seen().live.values().sum::<usize>();
+    let step = |layer: &Layer| {
+        let (input, dy) = (case.input(), case.dy(7));
+        let dy = Tensor::owned(&[2, 64], dy.iter().map(|&dy| dy as f32).collect::<Vec<_>>());
+        let call = layer.forward_train(&input, RngKey::default());
+        layer.backward(&call.unwrap().1, &dy, false).unwrap();
+        layer.forward(&input).unwrap();
+    };
+    let bank = training_layer(&engine, &case);
+    step(&bank);
+    let router: Tensors<'_> = case
+        .host_weights()
+        .iter()
+        .filter(|(name, _)| name.starts_with("router."))
+        .map(|(name, tensor)| (name.clone(), tensor.clone()))
+        .collect();
+    let added = |layer: &dyn Fn() -> Layer| {
+        let before = bytes();
+        let layer = layer();
+        step(&layer);
+        bytes() - before
+    };
+    let alone = added(&|| training_layer(&engine, &case));
+    let over_bank = added(&|| {
+        let layer = engine.layer_over_experts_of(&bank, &case.spec, &router);
+        layer.unwrap()
+    });
+    let experts = 3 * 16 * 64 * 96 * size_of::<f32>();
+    assert!(
+        over_bank < experts / 4,
+        "{over_bank} bytes beside experts of {experts}"
+    );
+    // Weights and gradients.
+    assert!(
+        alone >= over_bank + 2 * experts,
+        "{alone} bytes alone, {over_bank} over a bank"
+    );
 }

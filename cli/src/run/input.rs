@@ -2,7 +2,8 @@
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
-use moesaic::spec::{Chooser, LossKind, Router};
+use moesaic::spec::{Chooser, LossKind, Router, RouterKind};
+use moesaic::train::replay::Replay;
 use moesaic::weights::{Checkpoint, TensorRef};
 use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
 use std::ops::Range;
@@ -37,6 +38,11 @@ pub fn count(file: &Checkpoint, spec: &LayerSpec) -> Result<usize> {
 impl<'a> Tokens<'a> {
     /// Finds, checks and converts the tensors that the layer needs.
     pub fn read(file: &'a Checkpoint, spec: &LayerSpec, console: &Console) -> Result<Tokens<'a>> {
+        if file.tensor("router_ids").is_some() {
+            let message = "`router_ids` name a router for each token, and a run has one router";
+            return Err(Failure::input(message)
+                .hint("in Rust, MultiGate::forward_by_token takes them; or leave them out"));
+        }
         let (x, count) = (find(file, "x")?, count(file, spec)?);
         let wanted = spec.precision.activations;
         let mut tokens = Tokens {
@@ -134,6 +140,36 @@ impl<'a> Tokens<'a> {
         let shape = [tokens.count, spec.shape.top_k];
         tokens.insert("topk_ids", Tensor::owned(&shape, ids));
         tokens.insert("topk_weights", Tensor::owned(&shape, weights));
+        Ok(tokens)
+    }
+
+    /// Reads the tokens of a file for a layer that looks its experts up in a record. The file's
+    /// `token_ids` are their places in it; without any, they are the record's tokens in order.
+    pub fn placed(
+        file: &'a Checkpoint,
+        replayed: &Replay,
+        console: &Console,
+    ) -> Result<Tokens<'a>> {
+        if file.tensor("token_ids").is_some() {
+            return Tokens::read(file, &replayed.spec, console);
+        }
+        let inner = LayerSpec {
+            router: Router {
+                kind: RouterKind::Linear,
+                table_rows: None,
+                ..replayed.spec.router.clone()
+            },
+            ..replayed.spec.clone()
+        };
+        let mut tokens = Tokens::read(file, &inner, console)?;
+        let (count, recorded) = (tokens.count, replayed.table.shape[0]);
+        if count != recorded {
+            let message = format!("the record has {recorded} tokens, and the input {count}");
+            return Err(Failure::input(message)
+                .hint("put the tokens' places in the record into the input, as `token_ids`"));
+        }
+        let places = (0..count as i32).collect();
+        tokens.insert("token_ids", Tensor::owned(&[count], places));
         Ok(tokens)
     }
 

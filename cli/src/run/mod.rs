@@ -9,6 +9,7 @@ mod outcome;
 mod pass;
 mod ranks;
 mod record;
+mod replay;
 mod report;
 
 use crate::console::Console;
@@ -27,15 +28,17 @@ use input::Tokens;
 use meeting::Meeting;
 use moesaic::spec::hf::Import;
 use moesaic::trace::{Recorder, Trace, chrome_trace};
+use moesaic::train::replay::TABLE;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, dequantized};
 use moesaic::weights::{write_safetensors, write_whole};
-use moesaic::{Engine, EngineOptions, LayerSpec};
+use moesaic::{Engine, EngineOptions, LayerSpec, Statistics, Tensors};
 use outcome::Outcome;
 use pass::PassArgs;
 use ranks::{Job, RankArgs, Shared};
 use record::Routing;
+use replay::Replay;
 use report::Report;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -93,12 +96,17 @@ pub struct RunArgs {
     /// Also print where kernels came from, and what the router did: loads, drops, entropy
     #[arg(long)]
     stats: bool,
-    /// Also write the routing record: ids, weights, locations, counts, drops
+    /// Also write the routing record: ids, weights, locations, counts, drops. A name that ends in
+    /// .npy writes the ids alone, as vLLM's routed_experts of one layer
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
-    /// Take experts and weights of every token from a routing record instead of the router
+    /// Take experts and weights of every token from a routing record instead of the router; from
+    /// an .npy file, vLLM's routed_experts, the experts alone
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
+    /// The layer of an .npy record; without it the only one, or the model's
+    #[arg(long, value_name = "N", requires = "replay")]
+    replay_layer: Option<usize>,
     /// Also write the times of each launch and exchange, for chrome://tracing and ui.perfetto.dev,
     /// with one lane for launches and one for exchanges per rank. On GPUs the run then waits for
     /// each launch
@@ -135,10 +143,14 @@ impl RunArgs {
                 "--keys does nothing with --hf and --gguf: the model's own names are read";
             return Err(Failure::input(message).hint("leave it out, or take --spec"));
         }
-        if self.replay.is_some() {
+        let replay = self.replay(&source)?;
+        let own = source.spec.clone();
+        match &replay {
             // The record already masks the choices that a capacity dropped, so nothing is dropped
             // again.
-            source.spec = source.spec.decided_elsewhere();
+            Some(Replay::Routing(_)) => source.spec = source.spec.decided_elsewhere(),
+            Some(Replay::Experts(replayed)) => source.spec = replayed.spec.clone(),
+            None => {}
         }
         self.pass.check_factor(&source.spec.capacity)?;
         let shared = self.ranks.get(&source.spec)?;
@@ -159,10 +171,22 @@ impl RunArgs {
         let file = input::open(&self.input)?;
         engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
         let checkpoint = self.checkpoint(&source)?;
-        let weights = self.weights(&source, &checkpoint)?;
-        let mut tokens = match &self.replay {
+        // A replayed layer lacks what its router chose by, which the file has.
+        let read = LayerSpec {
+            router: match &replay {
+                Some(Replay::Experts(_)) => own.router,
+                _ => source.spec.router.clone(),
+            },
+            ..source.spec.clone()
+        };
+        let mut weights = self.weights(&read, &source, &checkpoint)?;
+        if let Some(Replay::Experts(replayed)) = &replay {
+            weights = weights.with(TABLE, replayed.table.clone());
+        }
+        let mut tokens = match &replay {
             None => Tokens::read(&file, &source.spec, console)?,
-            Some(path) => Tokens::replay(&file, path, &source.spec, console)?,
+            Some(Replay::Routing(path)) => Tokens::replay(&file, path, &source.spec, console)?,
+            Some(Replay::Experts(replayed)) => Tokens::placed(&file, replayed, console)?,
         };
         tokens.capacity_factor = self.pass.capacity_factor;
         if self.pass.has_losses() {
@@ -179,7 +203,7 @@ impl RunArgs {
                     engine: &engine,
                     spec: &source.spec,
                     weights: &weights,
-                    reading: self.reading(&source),
+                    reading: self.reading(&source, replay.as_ref()),
                     pass: &self.pass,
                     tokens: &tokens,
                     traced: self.trace.is_some(),
@@ -206,8 +230,7 @@ impl RunArgs {
         let limited = outcome.limited;
         let routing = Routing::of(&source.spec, outputs, limited).map(|r| r.statistics());
         if let (Some(path), Some(statistics)) = (&self.record, &routing) {
-            let record = record::tensors(outputs, statistics);
-            write_safetensors(path, &record).map_err(unwritable)?;
+            self.write_record(path, &source.spec, outputs, statistics)?;
         }
         if let Some(path) = &self.trace {
             let trace = chrome_trace(std::mem::take(&mut outcome.trace)).to_string();
@@ -234,6 +257,24 @@ impl RunArgs {
         } else {
             console.print(&report.text(self.stats, &console.out))
         }
+    }
+
+    /// Writes what the router did, in the form that the file's name says.
+    fn write_record(
+        &self,
+        path: &Path,
+        spec: &LayerSpec,
+        outputs: &Tensors<'_>,
+        statistics: &Statistics,
+    ) -> Result {
+        let record = record::tensors(outputs, statistics);
+        if !replay::is_array(path) {
+            return write_safetensors(path, &record).map_err(unwritable);
+        }
+        let ids: Vec<i32> = record["topk_ids"].to_vec().unwrap_or_default();
+        let top_k = spec.shape.top_k;
+        let sizes = [ids.len() / top_k.max(1), spec.routed_experts(), top_k];
+        replay::write_array(path, sizes, ids)
     }
 
     /// Checks that outputs can be written, and that none of them overwrites an input.
@@ -302,14 +343,19 @@ impl RunArgs {
     }
 
     /// Opens the layer's weights. Only names, types and shapes are read here.
-    fn weights<'c>(&self, source: &Source, file: &'c Checkpoint) -> Result<LayerReader<'c>> {
+    fn weights<'c>(
+        &self,
+        spec: &LayerSpec,
+        source: &Source,
+        file: &'c Checkpoint,
+    ) -> Result<LayerReader<'c>> {
         let options = LoadOptions {
             narrow: self.narrow,
             allow_infinite: self.allow_infinite,
             allow_extra: self.allow_extra,
             dequantize: None,
         };
-        let (spec, all) = (&source.spec, source.spec.shape.experts);
+        let all = spec.shape.experts;
         Ok(match (&source.import, self.keys.get()) {
             (Some(import), _) => {
                 let spec = spec.clone();
@@ -325,16 +371,24 @@ impl RunArgs {
     }
 
     /// Describes the choices that decide the weights, besides their file and the spec.
-    fn reading(&self, source: &Source) -> String {
+    fn reading(&self, source: &Source, replay: Option<&Replay<'_>>) -> String {
         let (keys, narrow) = (self.keys.get(), self.narrow);
         let recipes = source.import.as_ref().map(|import| &import.sources);
-        format!("{recipes:?}, {keys:?}, {narrow}")
+        let table = match replay {
+            Some(Replay::Experts(replayed)) => Some(blake3::hash(&replayed.table.data).to_hex()),
+            _ => None,
+        };
+        format!("{recipes:?}, {keys:?}, {narrow}, {table:?}")
     }
 
     /// Returns the options that `precompile` needs and an engine does not know: a replay has the
     /// layer without its router.
     fn ahead(&self) -> &'static str {
-        if self.replay.is_some() {
+        if self
+            .replay
+            .as_deref()
+            .is_some_and(|path| !replay::is_array(path))
+        {
             " --replay"
         } else {
             ""

@@ -127,8 +127,8 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("moe_drop_tokens", "mixtral", "true"),
     ("add_router_probs", "switch_transformers", "true"),
     ("uniform_expert_assignment", "mixtral", "true"),
-    ("multi_gate", "bailing_moe", "true"),
-    ("router_type", "bailing_hybrid", "\"MultiRouter\""),
+    ("multi_gate", "deepseek_v3", "true"),
+    ("router_type", "deepseek_v3", "\"MultiRouter\""),
 ];
 
 /// No routing key is ignored silently: each one in the table is refused where it disagrees, or
@@ -276,6 +276,46 @@ fn bailing_moe_has_the_router_of_its_version() {
     );
     assert_eq!((second.router.scale, second.shared[0].hidden_dim), (2.5, 6));
     assert_eq!(second.router.groups.unwrap().count, 4);
+}
+
+/// Ling's routers of images and audio, by either key, and what they need.
+#[test]
+fn routers_by_modality_are_named() {
+    let config = |more: &str| {
+        format!(
+            r#"{{"model_type": "bailing_moe_v2", "hidden_size": 8, "num_experts": 8,
+                "num_experts_per_tok": 2, "moe_intermediate_size": 4{more}}}"#
+        )
+    };
+    let biased = r#", "score_function": "sigmoid", "moe_router_enable_expert_bias": true"#;
+    for key in [r#""multi_gate": true"#, r#""router_type": "MultiRouter""#] {
+        let several = import(&config(&format!("{biased}, {key}")), 0).unwrap();
+        let alone = import(&config(biased), 0).unwrap();
+        assert_eq!(several.spec, alone.spec);
+        assert_eq!(several.sources, alone.sources);
+        let names: Vec<&str> = several.routers.iter().map(|router| &*router.name).collect();
+        assert_eq!(names, ["image", "audio"]);
+        for router in &several.routers {
+            let read: Vec<&str> = router.sources.iter().map(|source| &*source.name).collect();
+            assert_eq!(read, ["router.weight", "router.select_bias"]);
+        }
+        assert!(
+            several
+                .notes
+                .iter()
+                .any(|note| note.contains("routers of their own"))
+        );
+        assert!(alone.routers.is_empty());
+        let said = error(&config(&format!(", {key}")), 0);
+        assert!(
+            said.contains("routers by modality without a bias"),
+            "{said}"
+        );
+    }
+    let one = config(&format!(
+        r#"{biased}, "multi_gate": false, "router_type": "topN""#
+    ));
+    assert!(import(&one, 0).unwrap().routers.is_empty());
 }
 
 /// Python's `json` reads and writes these; published Nemotron files have the second line.

@@ -20,6 +20,7 @@
 
 mod addresses;
 mod bank;
+mod by_token;
 mod call;
 mod device_layer;
 mod engine;
@@ -51,6 +52,7 @@ mod turns;
 mod user;
 mod variants;
 
+pub use by_token::SavedByToken;
 pub use call::{CallInput, Input, Output, OutputGradient, RawBackward, RawCall, RngKey, StepTime};
 pub use engine::{Engine, LoadedKernel};
 pub use error::EngineError;

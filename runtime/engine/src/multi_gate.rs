@@ -29,18 +29,21 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// Over ranks the routers run one by one, each with its own exchange of rows; all ranks make every
 /// call. Gradients are complete after [`MultiGate::reduce_gradients`].
+///
+/// If each token has one of the routers, as tokens of text, images and audio in Ling 3, see
+/// [`MultiGate::forward_by_token`].
 pub struct MultiGate {
-    layers: Vec<Layer>,
-    stack: Option<Stack>,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) stack: Option<Stack>,
     /// A lock for one backward pass at a time; a pass may be several calls, one of each layer.
     backward: Mutex<()>,
 }
 
 /// The state that a forward pass of a [`MultiGate`] keeps for backward. You can also put it
 /// together from the states of its layers, in order, if they ran by themselves.
-pub struct MultiSaved(Kept);
+pub struct MultiSaved(pub(crate) Kept);
 
-enum Kept {
+pub(crate) enum Kept {
     Together(StackSaved),
     Each(Vec<Saved>),
 }
@@ -213,7 +216,8 @@ impl MultiGate {
             let routers = self.routers()?;
             routers[0].check_training()?;
             let (input, names) = input.args(routers[0].plan())?.in_host_memory()?;
-            let (outputs, saved) = stack.forward_train(&routers, &input, names, rng_key)?;
+            let inputs = vec![&*input; routers.len()];
+            let (outputs, saved) = stack.forward_train(&routers, &inputs, names, rng_key)?;
             return Ok((outputs, MultiSaved(Kept::Together(saved))));
         }
         let each = self.layers.iter();
@@ -270,7 +274,7 @@ impl MultiGate {
     }
 
     /// Returns the layers as the stack takes them.
-    fn routers(&self) -> Result<Vec<&DeviceLayer>, EngineError> {
+    pub(crate) fn routers(&self) -> Result<Vec<&DeviceLayer>, EngineError> {
         self.layers.iter().map(|layer| layer.one(ROUTER)).collect()
     }
 

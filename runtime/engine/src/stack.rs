@@ -1,9 +1,9 @@
 //! Experts behind several routers, in one pass over their weights.
 //!
 //! Each router decides by itself. Then the tokens of all routers are one call of a layer with
-//! external routing: token `t` of router `g` is its token `g · stride + t`. A router's tokens are a
-//! slice of that layer's tensors, which the router's own launches read and write in place. Backward
-//! does the same in reverse.
+//! external routing, in which each router's tokens follow those of the one before. A router's tokens
+//! are a slice of that layer's tensors, which the router's own launches read and write in place.
+//! Backward does the same in reverse.
 //!
 //! If every token visits every expert whatever its router says (`top_k` is the number of experts,
 //! as in MMoE), evaluation saves more: experts see each token once, and each router only sums their
@@ -22,6 +22,7 @@ use moesaic_plan::TensorId;
 use moesaic_spec::{LayerSpec, Select, WeightSite};
 use moesaic_target::Buffer;
 use moesaic_tensor::Tensor;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 /// The tensors of a router in the stack before the experts run.
@@ -56,9 +57,59 @@ pub(crate) struct Stack {
     returning: Mutex<Workspace>,
 }
 
+/// The tokens of each router in the stack.
+struct Spans {
+    each: Vec<Range<usize>>,
+    /// The tokens of the stack, with those between two routers' that go to no expert.
+    total: usize,
+}
+
+impl Spans {
+    /// Lays the tokens of calls one behind another. Each begins at a multiple of [`ALIGN`].
+    fn of(inputs: &[&Input<'_>]) -> Spans {
+        let mut total = 0;
+        let lay = |input: &&Input<'_>| {
+            let span = total..total + input.tokens;
+            total += input.tokens.next_multiple_of(ALIGN);
+            span
+        };
+        Spans {
+            each: inputs.iter().map(lay).collect(),
+            total,
+        }
+    }
+
+    /// The tokens of one call, which all routers read.
+    fn once(tokens: usize) -> Spans {
+        Spans {
+            each: std::iter::once(0..tokens).collect(),
+            total: tokens,
+        }
+    }
+
+    /// Returns the most tokens that a router has.
+    fn most(&self) -> usize {
+        self.each.iter().map(Range::len).max().unwrap_or(0)
+    }
+
+    /// Returns whether tokens lie between two routers' that are no router's.
+    fn have_gaps(&self) -> bool {
+        self.each.iter().map(Range::len).sum::<usize>() < self.total
+    }
+
+    /// Lays rows of each router at its tokens, with zeros between them.
+    fn laid<'a>(&self, parts: impl Iterator<Item = &'a [u8]>, row: usize) -> Vec<u8> {
+        let mut all = vec![0; self.total * row];
+        for (span, part) in self.each.iter().zip(parts) {
+            all[span.start * row..][..part.len()].copy_from_slice(part);
+        }
+        all
+    }
+}
+
 /// The state that one forward pass keeps for backward.
 pub(crate) struct StackSaved {
-    tokens: usize,
+    spans: Spans,
     experts: DeviceSaved,
     routers: Vec<(Workspace, Scalars)>,
 }
@@ -101,7 +152,7 @@ impl Stack {
         })
     }
 
-    /// Evaluates the layer of every router.
+    /// Evaluates the layer of every router on the same tokens.
     pub fn forward(
         &self,
         routers: &[&DeviceLayer],
@@ -112,36 +163,45 @@ impl Stack {
         if self.once {
             self.forward_once(routers, input, names)
         } else {
-            self.forward_stacked(routers, input, names)
+            self.forward_stacked(routers, &vec![input; routers.len()], names)
         }
     }
 
-    fn forward_stacked(
+    /// Returns whether every expert sees every token, so that an evaluation has one row for all
+    /// routers.
+    pub fn sees_all(&self) -> bool {
+        self.once
+    }
+
+    /// Evaluates the layer of every router, each on its own tokens.
+    pub fn forward_stacked(
         &self,
         routers: &[&DeviceLayer],
-        input: &Input<'_>,
+        inputs: &[&Input<'_>],
         names: &[&str],
     ) -> Result<Vec<Output>, EngineError> {
-        let (stride, total) = sizes(routers, input.tokens);
+        routers[0].check_outputs(Pass::Evaluate, names)?;
+        let spans = Spans::of(inputs);
+        let total = spans.total;
         let mut workspaces = self.experts.lock_workspaces();
         let scalars = self.scalars(Pass::Evaluate, total)?;
         self.experts.reserve(&mut workspaces, total)?;
         self.experts.lay_passing(&mut workspaces);
         let find = |tensor| workspaces.get(tensor);
-        self.stage(routers[0], input, [stride, routers.len()], find)?;
+        self.stage(routers[0], inputs, &spans, find)?;
         let mut own = lock(&self.deciding);
         let steps = &self.evaluate;
-        steps.reserve(&mut own, routers[0], input.tokens)?;
+        steps.reserve(&mut own, routers[0], spans.most())?;
         let mut outputs = Vec::new();
-        for (index, router) in routers.iter().enumerate() {
-            let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
+        for ((router, input), span) in routers.iter().zip(inputs).zip(&spans.each) {
+            let place = |tensor| self.place(steps, tensor, span.start, find, &[&own]);
             let rng_key = RngKey::default();
             let decided = decide(router, steps, Pass::Evaluate, rng_key, input, names, place)?;
             outputs.push(decided.0);
         }
         let (experts, addresses) = (&self.experts, &workspaces.addresses);
         experts.run(experts.bound(Pass::Evaluate), &scalars, addresses, None)?;
-        self.read_y(&mut outputs, names, [stride, input.tokens], find)?;
+        self.read_y(&mut outputs, names, &spans, find)?;
         Ok(outputs)
     }
 
@@ -158,7 +218,7 @@ impl Stack {
         experts.reserve(&mut workspaces, tokens)?;
         experts.lay_passing(&mut workspaces);
         let find = |tensor| workspaces.get(tensor);
-        self.stage(routers[0], input, [tokens, 1], find)?;
+        self.stage(routers[0], &[input], &Spans::once(tokens), find)?;
         let count = experts.spec().shape.experts;
         // Slot `e` of every token names expert `e`, so the rows of a token can be found by expert
         // below.
@@ -204,31 +264,31 @@ impl Stack {
         Ok(outputs)
     }
 
-    /// As [`DeviceLayer::forward_train`], of every router's layer.
+    /// As [`DeviceLayer::forward_train`], of every router's layer on its own tokens.
     pub fn forward_train(
         &self,
         routers: &[&DeviceLayer],
-        input: &Input<'_>,
+        inputs: &[&Input<'_>],
         names: &[&str],
         rng_key: RngKey,
     ) -> Result<(Vec<Output>, StackSaved), EngineError> {
         routers[0].check_outputs(Pass::Train, names)?;
-        let (tokens, layer) = (input.tokens, &self.experts);
-        let (stride, total) = sizes(routers, tokens);
+        let (spans, layer) = (Spans::of(inputs), &self.experts);
+        let total = spans.total;
         let workspaces = &mut *layer.lock_workspaces();
         let scalars = self.scalars(Pass::Train, total)?;
         layer.reserve_training(&mut workspaces.every, total)?;
         let experts = layer.saved(total, scalars)?;
         layer.lay_saved(workspaces, &experts);
         let find = |tensor| experts.get(tensor).or_else(|| workspaces.every.get(tensor));
-        self.stage(routers[0], input, [stride, routers.len()], find)?;
+        self.stage(routers[0], inputs, &spans, find)?;
         let steps = &self.train;
         let (mut outputs, mut kept) = (Vec::new(), Vec::new());
-        for (index, router) in routers.iter().enumerate() {
+        for ((router, input), span) in routers.iter().zip(inputs).zip(&spans.each) {
             // Memory for each router: all of them run forward before the first runs backward.
             let mut own = Workspace::default();
-            steps.reserve(&mut own, router, tokens)?;
-            let place = |tensor| self.place(steps, tensor, index * stride, find, &[&own]);
+            steps.reserve(&mut own, router, span.len())?;
+            let place = |tensor| self.place(steps, tensor, span.start, find, &[&own]);
             let (output, scalars) =
                 decide(router, steps, Pass::Train, rng_key, input, names, place)?;
             outputs.push(output);
@@ -236,9 +296,9 @@ impl Stack {
         }
         let steps = layer.bound(Pass::Train);
         layer.run(steps, &scalars, &workspaces.addresses, None)?;
-        self.read_y(&mut outputs, names, [stride, tokens], find)?;
+        self.read_y(&mut outputs, names, &spans, find)?;
         let saved = StackSaved {
-            tokens,
+            spans,
             experts,
             routers: kept,
         };
@@ -256,40 +316,40 @@ impl Stack {
     ) -> Result<Vec<Output>, EngineError> {
         let layer = &self.experts;
         layer.check_saved(&saved.experts)?;
-        let (stride, total) = sizes(routers, saved.tokens);
+        let spans = &saved.spans;
         let workspaces = &mut *layer.lock_workspaces();
-        layer.reserve_every(&mut workspaces.every, total)?;
+        layer.reserve_every(&mut workspaces.every, spans.total)?;
         layer.gradient_buffers()?;
         layer.lay_saved(workspaces, &saved.experts);
         let kept = &saved.experts;
         let find = |tensor| kept.get(tensor).or_else(|| workspaces.every.get(tensor));
-        for (router, dy) in routers.iter().zip(dy) {
-            router.check_dy(saved.tokens, dy)?;
+        for ((router, dy), span) in routers.iter().zip(dy).zip(&spans.each) {
+            router.check_dy(span.len(), dy)?;
         }
         let row = layer.plan().tensor("dy").expect("training plans have dy");
         let each = dy.iter().map(|dy| &*dy.data);
-        self.fill("dy", &padded(each, row.bytes(stride as u64) as usize), find)?;
+        self.fill("dy", &spans.laid(each, row.bytes(1) as usize), find)?;
         let scalars = saved.experts.scalars().accumulating(accumulate);
         let addresses_of_all = &workspaces.addresses;
         layer.run(&self.experts_backward, &scalars, addresses_of_all, None)?;
 
         let mut outputs = Vec::new();
-        let calls = routers.iter().zip(&saved.routers).enumerate();
-        for (index, (router, (own, scalars))) in calls {
+        let calls = routers.iter().zip(&saved.routers).zip(&spans.each);
+        for ((router, (own, scalars)), span) in calls {
             router.gradient_buffers()?;
             // One router after the other uses this memory, in stream order.
             let mut returning = lock(&self.returning);
             let steps = &self.back;
-            steps.reserve(&mut returning, router, saved.tokens)?;
+            steps.reserve(&mut returning, router, spans.most())?;
             let memory = [own, &*returning];
-            let place = |tensor| self.place(steps, tensor, index * stride, find, &memory);
+            let place = |tensor| self.place(steps, tensor, span.start, find, &memory);
             let scalars = scalars.accumulating(accumulate);
             router.run(&steps.bound, &scalars, &addresses(router, place), None)?;
             let mut output = Output::default();
             for name in router.input_gradients() {
                 let tensor = router.id(name).expect("it is the plan's");
                 let lies = place(tensor).expect("backward wrote it");
-                let host = router.read_at(tensor, saved.tokens, lies)?;
+                let host = router.read_at(tensor, span.len(), lies)?;
                 output.tensors.insert(name.to_string(), host);
             }
             outputs.push(output);
@@ -303,27 +363,26 @@ impl Stack {
         self.experts.scalars(pass, rng_key, tokens, None)
     }
 
-    /// Puts the tokens of a call into the stack, once for each of so many routers
-    /// and with nothing between them: zeros that go to no expert.
+    /// Puts the tokens of each router's call into the stack, with zeros that go to no expert
+    /// between them.
     fn stage<'b>(
         &self,
         router: &DeviceLayer,
-        input: &Input<'_>,
-        [stride, routers]: [usize; 2],
+        inputs: &[&Input<'_>],
+        spans: &Spans,
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
         let tensor = router.plan().tensor("x").expect("a layer has tokens");
-        let x = router.checked_input(input, tensor)?;
-        let bytes = tensor.bytes(stride as u64) as usize;
-        self.fill(
-            "x",
-            &padded(std::iter::repeat_n(&*x.data, routers), bytes),
-            &find,
-        )?;
-        if stride > input.tokens {
+        let each = inputs
+            .iter()
+            .map(|input| router.checked_input(input, tensor));
+        let each = each.collect::<Result<Vec<_>, _>>()?;
+        let rows = each.iter().map(|x| &*x.data);
+        self.fill("x", &spans.laid(rows, tensor.bytes(1) as usize), &find)?;
+        if spans.have_gaps() {
             // Between the tokens of two routers lies what an earlier call left there. Ids of -1
             // keep it from every expert.
-            let slots = stride * routers * router.spec().shape.top_k;
+            let slots = spans.total * router.spec().shape.top_k;
             self.fill("topk_ids", bytemuck::cast_slice(&vec![-1i32; slots]), &find)?;
             self.fill(
                 "topk_weights",
@@ -386,16 +445,16 @@ impl Stack {
         &self,
         outputs: &mut [Output],
         names: &[&str],
-        [stride, tokens]: [usize; 2],
+        spans: &Spans,
         find: impl Fn(TensorId) -> Option<&'b Buffer>,
     ) -> Result<(), EngineError> {
         if !names.contains(&"y") {
             return Ok(());
         }
         let id = self.experts.id("y").expect("a layer has y");
-        for (index, output) in outputs.iter_mut().enumerate() {
-            let lies = self.slice(id, index * stride, &find);
-            let y = self.experts.read_at(id, tokens, lies.expect("reserved"))?;
+        for (output, span) in outputs.iter_mut().zip(&spans.each) {
+            let lies = self.slice(id, span.start, &find).expect("reserved");
+            let y = self.experts.read_at(id, span.len(), lies)?;
             output.tensors.insert("y".to_string(), y);
         }
         Ok(())
@@ -410,22 +469,6 @@ fn gives_each(name: &str) -> bool {
 /// Returns whether a tensor of the way back is the stack's.
 fn of_experts(name: &str) -> bool {
     DECIDED.contains(&name) || BACK.contains(&name) || name.starts_with("shared.")
-}
-
-/// Tokens from one router to the next, and of all.
-fn sizes(routers: &[&DeviceLayer], tokens: usize) -> (usize, usize) {
-    let stride = tokens.next_multiple_of(ALIGN);
-    (stride, stride * routers.len())
-}
-
-/// Parts one behind another, each followed by zeros up to so many bytes.
-fn padded<'a>(parts: impl Iterator<Item = &'a [u8]>, bytes: usize) -> Vec<u8> {
-    let mut all = Vec::new();
-    for (index, part) in parts.enumerate() {
-        all.extend_from_slice(part);
-        all.resize((index + 1) * bytes, 0);
-    }
-    all
 }
 
 /// Returns whether every expert sees every token whatever the router says, with outputs that do not

@@ -9,8 +9,33 @@
 //! the last draw, only the set of open groups and the number of draws on the node matter: a
 //! Markov chain with few states, which is evaluated exactly. A layer without groups has one group
 //! that is always kept, which gives the hypergeometric distribution.
+//!
+//! A router with `select = { per-group = n }` takes `top_k / n` experts of each group: the groups'
+//! hypergeometric distributions, added up.
 
-use moesaic_spec::LayerSpec;
+use moesaic_spec::{LayerSpec, Select};
+
+/// The rule by which a token's experts follow from groups of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GroupRule {
+    /// The best experts of at most this many groups.
+    Keep(usize),
+    /// This many experts of every group.
+    OfEach(usize),
+}
+
+/// Returns the rule of a layer's router, and the experts of a group; `None` without groups.
+pub(crate) fn group_rule(spec: &LayerSpec) -> Option<(GroupRule, usize)> {
+    match (&spec.router.groups, spec.router.select) {
+        (Some(groups), _) => Some((GroupRule::Keep(groups.keep), groups.size(spec))),
+        (None, Select::PerGroup(count)) => {
+            let count = count.max(1);
+            let size = (spec.routed_experts() / count).max(1);
+            Some((GroupRule::OfEach(spec.shape.top_k / count), size))
+        }
+        (None, _) => None,
+    }
+}
 
 /// Groups of experts that are equal from the view of one node.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -27,7 +52,7 @@ pub(crate) struct GroupKind {
 /// The groups of experts from the view of one node, and how many of them a token uses.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Reach {
-    keep: usize,
+    rule: GroupRule,
     kinds: Vec<GroupKind>,
 }
 
@@ -41,7 +66,7 @@ const SAME: f64 = 1e-6;
 impl Reach {
     /// Merges groups, each given as a [`GroupKind`] of one. Groups without an expert on the node
     /// count as their mean, and so do adjacent kinds where there are too many.
-    pub fn new(keep: usize, groups: impl IntoIterator<Item = GroupKind>) -> Reach {
+    pub fn new(rule: GroupRule, groups: impl IntoIterator<Item = GroupKind>) -> Reach {
         let (mut kinds, away): (Vec<GroupKind>, Vec<GroupKind>) =
             groups.into_iter().partition(|kind| kind.here > 0.0);
         kinds.sort_by(|a, b| (a.here.total_cmp(&b.here)).then(a.elsewhere.total_cmp(&b.elsewhere)));
@@ -50,7 +75,7 @@ impl Reach {
             kinds = kinds.chunks(2).filter_map(mean).collect();
         }
         kinds.extend(mean(&away));
-        Reach { keep, kinds }
+        Reach { rule, kinds }
     }
 
     /// Returns the view of experts without groups, some of which are on the node.
@@ -60,7 +85,7 @@ impl Reach {
             here,
             elsewhere,
         };
-        Reach::new(1, [all])
+        Reach::new(GroupRule::Keep(1), [all])
     }
 
     /// Returns whether two views are equal but for rounding.
@@ -81,6 +106,26 @@ impl Reach {
     /// Returns the probabilities that 0, 1, … `most` of a token's `top_k` experts are on the
     /// node.
     pub fn hits(&self, top_k: usize, most: usize) -> Vec<f64> {
+        match self.rule {
+            GroupRule::Keep(keep) => self.hits_of_kept(keep, top_k, most),
+            GroupRule::OfEach(experts) => self.hits_of_each(experts, most),
+        }
+    }
+
+    fn hits_of_each(&self, experts: usize, most: usize) -> Vec<f64> {
+        let mut chances = vec![0.0; most + 1];
+        chances[0] = 1.0;
+        for kind in &self.kinds {
+            let one = Reach::ungrouped(kind.here, kind.elsewhere).hits(experts, most);
+            for _ in 0..kind.groups {
+                let sum = |hits: usize| (0..=hits).map(|of| chances[of] * one[hits - of]).sum();
+                chances = (0..=most).map(sum).collect();
+            }
+        }
+        chances
+    }
+
+    fn hits_of_kept(&self, keep: usize, top_k: usize, most: usize) -> Vec<f64> {
         let states: usize = self.kinds.iter().map(|kind| kind.groups + 1).product();
         let width = most + 1;
         let mut chances = vec![0.0; states * width];
@@ -90,12 +135,17 @@ impl Reach {
         for drawn in 0..top_k {
             let mut next = vec![0.0; chances.len()];
             for (at, chance) in chances.iter().enumerate().filter(|(_, c)| **c > 0.0) {
-                self.draw(drawn, (at / width, at % width), |state, hits, part| {
-                    // More hits than asked for need no state of their own.
-                    if hits <= most {
-                        next[state * width + hits] += chance * part;
-                    }
-                });
+                self.draw(
+                    keep,
+                    drawn,
+                    (at / width, at % width),
+                    |state, hits, part| {
+                        // More hits than asked for need no state of their own.
+                        if hits <= most {
+                            next[state * width + hits] += chance * part;
+                        }
+                    },
+                );
             }
             chances = next;
         }
@@ -107,6 +157,7 @@ impl Reach {
     /// holds the number of open groups of each kind, as digits.
     fn draw(
         &self,
+        keep: usize,
         drawn: usize,
         (state, hits): (usize, usize),
         mut to: impl FnMut(usize, usize, f64),
@@ -125,7 +176,7 @@ impl Reach {
             step *= kind.groups + 1;
         }
         // All allowed groups are open, so no draw may open another.
-        if begun >= self.keep {
+        if begun >= keep {
             fresh.clear();
         }
         // Earlier draws came from the open groups and are not available again.
@@ -166,9 +217,9 @@ pub(crate) struct Alike {
 /// and in equal parts on them.
 pub(crate) fn of_nodes(spec: &LayerSpec, nodes: f64) -> Vec<Alike> {
     let experts = spec.shape.experts as f64;
-    let (size, keep) = match &spec.router.groups {
-        Some(groups) => (groups.size(spec) as f64, groups.keep),
-        None => (experts, 1),
+    let (rule, size) = match group_rule(spec) {
+        Some((rule, size)) => (rule, size as f64),
+        None => (GroupRule::Keep(1), experts),
     };
     let each = experts / nodes;
     let mut list: Vec<Alike> = Vec::new();
@@ -186,7 +237,7 @@ pub(crate) fn of_nodes(spec: &LayerSpec, nodes: f64) -> Vec<Alike> {
                 elsewhere,
             }
         });
-        let reach = Reach::new(keep, groups);
+        let reach = Reach::new(rule, groups);
         let part = (own.end - own.start) / each;
         match list.iter_mut().find(|of| of.reach.is_like(&reach)) {
             Some(alike) => alike.nodes += part,
@@ -250,6 +301,7 @@ mod tests {
     struct Grouped {
         count: usize,
         size: usize,
+        /// The groups that a token keeps; 0 where it takes as many experts from each.
         keep: usize,
         top_k: usize,
     }
@@ -263,6 +315,9 @@ mod tests {
 
         /// Returns the experts of a token with these scores.
         fn best(&self, scores: &[f64], best: usize) -> Vec<usize> {
+            if self.keep == 0 {
+                return self.of_each(scores);
+            }
             let stat = |group: usize| {
                 let mut own = scores[group * self.size..(group + 1) * self.size].to_vec();
                 own.sort_by(|a, b| b.total_cmp(a));
@@ -280,14 +335,31 @@ mod tests {
             experts
         }
 
+        /// Returns the best experts of every group.
+        fn of_each(&self, scores: &[f64]) -> Vec<usize> {
+            let best = |group: usize| {
+                let mut own: Vec<usize> = (group * self.size..(group + 1) * self.size).collect();
+                own.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
+                own.truncate(self.top_k / self.count);
+                own
+            };
+            (0..self.count).flat_map(best).collect()
+        }
+
         fn spec(&self) -> LayerSpec {
+            let (
+                experts,
+                Grouped {
+                    count, keep, top_k, ..
+                },
+            ) = (self.count * self.size, self);
+            let router = match keep {
+                0 => format!("select = {{ per-group = {count} }}"),
+                _ => format!("groups = {{ count = {count}, keep = {keep}, stat = \"max\" }}"),
+            };
             let text = format!(
-                "shape = {{ model_dim = 64, hidden_dim = 64, experts = {}, top_k = {} }}
-                 router.groups = {{ count = {}, keep = {}, stat = \"max\" }}",
-                self.count * self.size,
-                self.top_k,
-                self.count,
-                self.keep
+                "shape = {{ model_dim = 64, hidden_dim = 64, experts = {experts}, top_k = {top_k} }}
+                 router = {{ {router} }}"
             );
             LayerSpec::from_toml(&text).unwrap()
         }
@@ -309,6 +381,9 @@ mod tests {
             (6, 4, 3, 5),
             (4, 6, 4, 3),
             (1, 24, 1, 4),
+            (8, 32, 0, 8),
+            (4, 6, 0, 8),
+            (2, 12, 0, 4),
         ];
         for (count, size, keep, top_k) in layers {
             let layer = Grouped {
@@ -385,7 +460,7 @@ mod tests {
     fn unequal_experts_reach_about_as_many_nodes_as_drawn_ones_do() {
         let mut draw = Draw(5);
         let (experts, top_k) = (64, 6);
-        for keep in [2, 4, 8] {
+        for (keep, top_k) in [(2, top_k), (4, top_k), (8, top_k), (0, 8)] {
             let layer = Grouped {
                 count: 8,
                 size: 8,
@@ -447,8 +522,11 @@ mod tests {
             here,
             elsewhere: 8.0 - here,
         };
-        let alike = Reach::new(3, (0..32).map(|_| kind(4.0)));
-        let unlike = Reach::new(3, (0..32).map(|at| kind(3.0 + at as f64 / 15.5)));
+        let alike = Reach::new(GroupRule::Keep(3), (0..32).map(|_| kind(4.0)));
+        let unlike = Reach::new(
+            GroupRule::Keep(3),
+            (0..32).map(|at| kind(3.0 + at as f64 / 15.5)),
+        );
         assert!(unlike.kinds.len() <= MOST_KINDS);
         let [a, b] = [alike, unlike].map(|reach| reach.hits(6, 6));
         for (a, b) in a.iter().zip(&b) {
@@ -457,7 +535,7 @@ mod tests {
         assert!((b.iter().sum::<f64>() - 1.0).abs() < 1e-9);
         // Nobody draws from a group without rows.
         let nothing = Reach::new(
-            1,
+            GroupRule::Keep(1),
             [kind(8.0), kind(0.0)].map(|of| GroupKind {
                 elsewhere: 0.0,
                 ..of

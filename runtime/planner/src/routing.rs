@@ -1,6 +1,6 @@
 //! The rows of each rank for each expert.
 
-use crate::reach::{GroupKind, Reach};
+use crate::reach::{GroupKind, GroupRule, Reach, group_rule};
 use moesaic_spec::LayerSpec;
 
 /// The rows of every rank for every expert. Ranks with equal rows form a class, so thousands of
@@ -15,15 +15,14 @@ pub struct Routing {
     class: Vec<usize>,
     /// The experts of a token.
     top_k: usize,
-    /// The expert groups that limit a token's choices.
+    /// The expert groups that a token's choices follow from.
     limit: Option<Limit>,
 }
 
-/// A limit on the expert groups of a token.
+/// The expert groups that a token's choices follow from.
 #[derive(Clone, Debug, PartialEq)]
 struct Limit {
-    /// The most groups of a token.
-    keep: usize,
+    rule: GroupRule,
     /// The experts of a group.
     size: usize,
     /// The rows by group of each class's ranks, before a capacity drops rows or shadows keep
@@ -143,11 +142,10 @@ impl Routing {
     /// Applies the expert groups of a layer's router.
     #[must_use]
     pub(crate) fn limited(mut self, spec: &LayerSpec) -> Routing {
-        self.limit = spec.router.groups.as_ref().map(|groups| {
-            let size = groups.size(spec);
+        self.limit = group_rule(spec).map(|(rule, size)| {
             let of = |rows: &Vec<f64>| rows.chunks(size).map(|of| of.iter().sum()).collect();
             Limit {
-                keep: groups.keep,
+                rule,
                 size,
                 rows: self.rows.iter().map(of).collect(),
             }
@@ -164,7 +162,7 @@ impl Routing {
         // Popularity in units of an average expert, as `GroupKind` counts.
         let mass = |rows: f64| experts * (rows / all.max(f64::MIN_POSITIVE)).min(1.0);
         let Some(Limit {
-            keep,
+            rule,
             size,
             rows: groups,
         }) = &self.limit
@@ -180,7 +178,7 @@ impl Routing {
             here: mass(here),
             elsewhere: (mass(*rows) - mass(here)).max(0.0),
         };
-        Reach::new(*keep, groups.iter().zip(here).map(kind))
+        Reach::new(*rule, groups.iter().zip(here).map(kind))
     }
 
     /// Limits the rows of each rank for an expert.

@@ -7,7 +7,9 @@ use crate::stray::stray;
 use crate::weight::{Rounded, Weight};
 use crate::{Checkpoint, LoadOptions, TensorRef, WeightsError};
 use moesaic_kernel::DType;
-use moesaic_spec::hf::{Alternative, Import, TensorSource, TensorStep, canonical_sources};
+use moesaic_spec::hf::{
+    Alternative, Import, ModalityRouter, TensorSource, TensorStep, canonical_sources,
+};
 use moesaic_spec::{Chooser, FormatTensor, LayerSpec, TensorSpec, canonical_tensors};
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,6 +26,8 @@ pub struct LayerReader<'a> {
     weights: BTreeMap<String, Weight<'a>>,
     /// Matrices of experts as codes, by the name without its end: `experts.up`.
     codes: BTreeMap<String, CodeWeight<'a>>,
+    /// Weights that come from elsewhere.
+    given: Tensors<'static>,
 }
 
 /// A canonical tensor of codes.
@@ -74,7 +78,28 @@ impl<'a> LayerReader<'a> {
             return Ok(reader);
         }
         let judged = checkpoint.names().filter(|name| import.owns(name));
-        reader.check_extra(spec, sources, checkpoint, judged)
+        let routers = import.routers.iter().flat_map(|router| &router.sources);
+        let all: Vec<TensorSource> = sources.iter().chain(routers).cloned().collect();
+        reader.check_extra(spec, &all, checkpoint, judged)
+    }
+
+    /// Reads the routers that tokens of some modality have instead of the layer's own, in the order
+    /// of [`Import::routers`]: of each the weights whose names begin with `router.`.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`LayerReader::canonical`].
+    pub fn of_routers(
+        import: &Import,
+        checkpoint: &'a Checkpoint,
+        options: LoadOptions,
+    ) -> Result<Vec<LayerReader<'a>>, WeightsError> {
+        let mut tensors = canonical_tensors(&import.spec);
+        tensors.retain(|tensor| tensor.name.starts_with("router."));
+        let read = |router: &ModalityRouter| {
+            LayerReader::of_tensors(&import.spec, &tensors, &router.sources, checkpoint, options)
+        };
+        import.routers.iter().map(read).collect()
     }
 
     /// Reads the weights of `spec`, each by its recipe in `sources`.
@@ -145,7 +170,11 @@ impl<'a> LayerReader<'a> {
             }
         }
         if wrong.is_empty() {
-            Ok(LayerReader { weights, codes })
+            Ok(LayerReader {
+                weights,
+                codes,
+                given: Tensors::new(),
+            })
         } else {
             Err(WeightsError::all(wrong))
         }
@@ -174,6 +203,13 @@ impl<'a> LayerReader<'a> {
         }
         let path = checkpoint.path().to_path_buf();
         Err(WeightsError::Extra { path, tensors })
+    }
+
+    /// This reader with a weight that comes from elsewhere, such as the table of a replayed router.
+    #[must_use]
+    pub fn with(mut self, name: &str, tensor: Tensor<'static>) -> LayerReader<'a> {
+        self.given.insert(name.to_string(), tensor);
+        self
     }
 
     /// Returns the file's tensors that the weights are made from; codes without their scales.
@@ -221,6 +257,7 @@ impl<'a> LayerReader<'a> {
                 all.insert(format!("{matrix}.{}", tensor.end), codes.whole(&tensor)?);
             }
         }
+        all.extend(self.given.clone());
         Ok(all)
     }
 }
@@ -245,6 +282,9 @@ fn orientation<'a: 'f, 'f>(found: impl Iterator<Item = &'f Fits<'a>>) -> Option<
 
 impl WeightSource for LayerReader<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+        if let Some(given) = self.given.get(name) {
+            return Some((given.dtype, given.shape.clone()));
+        }
         if let Some(CodeTensor { of, tensor }) = self.code_tensor(name) {
             return Some((tensor.dtype, of.shape(&tensor, of.experts())));
         }
@@ -253,6 +293,9 @@ impl WeightSource for LayerReader<'_> {
     }
 
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+        if let Some(given) = self.given.get(name) {
+            return Ok(given.rows(rows)?);
+        }
         if let Some(CodeTensor { of, tensor }) = self.code_tensor(name) {
             return Ok(of.rows(&tensor, rows)?);
         }

@@ -3,7 +3,10 @@
 use super::codes::Codes;
 use super::config::Config;
 use super::source::half_of;
-use super::{Alternative, HfError, Import, TensorParts, TensorPiece, TensorSource, TensorStep};
+use super::{
+    Alternative, HfError, Import, ModalityRouter, TensorParts, TensorPiece, TensorSource,
+    TensorStep,
+};
 use crate::{
     Activation, Capacity, ClampSite, Experts, Expression, Groups, LayerSpec, Precision,
     Renormalize, Router, Score, Shape, SharedExpert, SharedGate, canonical_tensors,
@@ -62,6 +65,8 @@ pub(super) struct Draft {
     pub beside: Vec<String>,
     /// Indices of experts that belong to another layer or are not used.
     pub others: Range<usize>,
+    /// Routers of some tokens, beside the layer's own.
+    pub routers: Vec<ModalityRouter>,
     /// Whether the routing keys were checked.
     pub checked: bool,
     /// The codes of a quantized checkpoint.
@@ -101,6 +106,7 @@ impl Draft {
             block: Vec::new(),
             beside: Vec::new(),
             others: 0..0,
+            routers: Vec::new(),
             checked: false,
             codes: config.codes.clone(),
         }
@@ -363,6 +369,20 @@ impl Draft {
         self.select_bias(bias_names);
     }
 
+    /// Adds a router of a modality's tokens over the layer's experts, whose module is named
+    /// `<name>_gate`.
+    pub fn modality_router(&mut self, name: &str) {
+        let own = std::mem::take(&mut self.sources);
+        self.plain("router.weight", &[&format!("{name}_gate.weight")]);
+        let flat = [TensorStep::Reshape(vec![self.spec.routed_experts()])];
+        let bias = [format!("{name}_gate.expert_bias")];
+        self.stepped("router.select_bias", &[&bias[0]], &flat);
+        self.routers.push(ModalityRouter {
+            name: name.to_string(),
+            sources: std::mem::replace(&mut self.sources, own),
+        });
+    }
+
     /// Adds a bias for selection only.
     pub fn select_bias(&mut self, names: &[&str]) {
         self.spec.router.select_bias = true;
@@ -458,6 +478,7 @@ impl Draft {
             block,
             beside,
             others,
+            routers,
             ..
         } = self;
         let wanted = canonical_tensors(&spec);
@@ -475,6 +496,7 @@ impl Draft {
             block,
             beside,
             others,
+            routers,
         }
     }
 }

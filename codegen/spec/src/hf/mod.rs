@@ -56,6 +56,17 @@ pub struct Import {
     pub beside: Vec<String>,
     /// Indices of experts, in tensors of their own, that belong to another layer or are not used.
     pub others: Range<usize>,
+    /// Routers that tokens of some modality have instead of the layer's own, over the same experts.
+    pub routers: Vec<ModalityRouter>,
+}
+
+/// The router of a modality's tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModalityRouter {
+    /// The modality: `image`, `audio`.
+    pub name: String,
+    /// One recipe per canonical tensor whose name begins with `router.`.
+    pub sources: Vec<TensorSource>,
 }
 
 impl Import {

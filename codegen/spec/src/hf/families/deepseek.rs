@@ -348,7 +348,29 @@ fn bailing_hybrid(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = deepseek(c, layer, &BAILING)?;
     let lists = ["expert_swiglu_limit_list", "share_expert_swiglu_limit_list"];
     d.limits_behind(c, layer, lists)?;
+    modality_routers(c, &mut d)?;
     Ok(d)
+}
+
+/// Adds Ling's routers of images and audio, as SGLang serves them. Video has that of images.
+pub(super) fn modality_routers(c: &Config, d: &mut Draft) -> Result<(), HfError> {
+    let flag = c.flag(&["multi_gate"], false)?;
+    let named = c.text(&["router_type"], "topN")? == "MultiRouter";
+    if !flag && !named {
+        return Ok(());
+    }
+    if !d.spec.router.select_bias {
+        let key = if flag { "multi_gate" } else { "router_type" };
+        let axis = "routers by modality without a bias for selection";
+        return Err(c.unsupported(key, axis, "known with it is score_function sigmoid"));
+    }
+    for name in ["image", "audio"] {
+        d.modality_router(name);
+    }
+    let note = "tokens of images and audio have routers of their own over the layer's experts; \
+                the layer alone routes text, and every token of a call without modalities";
+    d.notes.push(note.to_string());
+    Ok(())
 }
 
 /// Builds Kimi-Linear, and Kimi-K3, whose routed experts are narrower than the model.

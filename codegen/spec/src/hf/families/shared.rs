@@ -293,6 +293,7 @@ fn bailing(c: &Config, layer: usize) -> Result<Draft, HfError> {
             return Err(c.unsupported("score_function", "this score", remedy));
         }
     }
+    deepseek::modality_routers(c, &mut d)?;
     if let Some(experts) = c.size_opt(&["expert_capacity"])? {
         // A block's tokens choose among its experts, whatever their groups.
         let tokens = c.need(&["block_size"])?;
