@@ -323,7 +323,11 @@ class MoE(nn.Module):
             decided = topk_ids.reshape(-1)
             decided = decided[decided >= 0].long()
             counts = torch.bincount(decided, minlength=self._experts)
-            return y, Routing(topk_ids, topk_weights.detach(), counts)
+            if self.spec.rescales:
+                chosen = chosen.view(topk_weights.shape)
+            else:
+                chosen = topk_weights.detach()
+            return y, Routing(topk_ids, chosen, counts)
         slots = (*leading, self._top_k)
         return y, Routing(ids.view(slots), chosen.view(slots), counts)
 
