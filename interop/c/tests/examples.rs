@@ -204,7 +204,9 @@ fn expected_shared() -> String {
     let bank = bank.unwrap();
     let layer = engine.layer_over_experts_of(&bank, &specs[1], &weights);
     let layer = layer.unwrap();
-    [&bank, &layer].map(|layer| layer.zero_gradients().unwrap());
+    for layer in [&bank, &layer] {
+        layer.zero_gradients().unwrap();
+    }
     let mut text = bits("bank", &step(&bank, &x));
     text += &bits("layer", &step(&layer, &x));
     let gradient = bank.gradient("experts.down.weight").unwrap();
@@ -319,6 +321,37 @@ fn ranks_are_those_of_the_rust_face() {
     let expected = expected.unwrap().into_iter().map(Result::unwrap);
     let expected: String = expected.map(report).collect();
     assert_eq!(example(&built("ranks", &[]), "ranks", &[]), expected);
+}
+
+/// As processes of `mpirun` too, whose reports come in any order.
+#[test]
+fn ranks_of_mpi_are_those_of_threads() {
+    if !is_there("mpirun") {
+        return eprintln!("no mpirun here: apt-get install openmpi-bin");
+    }
+    let folder = built("mpi", &[]);
+    let mut mpi = Command::new("mpirun");
+    mpi.args(["--allow-run-as-root", "--oversubscribe", "-n", "2"]);
+    mpi.arg(folder.join("ranks"))
+        .args([TARGET.as_ref(), cache().as_os_str()]);
+    let (found, wanted) = (run(mpi.arg("mpi")), example(&folder, "ranks", &[]));
+    let (first, second) = wanted.split_at(wanted.find("rank 1").unwrap());
+    assert!(
+        found == wanted || found == format!("{second}{first}"),
+        "{found}"
+    );
+}
+
+#[test]
+fn clang_builds_the_examples() {
+    if !is_there("clang++") {
+        return eprintln!("no clang here: apt-get install clang");
+    }
+    let folder = built("clang", &["CC=clang", "CXX=clang++"]);
+    assert_eq!(example(&folder, "forward", &[]), expected_forward());
+    assert_eq!(example(&folder, "shared", &[]), expected_shared());
+    let trained = example(&folder, "train", &[]);
+    assert!(trained.ends_with(&expected_train()), "{trained}");
 }
 
 /// The example of docs/C.md, as it stands there.
