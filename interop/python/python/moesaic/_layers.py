@@ -227,7 +227,7 @@ class Plain:
         ):
             return None
         try:
-            if x.size(-1) != width:
+            if x.shape[-1] != width:
                 return None
             for parameters, name, address, dtype, size in seen:
                 weight = parameters[name]
