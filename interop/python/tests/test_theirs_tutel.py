@@ -24,8 +24,8 @@ pytest.importorskip("torch")
 
 STEPS = int(os.environ.get("MOESAIC_TUTEL_STEPS", "3"))
 
-# Run by each Python process when it starts. With THEIRS the layer is Tutel's own. Steps are TIMES as
-# long: those of the examples are for large layers, and a small one's losses would not change.
+# Run by each Python process when it starts. With THEIRS the layer is Tutel's own. Steps are TIMES
+# as long: those of the examples are for large layers, and a small one's losses would not change.
 START = """
 import importlib.util, os, sys, types
 
@@ -113,14 +113,14 @@ SMALL = "--batch_size 4 --num_tokens 64 --model_dim 64 --num_steps 12 --device c
 def example(name, options="", ranks=1, theirs=False):
     """Returns the losses that an example prints: by moesaic, or by Tutel itself."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    command += ["--master_port=0", f"tutel/examples/{name}.py", *SMALL.split(), *options.split()]
+    command += ["--standalone", f"tutel/examples/{name}.py", *SMALL.split(), *options.split()]
     command += [] if "custom" in name else ["--hidden_size", "96"]
     env = {**os.environ, "TIMES": "1000", **({"THEIRS": "1"} if theirs else {})}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = re.findall(r"loss = (-?[\d.]+)", done.stdout)
+    found = [float(loss) for loss in re.findall(r"loss = (-?[\d.]+)", done.stdout)]
     assert len(found) == 12 and found[0] > found[-1] + 0.05, done.stdout
-    return [float(loss) for loss in found]
+    return found
 
 
 ONE = ["--top 1", "--top 2 --l_aux_wt 0.1", "--top 2 --capacity_factor 0.5 --fp32_gate",

@@ -184,7 +184,8 @@ class _Call:
     ) -> tuple[torch.Tensor, list[Optional[torch.Tensor]]]:
         trained, found = frozenset(self.spec.trained), []
         with _BACKWARD:
-            each = self.layer.backward(self.state, [one.contiguous() for one in dy.detach().unbind()])
+            every = [one.contiguous() for one in dy.detach().unbind()]
+            each = self.layer.backward(self.state, every)
             for (gate, name), weight in zip(self.of, weights):
                 gradient = None
                 if name in trained:

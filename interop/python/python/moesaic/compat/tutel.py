@@ -2,8 +2,8 @@
 group.
 
 The gate is torch's, so that `l_aux` is differentiable and gates of your own work; dispatch, experts
-and combine are moesaic's, but for experts of your own. Parameters have Tutel's names, and from equal
-seeds Tutel's values.
+and combine are moesaic's, but for experts of your own. Parameters have Tutel's names, and from
+equal seeds Tutel's values.
 """
 
 from __future__ import annotations
