@@ -359,8 +359,11 @@ class MOELayer(nn.Module):
             if self.world_size > 1:
                 raise InvalidError("experts 'custom' over ranks: moesaic exchanges rows of its own")
             made = options.pop("module")
-            own = {"model_dim": self.model_dim, "num_experts_per_device": count}
-            self.experts = made(**own, sharded_count=shards, **options)
+            options |= {"model_dim": self.model_dim, "sharded_count": shards}
+            try:
+                self.experts = made(num_experts_per_device=count, **options)
+            except TypeError:  # a name of older versions, which Tutel takes too
+                self.experts = made(local_experts=count, **options)
             return
         if kind not in EXPERTS:
             raise InvalidError(f"experts of type {kind!r}: expected {', '.join(EXPERTS)} or custom")
