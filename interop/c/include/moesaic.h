@@ -96,6 +96,13 @@ typedef struct moesaic_layer moesaic_layer;
 // A rank's place among those that share layers.
 typedef struct moesaic_mesh moesaic_mesh;
 
+// Layers that differ in their routers and share experts, in one memory. A call runs all of them on
+// the same tokens, in one pass over the experts where moesaic_multi_gate_in_one_pass says so.
+typedef struct moesaic_multi_gate moesaic_multi_gate;
+
+// The state that a training call of a moesaic_multi_gate keeps for backward.
+typedef struct moesaic_multi_saved moesaic_multi_saved;
+
 // The state that a training call keeps for backward.
 typedef struct moesaic_saved moesaic_saved;
 
@@ -211,6 +218,14 @@ typedef struct moesaic_rng_key {
   // The number of this call's first token in the whole batch; on a mesh that of the first rank.
   uint64_t first_token;
 } moesaic_rng_key;
+
+// The tensors of one router.
+typedef struct moesaic_tensor_list {
+  // The tensors.
+  const struct moesaic_tensor *tensors;
+  // The number of tensors.
+  size_t count;
+} moesaic_tensor_list;
 
 #ifdef __cplusplus
 extern "C" {
@@ -388,6 +403,9 @@ enum moesaic_status moesaic_layer_gradient(const struct moesaic_layer *layer,
                                            float *data,
                                            size_t count);
 
+// Makes all gradients of a training layer zero, where backward passes only add.
+enum moesaic_status moesaic_layer_zero_gradients(const struct moesaic_layer *layer);
+
 // Sums gradients over the ranks that hold the same weights, and with `average` not 0 divides by
 // the number of ranks. Does nothing without ranks. Call it after the last backward of a step.
 enum moesaic_status moesaic_layer_reduce_gradients(const struct moesaic_layer *layer, int average);
@@ -433,6 +451,87 @@ enum moesaic_status moesaic_backward(const struct moesaic_layer *layer,
 
 // Frees a state; NULL is allowed.
 void moesaic_saved_free(struct moesaic_saved *saved);
+
+// Makes a layer whose routed experts are those of `bank`, in the same memory. Router, projections
+// and shared experts are the layer's own, copied from `weights`, host memory without the experts.
+// The spec may differ in all but the experts. The layer trains if `bank` does, and has its mesh,
+// all of whose ranks make it. `bank` has weights of its own, and may be freed before the layer.
+//
+// The experts of both have one gradient: begin a step with moesaic_layer_zero_gradients of each,
+// and let every backward pass add. Over ranks reduce the gradients of `bank` last. Free the layer
+// by moesaic_layer_free.
+enum moesaic_status moesaic_layer_over_experts_of(const struct moesaic_engine *engine,
+                                                  const struct moesaic_layer *bank,
+                                                  const struct moesaic_spec *spec,
+                                                  const struct moesaic_tensor *weights,
+                                                  size_t count,
+                                                  struct moesaic_layer **out);
+
+// Makes one layer per element of `routers`, the weights whose names begin with "router."; all
+// others are in `weights`, once for all. Host memory, which is copied. `options` may be NULL; over
+// ranks all of them call it with as many routers. Free it by moesaic_multi_gate_free.
+enum moesaic_status moesaic_multi_gate_open(const struct moesaic_engine *engine,
+                                            const struct moesaic_spec *spec,
+                                            const struct moesaic_tensor *weights,
+                                            size_t count,
+                                            const struct moesaic_tensor_list *routers,
+                                            size_t router_count,
+                                            const struct moesaic_layer_options *options,
+                                            struct moesaic_multi_gate **out);
+
+// Returns 1 if a call runs all layers in one pass over the experts, else 0. They run one by one if
+// experts have a capacity, if the caller routes, over ranks, and for one router.
+int moesaic_multi_gate_in_one_pass(const struct moesaic_multi_gate *gates);
+
+// Evaluates every layer on the same tokens. Tensors are in host memory on any device: inputs as
+// those of moesaic_forward, and outputs with the number G of routers before the sizes that they
+// have there, such as "y" [G, T, output_dim] or "topk_ids" [G, T, K].
+enum moesaic_status moesaic_multi_gate_forward(const struct moesaic_multi_gate *gates,
+                                               const struct moesaic_call *call);
+
+// Runs a training call of every layer on the same tokens, as moesaic_multi_gate_forward, and keeps
+// the state for moesaic_multi_gate_backward in `out`. `key` may be NULL for zeros; layers with one
+// key draw the same numbers. Free the state by moesaic_multi_saved_free.
+enum moesaic_status moesaic_multi_gate_forward_train(const struct moesaic_multi_gate *gates,
+                                                     const struct moesaic_call *call,
+                                                     const struct moesaic_rng_key *key,
+                                                     struct moesaic_multi_saved **out);
+
+// Runs backward of a training call, of every layer. `tensors` are in host memory: "dy" [G, T,
+// output_dim], and the results that you want, "dx" [G, T, model_dim] and "grad.topk_weights" [G,
+// T, K], the part of each router: the gradient of x is their sum. Gradients of weights stay in the
+// layers (moesaic_multi_gate_gradient), those of experts summed over the routers. They are
+// overwritten, or with `accumulate` not 0 added to.
+enum moesaic_status moesaic_multi_gate_backward(const struct moesaic_multi_gate *gates,
+                                                const struct moesaic_multi_saved *saved,
+                                                const struct moesaic_tensor *tensors,
+                                                size_t count,
+                                                int accumulate);
+
+// Copies the gradient of a weight, f32, to `count` elements of host memory: of router `gate` for a
+// name that begins with "router.", else of all. Routers count from zero.
+enum moesaic_status moesaic_multi_gate_gradient(const struct moesaic_multi_gate *gates,
+                                                size_t gate,
+                                                const char *name,
+                                                float *data,
+                                                size_t count);
+
+// Replaces a weight by a copy of a tensor in host memory: of router `gate` for a name that begins
+// with "router.", else of all.
+enum moesaic_status moesaic_multi_gate_set_weight(const struct moesaic_multi_gate *gates,
+                                                  size_t gate,
+                                                  const struct moesaic_tensor *tensor);
+
+// Sums gradients over the ranks that hold the same weights, those of experts once, and with
+// `average` not 0 divides by the number of ranks. Does nothing without ranks.
+enum moesaic_status moesaic_multi_gate_reduce_gradients(const struct moesaic_multi_gate *gates,
+                                                        int average);
+
+// Frees the layers; NULL is allowed. States of their calls may be freed before or after.
+void moesaic_multi_gate_free(struct moesaic_multi_gate *gates);
+
+// Frees a state; NULL is allowed.
+void moesaic_multi_saved_free(struct moesaic_multi_saved *saved);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -195,6 +195,15 @@ public:
     check(moesaic_layer_from_hf(engine.c(), folder.c_str(), layer, &made));
     return Layer(made);
   }
+  // A layer with the experts of another, in the same memory.
+  static Layer over_experts_of(const Engine &engine, const Layer &bank, const Spec &spec,
+                               const Tensors &weights) {
+    moesaic_layer *made = nullptr;
+    auto list = detail::list(weights);
+    check(moesaic_layer_over_experts_of(engine.c(), bank.c(), spec.c(), list.data(), list.size(),
+                                        &made));
+    return Layer(made);
+  }
   Layer handle() const {
     moesaic_layer *made = nullptr;
     check(moesaic_layer_handle(c(), &made));
@@ -239,6 +248,7 @@ public:
     check(moesaic_layer_gradient(c(), weight.c_str(), values.data(), count));
     return values;
   }
+  void zero_gradients() const { check(moesaic_layer_zero_gradients(c())); }
   void reduce_gradients(bool average = false) const {
     check(moesaic_layer_reduce_gradients(c(), average));
   }
@@ -254,6 +264,65 @@ public:
 private:
   explicit Layer(moesaic_layer *made) : handle_(made) {}
   detail::Handle<moesaic_layer, moesaic_layer_free> handle_;
+};
+
+// The state of a training call of several routers.
+class MultiSaved {
+public:
+  explicit MultiSaved(moesaic_multi_saved *taken) : handle_(taken) {}
+  const moesaic_multi_saved *c() const { return handle_.get(); }
+
+private:
+  detail::Handle<moesaic_multi_saved, moesaic_multi_saved_free> handle_;
+};
+
+// Several routers over one set of experts. Results have their number before their other sizes.
+class MultiGate {
+public:
+  MultiGate(const Engine &engine, const Spec &spec, const Tensors &weights,
+            const std::vector<Tensors> &routers, const moesaic_layer_options &options = {}) {
+    std::vector<std::vector<moesaic_tensor>> lists;
+    for (const Tensors &router : routers) lists.push_back(detail::list(router));
+    std::vector<moesaic_tensor_list> each;
+    for (const auto &list : lists) each.push_back({list.data(), list.size()});
+    moesaic_multi_gate *made = nullptr;
+    auto own = detail::list(weights);
+    check(moesaic_multi_gate_open(engine.c(), spec.c(), own.data(), own.size(), each.data(),
+                                  each.size(), &options, &made));
+    handle_.reset(made);
+  }
+  bool in_one_pass() const { return moesaic_multi_gate_in_one_pass(c()) != 0; }
+  void forward(std::size_t tokens, const Tensors &tensors, double capacity_factor = 0) const {
+    auto list = detail::list(tensors);
+    moesaic_call call{tokens, list.data(), list.size(), capacity_factor};
+    check(moesaic_multi_gate_forward(c(), &call));
+  }
+  MultiSaved forward_train(std::size_t tokens, const Tensors &tensors,
+                           const moesaic_rng_key &key = {}, double capacity_factor = 0) const {
+    auto list = detail::list(tensors);
+    moesaic_call call{tokens, list.data(), list.size(), capacity_factor};
+    moesaic_multi_saved *made = nullptr;
+    check(moesaic_multi_gate_forward_train(c(), &call, &key, &made));
+    return MultiSaved(made);
+  }
+  void backward(const MultiSaved &saved, const Tensors &tensors, bool accumulate = false) const {
+    auto list = detail::list(tensors);
+    check(moesaic_multi_gate_backward(c(), saved.c(), list.data(), list.size(), accumulate));
+  }
+  void gradient(std::size_t gate, const std::string &weight, std::vector<float> &values) const {
+    check(moesaic_multi_gate_gradient(c(), gate, weight.c_str(), values.data(), values.size()));
+  }
+  void set_weight(std::size_t gate, const Tensor &tensor) const {
+    moesaic_tensor one = tensor.c();
+    check(moesaic_multi_gate_set_weight(c(), gate, &one));
+  }
+  void reduce_gradients(bool average = false) const {
+    check(moesaic_multi_gate_reduce_gradients(c(), average));
+  }
+  const moesaic_multi_gate *c() const { return handle_.get(); }
+
+private:
+  detail::Handle<moesaic_multi_gate, moesaic_multi_gate_free> handle_;
 };
 
 } // namespace moesaic

@@ -3,17 +3,15 @@
 
 use crate::engine::Engine;
 use crate::info::{Described, Role, TensorInfo};
+use crate::options::LayerOptions;
 use crate::pointers::{Out, borrow, free, slice, text};
-use crate::ranks::Mesh;
 use crate::spec::Spec;
 use crate::status::{Failure, Status, guard};
-use crate::tensors::{Given, Tensor};
-use moesaic::plan::{Recompute, Role as Owner, TensorPlan};
+use crate::tensors::{Given, Tensor, read_weights};
+use moesaic::plan::{Role as Owner, TensorPlan};
 use moesaic::spec::canonical_tensors;
 use moesaic::target::{Device, Ptr};
-use moesaic::{
-    Layer as RustLayer, LayerOptions as RustOptions, Strategy, Target, Tensors, Training,
-};
+use moesaic::{Layer as RustLayer, LayerSpec, Strategy, Target, Training};
 use std::ffi::{c_char, c_int};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
@@ -25,63 +23,6 @@ pub struct Layer {
     /// The weights and gradients of a layer without weights, by address.
     bound: Option<RwLock<Vec<(String, Ptr)>>>,
     tensors: Vec<Described>,
-}
-
-/// The memory that training may use: what is not kept, backward computes again, to the same bits.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keep {
-    /// Keep all that backward reads.
-    All = 0,
-    /// Compute the hidden values of experts again.
-    NoHidden = 1,
-    /// Compute the routing again, too.
-    Inputs = 2,
-}
-
-/// The choices of a layer. All zero is a layer of one process for inference.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct LayerOptions {
-    /// Not 0: the layer can run moesaic_forward_train and moesaic_backward.
-    pub training: c_int,
-    /// A moesaic_keep, for training.
-    pub keep: c_int,
-    /// The ranks that share the layer; NULL is one process. All ranks of the mesh make the layer
-    /// and every call, in the same order.
-    pub mesh: *const Mesh,
-    /// Not 0: `weights` are this rank's part: its own experts alone, by the same names.
-    pub weights_are_part: c_int,
-}
-
-impl Default for LayerOptions {
-    fn default() -> LayerOptions {
-        LayerOptions {
-            training: 0,
-            keep: 0,
-            mesh: std::ptr::null(),
-            weights_are_part: 0,
-        }
-    }
-}
-
-impl LayerOptions {
-    fn training(&self) -> Result<Option<Training>, Failure> {
-        let recompute = match self.keep {
-            code if code == Keep::All as c_int => Recompute::None,
-            code if code == Keep::NoHidden as c_int => Recompute::Hidden,
-            code if code == Keep::Inputs as c_int => Recompute::All,
-            code => {
-                let problem = format!("is {code}, which is no moesaic_keep");
-                return Err(Failure::argument("keep", problem));
-            }
-        };
-        if self.training == 0 && recompute != Recompute::None {
-            let problem = "is for layers that train: set `training`";
-            return Err(Failure::argument("keep", problem));
-        }
-        Ok((self.training != 0).then_some(Training { recompute }))
-    }
 }
 
 /// Returns the owner of a tensor of a plan, if callers have to do with it.
@@ -99,7 +40,7 @@ fn role(owner: Owner) -> Option<Role> {
 
 /// Returns the tensors of a layer that a caller may name: those of calls, and this rank's weights
 /// with their gradients.
-fn described(layer: &RustLayer) -> Vec<Described> {
+pub(crate) fn described(layer: &RustLayer) -> Vec<Described> {
     let one = |tensor: &TensorPlan, role| {
         Described::new(&tensor.name, tensor.dtype, role, tensor.shape.clone())
     };
@@ -117,7 +58,7 @@ fn described(layer: &RustLayer) -> Vec<Described> {
 }
 
 impl Layer {
-    fn new(engine: &Engine, layer: RustLayer) -> Layer {
+    pub(crate) fn new(engine: &Engine, layer: RustLayer) -> Layer {
         Layer {
             tensors: described(&layer),
             layer,
@@ -184,27 +125,31 @@ impl Layer {
 
     /// Checks the numbers that kernels take for indices, where the host can read them.
     pub(crate) fn check_ids(&self, given: &Given<'_>) -> Result<(), Failure> {
-        let spec = self.layer.spec();
-        let experts = spec.routed_experts() as i32;
-        let (least, most) = match given.name {
-            "topk_ids" => (-1, experts - 1),
-            "router.table" => (0, experts - 1),
-            "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
-            "active_k" => (0, spec.shape.top_k as i32),
-            _ => return Ok(()),
-        };
-        if !self.on_host() {
-            return Ok(());
+        match self.on_host() {
+            true => check_ids(self.layer.spec(), given),
+            false => Ok(()),
         }
-        // SAFETY: the caller of the interface vouches for type and shape, which were checked
-        // against the layer's.
-        let ids = unsafe { given.host() }.to_vec::<i32>().unwrap_or_default();
-        match ids.iter().position(|id| !(least..=most).contains(id)) {
-            None => Ok(()),
-            Some(at) => {
-                let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
-                Err(Failure::tensor(given.name, problem))
-            }
+    }
+}
+
+/// Checks the numbers of a tensor on the host that kernels take for indices.
+pub(crate) fn check_ids(spec: &LayerSpec, given: &Given<'_>) -> Result<(), Failure> {
+    let experts = spec.routed_experts() as i32;
+    let (least, most) = match given.name {
+        "topk_ids" => (-1, experts - 1),
+        "router.table" => (0, experts - 1),
+        "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
+        "active_k" => (0, spec.shape.top_k as i32),
+        _ => return Ok(()),
+    };
+    // SAFETY: the caller of the interface vouches for type and shape, which were checked against
+    // the layer's.
+    let ids = unsafe { given.host() }.to_vec::<i32>().unwrap_or_default();
+    match ids.iter().position(|id| !(least..=most).contains(id)) {
+        None => Ok(()),
+        Some(at) => {
+            let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
+            Err(Failure::tensor(given.name, problem))
         }
     }
 }
@@ -227,34 +172,15 @@ pub unsafe extern "C" fn moesaic_layer_open(
     out: *mut *mut Layer,
 ) -> Status {
     guard(|| {
-        // SAFETY: the caller vouches for its pointers.
+        // SAFETY: the caller vouches for its pointers; weights outlive the copy that a layer makes.
         let (out, engine, spec, weights, options) = unsafe {
             let out = Out::handle(out)?;
             let (engine, spec) = (borrow(engine, "engine")?, borrow(spec, "spec")?);
-            let weights = slice(weights, count, "weights")?;
-            (out, engine, spec, weights, options.as_ref().copied())
+            let weights = read_weights(slice(weights, count, "weights")?)?;
+            let options = options.as_ref().copied().unwrap_or_default();
+            (out, engine, spec, weights, options.read()?)
         };
-        let options = options.unwrap_or_default();
-        let training = options.training()?;
-        let mut tensors = Tensors::new();
-        // SAFETY: the caller vouches for the weights, which outlive the copy that a layer makes.
-        for given in unsafe { Given::read_all(weights) }? {
-            // SAFETY: as above.
-            tensors.insert(given.name, unsafe { given.host() });
-        }
-        // SAFETY: the caller vouches for the mesh.
-        let mesh = unsafe { options.mesh.as_ref() }.map(|mesh| &mesh.mesh);
-        if mesh.is_none() && options.weights_are_part != 0 {
-            let problem = "is for layers over ranks: leave it 0 without a mesh";
-            return Err(Failure::argument("weights_are_part", problem));
-        }
-        let options = RustOptions {
-            training,
-            mesh,
-            part: options.weights_are_part != 0,
-            ..RustOptions::default()
-        };
-        let layer = engine.engine.layer_with(&spec.spec, &tensors, options)?;
+        let layer = engine.engine.layer_with(&spec.spec, &weights, options)?;
         out.give(Layer::new(engine, layer));
         Ok(())
     })
@@ -504,16 +430,46 @@ pub unsafe extern "C" fn moesaic_layer_gradient(
             return Err(Failure::argument("layer", problem));
         }
         let gradient = layer.layer.gradient(name)?.to_f32();
-        if gradient.len() != count {
-            let problem = format!("is {count}, the gradient has {} elements", gradient.len());
-            return Err(Failure::argument("count", problem));
-        }
-        if data.is_null() && count > 0 {
-            return Err(Failure::Null("data"));
-        }
         // SAFETY: the caller vouches for the room.
-        unsafe { std::ptr::copy_nonoverlapping(gradient.as_ptr(), data, count) };
-        Ok(())
+        unsafe { copy_gradient(&gradient, data, count) }
+    })
+}
+
+/// Copies a gradient to memory of the caller's.
+///
+/// # Safety
+/// `data` is NULL or has room for `count` elements.
+pub(crate) unsafe fn copy_gradient(
+    gradient: &[f32],
+    data: *mut f32,
+    count: usize,
+) -> Result<(), Failure> {
+    if gradient.len() != count {
+        let problem = format!("is {count}, the gradient has {} elements", gradient.len());
+        return Err(Failure::argument("count", problem));
+    }
+    if data.is_null() && count > 0 {
+        return Err(Failure::Null("data"));
+    }
+    // SAFETY: the caller vouches for the room.
+    unsafe { std::ptr::copy_nonoverlapping(gradient.as_ptr(), data, count) };
+    Ok(())
+}
+
+/// Makes all gradients of a training layer zero, where backward passes only add.
+///
+/// # Safety
+/// `layer` is live.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn moesaic_layer_zero_gradients(layer: *const Layer) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let layer = unsafe { borrow(layer, "layer") }?;
+        if layer.binds() {
+            let problem = "writes gradients where they are bound: make them zero there";
+            return Err(Failure::argument("layer", problem));
+        }
+        Ok(layer.layer.zero_gradients()?)
     })
 }
 

@@ -8,8 +8,10 @@
 
 pub mod calls;
 pub mod engine;
+pub mod gates;
 pub mod info;
 pub mod layer;
+pub mod options;
 pub mod pointers;
 pub mod ranks;
 pub mod spec;

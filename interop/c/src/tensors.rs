@@ -280,6 +280,20 @@ impl<'a> Given<'a> {
     }
 }
 
+/// Returns weights by name, borrowed where they lie packed.
+///
+/// # Safety
+/// The tensors are valid host memory, unchanged for `'a`.
+pub unsafe fn read_weights<'a>(tensors: &'a [Tensor]) -> Result<moesaic::Tensors<'a>, Failure> {
+    let mut read = moesaic::Tensors::new();
+    // SAFETY: the caller vouches for each.
+    for given in unsafe { Given::read_all(tensors) }? {
+        // SAFETY: as above.
+        read.insert(given.name, unsafe { given.host() });
+    }
+    Ok(read)
+}
+
 fn sizes(name: &str, what: &str, numbers: &[i64]) -> Result<Vec<usize>, Failure> {
     let size = |number: &i64| {
         usize::try_from(*number)

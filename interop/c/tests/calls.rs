@@ -3,7 +3,9 @@
 use moesaic_c::Status;
 use moesaic_c::calls::*;
 use moesaic_c::engine::*;
+use moesaic_c::gates::*;
 use moesaic_c::layer::*;
+use moesaic_c::options::LayerOptions;
 use moesaic_c::ranks::*;
 use moesaic_c::spec::*;
 use moesaic_c::status::moesaic_last_error;
@@ -450,5 +452,79 @@ fn two_handles_run_at_the_same_time() {
     unsafe {
         moesaic_layer_free(layer);
         moesaic_layer_free(other);
+    }
+}
+
+#[test]
+fn wrong_calls_of_shared_experts_are_refused() {
+    let opened = Opened::new(SPEC);
+    let other = Opened::new(c"shape = { model_dim = 8, hidden_dim = 24, experts = 4, top_k = 2 }");
+    let mut weights = opened.weights();
+    let tensors: Vec<Tensor> = weights.iter_mut().map(Owned::c).collect();
+    let list = TensorList {
+        tensors: tensors.as_ptr(),
+        count: 1,
+    };
+    let (mut gates, mut over, bank) = (null_mut(), null_mut(), opened.layer(0));
+    let mut unbound = null_mut();
+    let (engine, spec) = (opened.engine, opened.spec);
+    let (first, count) = (tensors.as_ptr(), tensors.len());
+    // SAFETY: the pointers are valid, or such as are refused.
+    unsafe {
+        let layer_over = moesaic_layer_over_experts_of;
+        let elsewhere = layer_over(engine, bank, other.spec, first, 1, &mut over);
+        refused(elsewhere, "experts.gate.weight");
+        ok(moesaic_layer_without_weights(engine, spec, &mut unbound));
+        refused(
+            layer_over(engine, unbound, spec, first, 1, &mut over),
+            "bind the same experts",
+        );
+        refused(
+            moesaic_layer_zero_gradients(unbound),
+            "where they are bound",
+        );
+        assert_eq!(moesaic_multi_gate_in_one_pass(null()), 0);
+
+        let open = moesaic_multi_gate_open;
+        let none = open(engine, spec, first, count, null(), 0, null(), &mut gates);
+        refused(none, "a layer for each router");
+        assert!(gates.is_null() && over.is_null());
+        let lists = [list, list];
+        ok(open(
+            engine,
+            spec,
+            first,
+            count,
+            lists.as_ptr(),
+            2,
+            null(),
+            &mut gates,
+        ));
+
+        let (mut x, mut y) = (rows("x", 0), rows("y", 1));
+        let (mut all, mut dy) = (Owned::new("y", &[2, T as i64, 8], 1), rows("dy", 1));
+        let run = |tensors: &[Tensor]| {
+            let call = Call {
+                tokens: T,
+                tensors: tensors.as_ptr(),
+                tensor_count: tensors.len(),
+                capacity_factor: 0.0,
+            };
+            moesaic_multi_gate_forward(gates, &call)
+        };
+        refused(run(&[x.c(), y.c()]), "has shape [3, 8], expected [2, 3, 8]");
+        refused(run(&[x.c(), dy.c()]), "`dy`");
+        refused(run(&[all.c()]), "`x`");
+        ok(run(&[x.c(), all.c()]));
+        ok(forward(bank, T, &[x.c(), y.c()]));
+        assert_eq!(all.values, [y.values.clone(), y.values].concat());
+        let mut numbers = [0.0; 32];
+        let name = c"router.weight".as_ptr();
+        let gradient = moesaic_multi_gate_gradient(gates, 2, name, numbers.as_mut_ptr(), 32);
+        refused(gradient, "there are 2 routers");
+        moesaic_multi_gate_free(gates);
+        moesaic_multi_saved_free(null_mut());
+        moesaic_layer_free(unbound);
+        moesaic_layer_free(bank);
     }
 }

@@ -4,8 +4,8 @@
 use moesaic::collectives::{Call, threads};
 use moesaic::spec::canonical_tensors;
 use moesaic::{
-    Engine, EngineOptions, Input, LayerOptions, LayerSpec, Mesh, Parallel, RngKey, Tensor, Tensors,
-    Training,
+    Engine, EngineOptions, Input, Layer, LayerOptions, LayerSpec, Mesh, Output, Parallel, RngKey,
+    Tensor, Tensors, Training,
 };
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,6 +16,8 @@ const FORWARD: &str = "shape = { model_dim = 32, hidden_dim = 48, experts = 4, t
 const TRAIN: &str = "shape = { model_dim = 32, hidden_dim = 48, experts = 4, top_k = 2 }\n\
                      losses = [{ kind = \"switch\", coefficient = 0.01 }]\n";
 const RANKS: &str = "shape = { model_dim = 32, hidden_dim = 48, experts = 4, top_k = 2 }";
+const SECOND: &str = "shape = { model_dim = 32, hidden_dim = 48, experts = 4, top_k = 3 }\n\
+                      router = { score = \"sigmoid\" }";
 
 /// A folder of these tests.
 fn folder(name: &str) -> PathBuf {
@@ -182,6 +184,63 @@ fn expected_train() -> String {
     text
 }
 
+/// Runs both passes of a layer, whose gradients are added to, and returns `y`.
+fn step(layer: &Layer, x: &[f32]) -> Vec<f32> {
+    let input = Input::new(3, x);
+    let (output, saved) = layer
+        .forward_train(input.reading(&["y"]), RngKey::default())
+        .unwrap();
+    layer.backward(&saved, output.y(), true).unwrap();
+    output.y().to_f32()
+}
+
+/// Returns the text that `shared.c` prints, of the Rust face.
+fn expected_shared() -> String {
+    let (engine, x) = (engine(), wave(3 * 32, 0));
+    let specs = [RANKS, SECOND].map(|toml| LayerSpec::from_toml(toml).unwrap());
+    let weights = weights(&specs[0]);
+    let training = Training::default();
+    let bank = engine.training_layer(&specs[0], &weights, training);
+    let bank = bank.unwrap();
+    let layer = engine.layer_over_experts_of(&bank, &specs[1], &weights);
+    let layer = layer.unwrap();
+    for layer in [&bank, &layer] {
+        layer.zero_gradients().unwrap();
+    }
+    let mut text = bits("bank", &step(&bank, &x));
+    text += &bits("layer", &step(&layer, &x));
+    let gradient = bank.gradient("experts.down.weight").unwrap();
+    text += &bits("gradient", &gradient.to_f32());
+    text += &bits("layer", &step(&layer, &x));
+
+    let second = Tensor::owned(&[4, 32], wave(4 * 32, 7));
+    let routers = [weights["router.weight"].clone(), second];
+    let routers = routers.map(|router| Tensors::from([("router.weight".to_string(), router)]));
+    let options = LayerOptions::default().training(training);
+    let gates = engine.multi_gate(&specs[0], &weights, &routers, options);
+    let gates = gates.unwrap();
+    text += "in one pass 1\n";
+    let all = |outputs: &[Output], name| -> Vec<f32> {
+        let each = outputs.iter();
+        each.flat_map(|output| output.get(name).unwrap().to_f32())
+            .collect()
+    };
+    text += &bits("y", &all(&gates.forward(&Input::new(3, &x)).unwrap(), "y"));
+    let (outputs, saved) = gates
+        .forward_train(&Input::new(3, &x), RngKey::default())
+        .unwrap();
+    let dy: Vec<Tensor<'_>> = outputs.iter().map(|output| output.y().clone()).collect();
+    let back = gates.backward(&saved, &dy, false).unwrap();
+    text += &bits("dx", &all(&back, "dx"));
+    for layer in gates.layers() {
+        text += &bits(
+            "gradient",
+            &layer.gradient("router.weight").unwrap().to_f32(),
+        );
+    }
+    text
+}
+
 #[test]
 fn forward_is_the_same_bits_shared_and_static() {
     let expected = expected_forward();
@@ -208,6 +267,7 @@ fn nothing_leaks_and_no_memory_is_misused() {
     let losses: Vec<f64> = losses.collect::<Result<_, _>>().unwrap();
     assert!(losses[0] > losses[1] && losses[1] > losses[2], "{losses:?}");
     assert!(example(&folder, "ranks", &[]).contains("rank 1 of 2"));
+    assert_eq!(example(&folder, "shared", &[]), expected_shared());
     if !is_there("valgrind") {
         return eprintln!("no valgrind here: only AddressSanitizer has looked");
     }
@@ -221,6 +281,7 @@ fn nothing_leaks_and_no_memory_is_misused() {
     ];
     let folder = built("valgrind", &[]);
     assert_eq!(example(&folder, "forward", &valgrind), expected_forward());
+    assert_eq!(example(&folder, "shared", &valgrind), expected_shared());
 }
 
 #[test]
@@ -260,6 +321,37 @@ fn ranks_are_those_of_the_rust_face() {
     let expected = expected.unwrap().into_iter().map(Result::unwrap);
     let expected: String = expected.map(report).collect();
     assert_eq!(example(&built("ranks", &[]), "ranks", &[]), expected);
+}
+
+/// As processes of `mpirun` too, whose reports come in any order.
+#[test]
+fn ranks_of_mpi_are_those_of_threads() {
+    if !is_there("mpirun") {
+        return eprintln!("no mpirun here: apt-get install openmpi-bin");
+    }
+    let folder = built("mpi", &[]);
+    let mut mpi = Command::new("mpirun");
+    mpi.args(["--allow-run-as-root", "--oversubscribe", "-n", "2"]);
+    mpi.arg(folder.join("ranks"))
+        .args([TARGET.as_ref(), cache().as_os_str()]);
+    let (found, wanted) = (run(mpi.arg("mpi")), example(&folder, "ranks", &[]));
+    let (first, second) = wanted.split_at(wanted.find("rank 1").unwrap());
+    assert!(
+        found == wanted || found == format!("{second}{first}"),
+        "{found}"
+    );
+}
+
+#[test]
+fn clang_builds_the_examples() {
+    if !is_there("clang++") {
+        return eprintln!("no clang here: apt-get install clang");
+    }
+    let folder = built("clang", &["CC=clang", "CXX=clang++"]);
+    assert_eq!(example(&folder, "forward", &[]), expected_forward());
+    assert_eq!(example(&folder, "shared", &[]), expected_shared());
+    let trained = example(&folder, "train", &[]);
+    assert!(trained.ends_with(&expected_train()), "{trained}");
 }
 
 /// The example of docs/C.md, as it stands there.

@@ -8,7 +8,8 @@ fn the_header_is_that_of_the_sources() {
     let config = cbindgen::Config::from_file(folder.join("cbindgen.toml")).unwrap();
     let builder = cbindgen::Builder::new().with_config(config);
     let sources = [
-        "status", "tensors", "info", "engine", "spec", "ranks", "layer", "calls",
+        "status", "tensors", "info", "engine", "spec", "ranks", "options", "layer", "calls",
+        "gates",
     ];
     let builder = sources.iter().fold(builder, |builder, name| {
         builder.with_src(folder.join(format!("src/{name}.rs")))

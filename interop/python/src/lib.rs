@@ -7,7 +7,8 @@
 //! A layer of [`layer`] has no weights of its own: it is bound to the caller's, once, and each call
 //! brings the addresses of its other tensors, which the Python files have checked.
 //! All layers of one spec share its kernels and workspace ([`engines`]). A layer of [`packed`]
-//! holds a copy of its weights in the order that kernels read. One of [`ranks`] holds a copy of a
+//! holds a copy of its weights in the order that kernels read, and so do those of [`gates`], which
+//! share experts. One of [`ranks`] holds a copy of a
 //! rank's part, and exchanges rows with the other ranks by [`sockets`].
 //!
 //! The GIL is released while a layer is made and while it runs. Nothing panics across the border:
@@ -16,6 +17,7 @@
 mod dlpack;
 mod engines;
 mod errors;
+mod gates;
 mod layer;
 mod packed;
 mod ranks;
@@ -39,6 +41,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<layer::Layer>()?;
     module.add_class::<layer::BoundLayer>()?;
     module.add_class::<packed::PackedLayer>()?;
+    module.add_class::<gates::GateLayer>()?;
+    module.add_class::<gates::GateState>()?;
     module.add_class::<ranks::Listener>()?;
     module.add_class::<ranks::Ranks>()?;
     module.add_class::<ranks::Mesh>()?;

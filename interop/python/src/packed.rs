@@ -4,17 +4,19 @@ use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
 use crate::spec::Spec;
-use moesaic::{Input, Layer, Tensor};
+use moesaic::{Engine, Input, Layer, Tensor};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
 /// A layer for inference with weights of its own, in the order that kernels read. Tensors are any
 /// objects with `__dlpack__`, such as NumPy arrays.
 ///
-/// PackedLayer(spec, weights): weights by canonical name, which it copies.
+/// PackedLayer(spec, weights, bank=None): weights by canonical name, which it copies. With `bank`,
+/// a PackedLayer, its experts are in the memory of the bank's, and `weights` has all others.
 #[pyclass(frozen, module = "moesaic")]
 pub struct PackedLayer {
     layer: Layer,
+    engine: Engine,
     spec: Spec,
     process: u32,
 }
@@ -22,19 +24,32 @@ pub struct PackedLayer {
 #[pymethods]
 impl PackedLayer {
     #[new]
+    #[pyo3(signature = (spec, weights, bank=None))]
     fn new(
         py: Python<'_>,
         spec: &Bound<'_, Spec>,
         weights: BTreeMap<String, Bound<'_, PyAny>>,
+        bank: Option<&Bound<'_, PackedLayer>>,
     ) -> PyResult<PackedLayer> {
         let spec = spec.get().clone();
         let weights = imported(&weights)?;
-        let layer = without_gil(py, || {
-            Ok(engines::engine()?.layer(&spec.spec, &lent(&weights))?)
+        let bank = bank.map(Bound::get);
+        let (layer, engine) = without_gil(py, || {
+            let weights = lent(&weights);
+            let Some(bank) = bank else {
+                let engine = engines::engine()?;
+                return Ok((engine.layer(&spec.spec, &weights)?, engine));
+            };
+            check_process(bank.process)?;
+            // The bank's engine: `configure` may have opened another since.
+            let engine = bank.engine.clone();
+            let layer = engine.layer_over_experts_of(&bank.layer, &spec.spec, &weights)?;
+            Ok((layer, engine))
         })?;
         let process = std::process::id();
         Ok(PackedLayer {
             layer,
+            engine,
             spec,
             process,
         })
@@ -55,16 +70,8 @@ impl PackedLayer {
         let x = Imported::new("x", &x)?;
         let others = imported(&inputs.unwrap_or_default())?;
         let tensors = without_gil(py, || {
-            self.check_process()?;
-            let mut tensors = lent(&others);
-            let rows = rows(x.tensor(), self.spec.spec.shape.model_dim)?;
-            let tokens = rows.shape[0];
-            tensors.insert("x", rows);
-            let input = Input {
-                tokens,
-                tensors,
-                capacity_factor,
-            };
+            check_process(self.process)?;
+            let input = read_input(&self.spec, &x, &others, capacity_factor)?;
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
             Ok(self.layer.forward(input.reading(&names))?.into_tensors())
         })?;
@@ -76,7 +83,7 @@ impl PackedLayer {
     fn set_weight(&self, py: Python<'_>, name: &str, value: Bound<'_, PyAny>) -> PyResult<()> {
         let value = Imported::new(name, &value)?;
         without_gil(py, || {
-            self.check_process()?;
+            check_process(self.process)?;
             Ok(self.layer.set_weight(name, &value.tensor())?)
         })
     }
@@ -88,16 +95,39 @@ impl PackedLayer {
     }
 }
 
-impl PackedLayer {
-    fn check_process(&self) -> Result<(), Failure> {
-        if self.process == std::process::id() {
-            return Ok(());
-        }
-        Err(Failure::Other(
-            "the layer was made before `fork`, whose child has none of its threads: make it again"
-                .to_string(),
-        ))
+/// Returns whether this process made a layer.
+///
+/// # Errors
+/// It is a child of the process that did.
+pub fn check_process(process: u32) -> Result<(), Failure> {
+    if process == std::process::id() {
+        return Ok(());
     }
+    Err(Failure::Other(
+        "the layer was made before `fork`, whose child has none of its threads: make it again"
+            .to_string(),
+    ))
+}
+
+/// Returns the input of a call: x [.., model_dim] as rows, and the others.
+///
+/// # Errors
+/// x has another width.
+pub fn read_input<'a>(
+    spec: &Spec,
+    x: &'a Imported,
+    others: &'a [(String, Imported)],
+    capacity_factor: Option<f64>,
+) -> Result<Input<'a>, Failure> {
+    let mut tensors = lent(others);
+    let rows = rows(x.tensor(), spec.spec.shape.model_dim)?;
+    let tokens = rows.shape[0];
+    tensors.insert("x", rows);
+    Ok(Input {
+        tokens,
+        tensors,
+        capacity_factor,
+    })
 }
 
 /// Folds all sizes of x but the last into the number of tokens.

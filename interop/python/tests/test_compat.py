@@ -186,5 +186,59 @@ def test_tutel_counts_the_experts_of_one_process():
     from moesaic.compat.tutel import moe_layer
 
     assert moe_layer.global_expert_count(2, group=None) == 2
-    with pytest.raises(moesaic.InvalidError, match="one process"):
+    with pytest.raises(moesaic.InvalidError, match="-2 of 1 ranks"):
         moe_layer.global_expert_count(-2)
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, model_dim, local_experts, sharded_count):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(local_experts, model_dim, model_dim))
+
+    def forward(self, rows, ctx):
+        return rows @ self.w
+
+
+@pytest.mark.parametrize("overlap, limit", [(1, 2), (5, 5)])
+def test_tutels_experts_of_the_callers_own(overlap, limit):
+    torch.manual_seed(0)
+    layer = moe_layer(
+        gate_type={"type": "top", "k": 2, "capacity_factor": 1.0}, model_dim=16,
+        experts={"type": "custom", "module": Linear, "num_experts_per_device": 9},
+        a2a_ffn_overlap_degree=overlap,
+    )
+    x = torch.randn(9, 16)
+    chosen, ids = layer.gates[0](x).softmax(1).topk(2, 1)
+    chosen = chosen / chosen.sum(1, keepdim=True)
+    wanted, taken = torch.zeros(9, 16), [0] * 9
+    for slot in range(2):
+        for t, expert in enumerate(ids[:, slot].tolist()):
+            # Two rows of a factor, or what overlap rounds them up to.
+            if taken[expert] < limit:
+                wanted[t] += chosen[t, slot] * (x[t] @ layer.experts.w[expert])
+            taken[expert] += 1
+    close(layer(x), wanted)
+
+
+def test_tutels_parts_are_its_layer():
+    from moesaic.compat import tutel as parts
+
+    layer = tutel()
+    x, e = torch.randn(30, 16), layer.experts
+    critical, l_aux = parts.top_k_routing(layer.gates[0](x).softmax(1), 2)
+    rows = parts.fast_encode(x, critical)
+    hidden = torch.relu(rows @ e.batched_fc1_w.mT + e.batched_fc1_bias[:, None])
+    out = hidden @ e.batched_fc2_w + e.batched_fc2_bias[:, None]
+    y = layer(x)
+    close(parts.fast_decode(out, critical), y)
+    close(l_aux, y.l_aux)
+
+
+def test_tutels_seeds_draw_its_weights():
+    layer = tutel(seeds=(1, 3, 1))
+    torch.manual_seed(3)
+    for at in range(4):
+        one, two = torch.nn.Linear(16, 24), torch.nn.Linear(24, 16)
+        assert torch.equal(layer.experts.batched_fc1_w[at], one.weight)
+        assert torch.equal(layer.experts.batched_fc2_w[at], two.weight.T)
+        assert torch.equal(layer.experts.batched_fc2_bias[at], two.bias)

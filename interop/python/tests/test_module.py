@@ -275,6 +275,83 @@ def test_external_routing_is_differentiable():
         moe(x, topk_ids=ids * 0 + 5, topk_weights=weights)
 
 
+def dropping_loop(moe, x, ids, weights, rows):
+    """The layer of an external router: `rows` tokens an expert, weights over what is left."""
+    w = moe.weights()
+    taken, kept = [0] * 5, torch.zeros(ids.shape, dtype=torch.bool)
+    for slot in range(ids.shape[1]):
+        for t in range(ids.shape[0]):
+            expert = int(ids[t, slot])
+            kept[t, slot] = taken[expert] < rows
+            taken[expert] += 1
+    left = weights * kept
+    left = left / left.sum(-1, keepdim=True).clamp(min=1e-30)
+    y = torch.zeros_like(x)
+    for t, slot in kept.nonzero().tolist():
+        e = ids[t, slot]
+        gate, up = w["experts.gate.weight"][e] @ x[t], w["experts.up.weight"][e] @ x[t]
+        out = w["experts.down.weight"][e] @ (torch.nn.functional.silu(gate) * up)
+        y = y.index_add(0, torch.tensor([t]), (left[t, slot] * out)[None])
+    return y, left
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_over_what_was_not_dropped_are_differentiable(compiled):
+    spec = SPEC.replace('renormalize = "sum"', 'kind = "external"')
+    spec += 'capacity = { mode = "fixed", rows = 3, renormalize_after_drop = true }'
+    moe, x = seeded(spec=spec), torch.randn(9, 24, requires_grad=True)
+    # Some tokens keep both of their experts, some one, some none.
+    ids = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 1], [3, 0], [0, 2], [0, 1], [1, 0], [4, 3]])
+    weights = (torch.rand(9, 2) + 0.1).requires_grad_()
+    before = weights.detach().clone()
+    wanted, left = dropping_loop(moe, x, ids, weights, 3)
+    run = torch.compile(moe, fullgraph=True, backend="aot_eager") if compiled else moe
+    if compiled:
+        y = run(x, topk_ids=ids, topk_weights=weights)
+    else:
+        y, routing = run(x, topk_ids=ids, topk_weights=weights, return_routing=True)
+        torch.testing.assert_close(routing.weights, left.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-5)
+    inputs, dy = [x, weights, *moe.parameters()], torch.randn(9, 24)
+    found = torch.autograd.grad(y, inputs, dy)
+    for one, other in zip(found, torch.autograd.grad(wanted, inputs, dy)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert torch.equal(weights.detach(), before)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_in_another_type_are_converted_when_they_change(training, monkeypatch):
+    moe = seeded().to(torch.bfloat16).train(training)
+    x = torch.randn(7, 24, dtype=torch.bfloat16)
+    converted, take = [], moesaic._layers.taken
+
+    def counted(tensor, dtype):
+        if tensor.dtype != dtype:
+            converted.append(tensor.shape)
+        return take(tensor, dtype)
+
+    monkeypatch.setattr(moesaic._layers, "taken", counted)
+
+    def step():
+        converted.clear()
+        with torch.set_grad_enabled(training):
+            y = moe(x)
+            if training:
+                y.float().square().sum().backward()
+        return y.detach(), [shape for shape in converted if shape == moe.router.weight.shape]
+
+    assert len(step()[1]) == 1
+    y, again = step()
+    assert again == []
+    with torch.no_grad():
+        moe.router.weight.neg_()
+    other, changed = step()
+    assert len(changed) == 1 and not torch.equal(other, y)
+    moe.router.weight.data.neg_()
+    back, changed = step()
+    assert len(changed) == 1 and torch.equal(back, y)
+
+
 def test_compile_and_export_see_one_operation():
     moe, x = seeded(), torch.randn(33, 24, requires_grad=True)
     seen = []

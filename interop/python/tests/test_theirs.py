@@ -2,7 +2,7 @@
 
 MOESAIC_TRANSFORMERS is the folder of a source distribution of the installed transformers:
 `pip download --no-deps --no-binary :all: transformers==VERSION`, unpacked. It has the tests that
-all models share, and lacks those of generation and export, which are skipped.
+all models share and that of training, and lacks those of generation and export, which are skipped.
 """
 
 import importlib
@@ -41,6 +41,7 @@ def shared():
 
 
 common = shared()
+overfit = importlib.import_module("tests.test_training_mixin").TrainingTesterMixin
 # Their comparison of implementations with eager compares moesaic with eager.
 common.batched_mm_experts_forward = moesaic.transformers.experts_forward
 common.grouped_mm_experts_forward = moesaic.transformers.experts_forward
@@ -68,6 +69,7 @@ class Tester:
 
     def __init__(self, name):
         self.name = name
+        self.causal_lm_class = getattr(transformers, f"{name}ForCausalLM")
 
     def get_config(self):
         return getattr(transformers, f"{self.name}Config")(**{**SIZES, **MODELS[self.name]})
@@ -78,7 +80,8 @@ class Tester:
 
 
 def _suite(name):
-    class Suite(common.ModelTesterMixin, unittest.TestCase):
+    class Suite(common.ModelTesterMixin, overfit, unittest.TestCase):
+        model_tester = None
         all_model_classes = tuple(
             getattr(transformers, name + end) for end in ("Model", "ForCausalLM")
         )

@@ -1,8 +1,8 @@
 """moesaic: Mixture-of-Experts layers, compiled for this machine.
 
-Without torch: `Spec`, `PackedLayer`, `Layer`, `read_hf`, which take and give arrays by DLPack.
-With torch: `MoE`, an `nn.Module`; `moesaic.transformers.register()`; `moesaic.compat`;
-`moesaic.distributed`.
+Without torch: `Spec`, `PackedLayer`, `GateLayer`, `Layer`, `read_hf`, which take and give arrays by
+DLPack. With torch: `MoE` and `MultiGate`, each an `nn.Module`; `moesaic.transformers.register()`;
+`moesaic.compat`; `moesaic.distributed`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from ._native import (
     Array,
     Error,
+    GateLayer,
     InvalidError,
     Layer,
     PackedLayer,
@@ -27,9 +28,11 @@ from ._native import (
 __all__ = [
     "Array",
     "Error",
+    "GateLayer",
     "InvalidError",
     "Layer",
     "MoE",
+    "MultiGate",
     "PackedLayer",
     "Spec",
     "__version__",
@@ -47,6 +50,8 @@ def __getattr__(name: str) -> Any:
     # torch is imported with the first of these names: arrays do without it.
     if name == "MoE":
         return importlib.import_module(".module", __name__).MoE
+    if name == "MultiGate":
+        return importlib.import_module(".gates", __name__).MultiGate
     if name in ("compat", "distributed", "transformers", "ops"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

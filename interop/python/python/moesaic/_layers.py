@@ -10,6 +10,7 @@ from torch import Tensor, empty_like, is_grad_enabled
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
+from ._changes import Copies
 from ._native import BoundLayer, InvalidError, Layer, Spec
 
 DTYPES = {
@@ -73,34 +74,37 @@ class _Binding:
         """Returns the layer with these weights, and what must outlive its call beside them."""
         if len(self.used) != len(weights):
             weights = [weights[at] for at in self.used]
-        found = self._found.get(weights[0].data_ptr())
-        if found is not None and len(weights) == len(found[1]):
-            for weight, (address, dtype, count) in zip(weights, found[1]):
-                # All of them: `weight.data = ..` keeps the object and its version.
-                if not (
-                    weight.data_ptr() == address
-                    and weight.dtype is dtype
-                    and weight.numel() == count
-                    and weight.is_contiguous()
-                ):
-                    break
-            else:
-                return found[0], None
-        return self._bind(weights)
+        bound = self._seen(weights)
+        if bound is not None:
+            return bound, None
+        names = [self._of.order[at] for at in self.used]
+        own = [converted(w, self._of.weights[name]) for name, w in zip(names, weights)]
+        bound = self._seen(own)
+        return bound or self._bind(names, own), own
 
-    def _bind(self, weights: Sequence[torch.Tensor]) -> tuple[BoundLayer, Any]:
-        of = self._of
-        names = [of.order[at] for at in self.used]
-        own = [taken(weight, of.weights[name]) for name, weight in zip(names, weights)]
+    def _seen(self, weights: Sequence[torch.Tensor]) -> Optional[BoundLayer]:
+        found = self._found.get(weights[0].data_ptr())
+        if found is None or len(weights) != len(found[1]):
+            return None
+        for weight, (address, dtype, count) in zip(weights, found[1]):
+            # All of them: `weight.data = ..` keeps the object and its version.
+            if not (
+                weight.data_ptr() == address
+                and weight.dtype is dtype
+                and weight.numel() == count
+                and weight.is_contiguous()
+            ):
+                return None
+        return found[0]
+
+    def _bind(self, names: Sequence[str], own: Sequence[torch.Tensor]) -> BoundLayer:
         described = [given(name, tensor) for name, tensor in zip(names, own)]
-        bound = of.layer.bind(described, self._names)
-        if any(o is not w for o, w in zip(own, weights)):
-            return bound, own
+        bound = self._of.layer.bind(described, self._names)
         if len(self._found) >= self.MOST:
             self._found.clear()
-        seen = [(w.data_ptr(), w.dtype, w.numel()) for w in weights]
+        seen = [(w.data_ptr(), w.dtype, w.numel()) for w in own]
         self._found[seen[0][0]] = bound, seen
-        return bound, None
+        return bound
 
 
 @functools.lru_cache(maxsize=None)
@@ -176,6 +180,17 @@ def taken(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.detach().to(dtype).contiguous()
 
 
+# Weights in the types of their layers, such as a bf16 module's router in f32.
+CONVERTED = Copies()
+
+
+def converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As `taken`, of a weight: it is converted again when it has changed."""
+    if weight.dtype == dtype and weight.is_contiguous():
+        return weight
+    return CONVERTED.get(weight, (dtype,), lambda own: [taken(own, dtype)])[0]
+
+
 def only_autograd() -> bool:
     """Returns whether nobody but autograd looks at operations: no compiler, no mode of torch."""
     return not (is_compiling() or _len_torch_dispatch_stack() or _are_functorch_transforms_active())
@@ -212,7 +227,7 @@ class Plain:
         ):
             return None
         try:
-            if x.size(-1) != width:
+            if x.shape[-1] != width:
                 return None
             for parameters, name, address, dtype, size in seen:
                 weight = parameters[name]

@@ -113,7 +113,12 @@ class BoundLayer:
 class PackedLayer:
     """A layer for inference with weights of its own, in the order that kernels read."""
 
-    def __init__(self, spec: Spec, weights: Mapping[str, SupportsDLPack]) -> None: ...
+    def __init__(
+        self,
+        spec: Spec,
+        weights: Mapping[str, SupportsDLPack],
+        bank: Optional[PackedLayer] = None,
+    ) -> None: ...
     def forward(
         self,
         x: SupportsDLPack,
@@ -126,6 +131,45 @@ class PackedLayer:
         """Replaces a weight by a copy of another of its type and shape."""
     @property
     def spec(self) -> Spec: ...
+
+class GateState:
+    """The state between forward and backward of a call of a GateLayer."""
+
+class GateLayer:
+    """Layers that differ in their routers and share experts."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        weights: Mapping[str, SupportsDLPack],
+        routers: Sequence[Mapping[str, SupportsDLPack]],
+        training: bool,
+    ) -> None: ...
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether a call runs all layers in one pass over the experts."""
+    def forward(
+        self,
+        x: SupportsDLPack,
+        outputs: Sequence[str] = ("y",),
+        capacity_factor: Optional[float] = None,
+        **inputs: SupportsDLPack,
+    ) -> list[dict[str, Array]]:
+        """Evaluates x [.., model_dim] by every layer to the named outputs of each."""
+    def forward_train(
+        self,
+        x: SupportsDLPack,
+        outputs: Sequence[str],
+        rng_key: tuple[int, int, int, int],
+        capacity_factor: Optional[float] = None,
+        **inputs: SupportsDLPack,
+    ) -> tuple[list[dict[str, Array]], GateState]: ...
+    def backward(
+        self, state: GateState, dy: Sequence[SupportsDLPack]
+    ) -> list[dict[str, Array]]:
+        """Returns dx [T, model_dim] of each layer, from dy [T, output_dim] of each."""
+    def gradient(self, gate: int, name: str) -> Array: ...
+    def set_weight(self, gate: int, name: str, value: SupportsDLPack) -> None: ...
 
 class Listener:
     """A port that waits for the other ranks of a group."""

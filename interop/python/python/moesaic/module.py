@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Mapping, NamedTuple, Optional, Union
+from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import nn
@@ -50,6 +50,19 @@ def _toml(value: Any) -> str:
     raise InvalidError(f"a spec has texts, numbers, flags, tables and arrays, not {value!r}")
 
 
+def _shared(
+    bank: "MoE", name: str, shape: Sequence[int], group: Any, expert_tp: int
+) -> torch.Tensor:
+    """Returns an expert's weight of a bank, which must have the shape that a layer needs."""
+    over = bank._over
+    if (over and over.group) is not group or over is not None and over.expert_tp != expert_tp:
+        raise InvalidError("experts_of is a layer over other ranks: give both the same group")
+    found = tuple(bank._weight(name).shape) if name in bank._names else "not there"
+    if found != tuple(shape):
+        raise InvalidError(f"`{name}` of experts_of is {found}, expected {tuple(shape)}")
+    return bank._weight(name)
+
+
 class _Weights(nn.Module):
     """A part of a layer's weights under its canonical name."""
 
@@ -75,6 +88,9 @@ class MoE(nn.Module):
     Gradients of experts come from the tokens of all ranks: divided by the number of ranks, as
     DistributedDataParallel divides all others, or with gradients="sum" as they are. An exchange that
     takes longer than `timeout` seconds fails. Equal seeds give the layer of one process.
+
+    With `experts_of`, another MoE, the routed experts are its parameters: one tensor with one
+    gradient, the sum over both. The specs may differ in all but the experts' sizes.
     """
 
     def __init__(
@@ -88,6 +104,7 @@ class MoE(nn.Module):
         strategy: Optional[str] = None,
         gradients: str = "mean",
         timeout: float = 60.0,
+        experts_of: Optional["MoE"] = None,
     ) -> None:
         super().__init__()
         self.spec = read(spec)
@@ -117,6 +134,9 @@ class MoE(nn.Module):
             own = dtype if dtype is not None and own.is_floating_point else own
             if self._over is not None:
                 shape = self._over.mesh.part_shape(name, shape)
+            if experts_of is not None and name.startswith("experts."):
+                self._hold(name, _shared(experts_of, name, shape, group, expert_tp), False)
+                continue
             tensor = torch.empty(shape, dtype=own, device=device)
             self._hold(name, tensor, name in trained)
             if self._over is not None and not self._over.mesh.is_replicated(name):
@@ -124,7 +144,8 @@ class MoE(nn.Module):
                 # alone.
                 self._weight(name).skip_allreduce = True
                 self._weight(name).dp_comm = "none"
-        self.reset_parameters()
+        alone = experts_of is None
+        self._draw(name for name in self._names if alone or not name.startswith("experts."))
 
     def _hold(self, name: str, tensor: torch.Tensor, trained: bool) -> None:
         *path, last = name.split(".")
@@ -134,7 +155,9 @@ class MoE(nn.Module):
                 owner.add_module(part, _Weights())
             owner = owner._modules[part]
         self._owners.append((owner, last))
-        if trained:
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(last, tensor)
+        elif trained:
             owner.register_parameter(last, nn.Parameter(tensor))
         else:
             owner.register_buffer(last, tensor)
@@ -147,11 +170,17 @@ class MoE(nn.Module):
         """Returns the weights by canonical name, buffers among them."""
         return {name: self._weight(name) for name in self._names}
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws new weights from the distributions of `Spec.initial`, by torch's generator."""
+        self._draw(self._names)
+
+    @torch.no_grad()
+    def _draw(self, names: Iterable[str]) -> None:
+        names = frozenset(names)
         shapes = {name: shape for name, _, shape in self.spec.weights}
         for name, kind, number in self.spec.initial:
+            if name not in names:
+                continue
             own = self._weight(name)
             # Over ranks the whole weight is drawn, so that every number is that of one process.
             tensor = own if self._over is None else own.new_empty(shapes[name])
@@ -323,7 +352,11 @@ class MoE(nn.Module):
             decided = topk_ids.reshape(-1)
             decided = decided[decided >= 0].long()
             counts = torch.bincount(decided, minlength=self._experts)
-            return y, Routing(topk_ids, topk_weights.detach(), counts)
+            if self.spec.rescales:
+                chosen = chosen.view(topk_weights.shape)
+            else:
+                chosen = topk_weights.detach()
+            return y, Routing(topk_ids, chosen, counts)
         slots = (*leading, self._top_k)
         return y, Routing(ids.view(slots), chosen.view(slots), counts)
 

@@ -110,6 +110,10 @@ def outputs(
 ) -> list[torch.Tensor]:
     tokens, k = x.shape[0], of.top_k
     y = call.add("y", x.new_empty((tokens, of.output_dim)))
+    if of.external and of.rescales and "topk_weights" in call.names:
+        # The call rescales its copy of the weights in place, and backward reads it.
+        ids, _, counts = _no_routing(x)
+        return [y, ids, call.alive[call.names.index("topk_weights")], counts]
     if not routing:
         return [y, None, None, None]
     if of.external:
@@ -211,9 +215,15 @@ def gradients(
 ) -> tuple[torch.Tensor, Optional[torch.Tensor], list[Optional[torch.Tensor]]]:
     """Returns the gradients of x, of topk_weights and of weights, where there are any.
 
-    `into` has memory for those of some weights, unless most experts have no token.
+    `routing` is that of the call, unless the caller routes and nothing rescales the weights. `into`
+    has memory for those of some weights, unless most experts have no token.
     """
     of = family(options.text).compiled(x, weights, options.training)
+    if of.external:
+        if of.rescales:
+            rescaled = {"topk_weights": routing[1]}
+            inputs = [rescaled.get(name, own) for name, own in zip(options.names, inputs)]
+        routing = ()
     call = Call()
     call.add_inputs(of, x, options.names, inputs)
     call.add_checked("dy", taken(dy, x.dtype), (x.shape[0], of.output_dim))
@@ -260,8 +270,7 @@ class _Past(torch.autograd.Function):
         count = len(options.names)
         y, state, *rest = forward(options, x, tensors[:count], tensors[count:], routing)
         ctx.options = options
-        external = "topk_ids" in options.names
-        decision = rest[:-1] if routing and not external else []
+        decision = [tensor for tensor in rest[:-1] if tensor is not None]
         ctx.counts = len(decision), count
         ctx.save_for_backward(x, state, *decision, *tensors)
         ctx.set_materialize_grads(False)
@@ -318,6 +327,8 @@ def _layer_fake(
     losses = x.new_empty((len(of.losses) if training else 0,), dtype=torch.float32)
     if "topk_ids" in names.split():
         routing = _no_routing(x)
+        if of.rescales:
+            routing[1] = x.new_empty((x.shape[0], of.top_k), dtype=torch.float32)
     else:
         shape = (x.shape[0], of.top_k)
         routing = [x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)]
@@ -337,9 +348,7 @@ def _layer_backward(
     training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     options = Options(spec, names.split(), training)
-    # A layer whose caller routes has no decision of its own.
-    decision = [] if "topk_ids" in options.names else routing
-    dx, dtopk, found = gradients(options, dy, state, x, inputs, weights, decision)
+    dx, dtopk, found = gradients(options, dy, state, x, inputs, weights, routing)
     dtopk = torch.empty((0,)) if dtopk is None else dtopk
     # An operation returns tensors alone.
     pairs = zip(found, weights)

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from . import ops
 from ._changes import Copies, Stamps
+from ._layers import CONVERTED
 from ._native import InvalidError, PackedLayer, Spec
 
 NAME = "moesaic"
@@ -180,13 +181,14 @@ _copies = Copies()
 
 
 def refresh() -> None:
-    """Has every copy of a weight made again.
+    """Has every copy of a weight made again, those of `MoE` in other types among them.
 
     Copies follow changes by themselves, unless somebody changes few elements of a weight through
     `.data`, past torch's version counter.
     """
     _copies.clear()
     _packed.clear()
+    CONVERTED.clear()
 
 
 def _parts(weight: torch.Tensor, fused: bool, interleaved: bool, transposed: bool):

@@ -1,7 +1,9 @@
-"""`moe_layer` with the arguments of `tutel.moe.moe_layer`, in one process.
+"""`moe_layer` with the arguments of `tutel.moe.moe_layer`, in one process or over the ranks of a
+group.
 
-The gate is torch's, so that `l_aux` is differentiable and gates of your own work; capacity,
-dispatch, experts and combine are moesaic's. Parameters have Tutel's names.
+The gate is torch's, so that `l_aux` is differentiable and gates of your own work; dispatch, experts
+and combine are moesaic's, but for experts of your own. Parameters have Tutel's names, and from
+equal seeds Tutel's values.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from torch import nn
 from torch.nn import functional
 
 from .._native import InvalidError
-from . import _experts
+from . import _dispatch, _experts
+from ._dispatch import fast_decode, fast_encode, gshard_loss, top_k_routing
+
+extract_critical = top_k_routing
 
 
 class LinearGate(nn.Module):
@@ -89,30 +94,42 @@ class FusedExperts(nn.Module):
         output_dim: Optional[int] = None,
         has_fc1_bias: bool = True,
         has_fc2_bias: bool = True,
+        sharded_count: int = 1,
     ) -> None:
         super().__init__()
         output_dim = output_dim or model_dim
+        if hidden_size_per_expert % sharded_count:
+            raise InvalidError(
+                f"hidden_size_per_expert = {hidden_size_per_expert} in {sharded_count} shards"
+            )
         if activation_fn_with_self is not None:
             activation_fn = lambda x: activation_fn_with_self(x, self)  # noqa: E731
         self.activation = _experts.activation_name(activation_fn or functional.relu)
-        size = hidden_size_per_expert
+        size = hidden_size_per_expert // sharded_count
         self.batched_fc1_w = nn.Parameter(torch.empty(num_experts, size, model_dim))
         self.batched_fc2_w = nn.Parameter(torch.empty(num_experts, size, output_dim))
         bias = torch.empty(num_experts, size) if has_fc1_bias else None
         self.batched_fc1_bias = nn.Parameter(bias) if bias is not None else None
-        bias = torch.empty(num_experts, output_dim) if has_fc2_bias else None
+        width = -(-output_dim // sharded_count)
+        bias = torch.empty(num_experts, width) if has_fc2_bias else None
         self.batched_fc2_bias = nn.Parameter(bias) if bias is not None else None
-        self.sizes = (model_dim, size, output_dim, num_experts)
+        self.sizes = (model_dim, hidden_size_per_expert, output_dim, num_experts)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws new weights, as `nn.Linear` does."""
-        model, hidden, _, _ = self.sizes
-        for fan_in, names in ((model, "fc1"), (hidden, "fc2")):
-            for tensor in (getattr(self, f"batched_{names}_{end}") for end in ("w", "bias")):
-                if tensor is not None:
-                    tensor.uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        """Draws new weights expert by expert, as Tutel does: equal seeds give equal weights."""
+        one, two = self.batched_fc1_bias, self.batched_fc2_bias
+        _, hidden, model = self.batched_fc1_w.shape
+        for at in range(self.batched_fc1_w.shape[0]):
+            fc1 = nn.Linear(model, hidden, bias=one is not None)
+            fc2 = nn.Linear(hidden, self.batched_fc2_w.shape[2], bias=two is not None)
+            self.batched_fc1_w[at] = fc1.weight
+            self.batched_fc2_w[at] = fc2.weight.t()
+            if one is not None:
+                one[at] = fc1.bias
+            if two is not None:
+                two[at] = fc2.bias[: two.shape[1]]
 
     def form(self) -> str:
         """Returns the keys `experts` of a spec."""
@@ -141,8 +158,11 @@ class LlamaExperts(nn.Module):
         num_experts: int,
         hidden_size_per_expert: int,
         activation_fn: Callable = functional.silu,
+        sharded_count: int = 1,
     ) -> None:
         super().__init__()
+        if sharded_count > 1:
+            raise InvalidError("experts 'llama_ffn' in shards: num_experts_per_device is negative")
         self.activation = _experts.activation_name(activation_fn)
         self.sizes = (model_dim, hidden_size_per_expert, model_dim, num_experts)
         count = num_experts * model_dim * hidden_size_per_expert
@@ -168,7 +188,10 @@ EXPERTS = {"ffn": FusedExperts, "llama_ffn": LlamaExperts}
 
 
 class MOELayer(nn.Module):
-    """A whole layer: x [.., model_dim] to y [.., output_dim], which carries `l_aux`."""
+    """A whole layer: x [.., model_dim] to y [.., output_dim], which carries `l_aux`.
+
+    Over the ranks of a group x and y are this rank's tokens, parameters those of its experts.
+    """
 
     def __init__(
         self,
@@ -189,7 +212,8 @@ class MOELayer(nn.Module):
         pad_samples: Any = None,
     ) -> None:
         super().__init__()
-        _check_group(group)
+        self.group, self.world_size = _group(group)
+        self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
         self.model_dim, self.is_postscore = model_dim, is_postscore
         self.batch_prioritized_routing = batch_prioritized_routing or (
             os.environ.get("BATCH_PRIO") == "1"
@@ -197,8 +221,7 @@ class MOELayer(nn.Module):
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
         self.result_func, self.l_aux = result_func, None
         _seed(seeds, 1)
-        self.experts = _new_experts(model_dim, dict(experts))
-        self.num_global_experts = self.experts.sizes[3]
+        self._new_experts(dict(experts))
         self.register_buffer("_num_global_experts", torch.tensor(self.num_global_experts))
         self.gates = nn.ModuleList()
         for index, options in enumerate(gate_type if isinstance(gate_type, list) else [gate_type]):
@@ -212,10 +235,14 @@ class MOELayer(nn.Module):
 
     @staticmethod
     def global_expert_count(num_local_experts: int, group: Any = None) -> int:
-        """Returns the experts of all ranks, which are those of this process."""
-        if num_local_experts < 1:
-            raise InvalidError(f"{num_local_experts} experts: this layer runs in one process")
-        return num_local_experts
+        """Returns the experts of all ranks, each of which has so many, or with a negative number
+        one in so many shards."""
+        world = _group(group)[1]
+        if num_local_experts > 0:
+            return num_local_experts * world
+        if num_local_experts == 0 or world % -num_local_experts:
+            raise InvalidError(f"num_experts_per_device = {num_local_experts} of {world} ranks")
+        return world // -num_local_experts
 
     def get_parameter_iterator(self, param_type: str):
         """Returns the named parameters of `gate` or of `local_experts`."""
@@ -236,7 +263,7 @@ class MOELayer(nn.Module):
         adaptive_r: Optional[int] = None,
         megablocks_size: int = 0,
     ) -> Any:
-        """Runs the layer. What concerns many ranks changes nothing in one process.
+        """Runs the layer. `adaptive_r` changes no result, and nothing here.
 
         megablocks_size above 0 drops nothing, and is for inference.
         """
@@ -258,32 +285,98 @@ class MOELayer(nn.Module):
         if capacity_factor is None:
             capacity_factor = getattr(gate, "capacity_factor", 1.0)
         factor = 0.0 if megablocks_size > 0 else float(capacity_factor)
-        y = self._experts(rows, ids, chosen, scores, factor)
-        model_out = self.experts.sizes[2]
+        if a2a_ffn_overlap_degree is not None:
+            self.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
+        y = self._experts(rows, ids, chosen, scores, factor, inequivalent_tokens)
+        model_out = y.shape[1]
         width = x.shape[-reserve_dims:] if model_out == self.model_dim else (model_out,)
         y = y.reshape(*x.shape[: x.dim() - reserve_dims], *width).to(x.dtype)
         self.l_aux = y.l_aux = l_aux
         return self.result_func(y) if self.result_func else y
 
-    def _experts(self, rows, ids, chosen, scores, factor: float) -> torch.Tensor:
-        model, hidden, output, count = self.experts.sizes
-        place = "output" if self.is_postscore else "input"
-        text = _experts.external_spec(
-            model, hidden, output, count, ids.shape[1], self.experts.form(), True, place
-        )
-        tensors = self.experts.tensors()
+    def _experts(self, rows, ids, chosen, scores, factor: float, uneven: bool) -> torch.Tensor:
         if not self.batch_prioritized_routing:
-            return _experts.run(text, rows, ids, chosen, tensors, factor)
+            return self._served(rows, ids, chosen, factor, uneven)
         # Served in the order of tokens, so tokens come in the order of their best scores.
         order = scores.detach().amax(1).argsort(descending=True, stable=True)
-        y = _experts.run(text, rows[order], ids[order], chosen[order], tensors, factor)
+        y = self._served(rows[order], ids[order], chosen[order], factor, uneven)
         return torch.zeros_like(y).index_copy(0, order, y)
 
+    def _served(self, rows, ids, chosen, factor: float, uneven: bool) -> torch.Tensor:
+        alignment = self.sharded_count * self.a2a_ffn_overlap_degree
+        alignment = -(-alignment // 128) * 128 if alignment > 256 else alignment
+        custom = not isinstance(self.experts, tuple(EXPERTS.values()))
+        if not custom and alignment == 1 and self.world_size == 1:
+            return self._run(rows, ids, chosen, factor)
+        # A rank's capacity is its own, and no spec has one that is a multiple of a number. So
+        # assignments are dropped here, and the layer drops none.
+        count = self.num_global_experts
+        places, counts = _dispatch.served(ids, count)
+        tokens = self._most(rows.shape[0]) if uneven else rows.shape[0]
+        most = lambda: self._most(int(counts.max()))  # noqa: E731
+        limit = _dispatch.capacity(factor, ids.shape[1], tokens, count, most, alignment)
+        if not custom:
+            return self._run(rows, ids.masked_fill(places >= limit, -1), chosen, None)
+        before, after = (None, chosen) if self.is_postscore else (chosen, None)
+        own = _dispatch.encode(rows, ids, places, limit, count, before)
+        return _dispatch.decode(self.experts(own, self), ids, places, after)
+
+    def _run(self, rows, ids, chosen, factor: Optional[float]) -> torch.Tensor:
+        """Computes the experts by moesaic; without a factor none has a capacity."""
+        model, hidden, output, _ = self.experts.sizes
+        place = "output" if self.is_postscore else "input"
+        text = _experts.external_spec(
+            model, hidden, output, self.num_global_experts, ids.shape[1], self.experts.form(),
+            factor is not None, place,
+        )
+        if self.world_size == 1:
+            return _experts.run(text, rows, ids, chosen, self.experts.tensors(), factor)
+        return self._over.run(self, text, rows, ids, chosen)
+
+    def _most(self, number: int) -> int:
+        """Returns the largest of the ranks' numbers."""
+        if self.world_size == 1:
+            return number
+        most = torch.tensor(number)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, self.group)
+        return int(most)
+
+    def _new_experts(self, options: dict) -> None:
+        kind = options.pop("type", None)
+        count = options.pop("count_per_node", 1)
+        count = options.pop("num_experts_per_device", count)
+        count = 1 if count == -1 else count
+        self.num_global_experts = self.global_expert_count(count, self.group)
+        shards = self.sharded_count = max(1, self.world_size // self.num_global_experts)
+        self.num_local_experts = max(1, count)
+        self.adaptive_degree = shards
+        self.valid_rs = [0, *(r for r in range(1, shards + 1) if shards % r == 0)]
+        if self.world_size > 1:
+            from ._tutel_ranks import Over
+
+            self._over = Over(shards)
+        if kind == "custom":
+            if self.world_size > 1:
+                raise InvalidError("experts 'custom' over ranks: moesaic exchanges rows of its own")
+            made = options.pop("module")
+            options |= {"model_dim": self.model_dim, "sharded_count": shards}
+            try:
+                self.experts = made(num_experts_per_device=count, **options)
+            except TypeError:  # a name of older versions, which Tutel takes too
+                self.experts = made(local_experts=count, **options)
+            return
+        if kind not in EXPERTS:
+            raise InvalidError(f"experts of type {kind!r}: expected {', '.join(EXPERTS)} or custom")
+        options["sharded_count"] = shards
+        what = f"experts {kind!r}"
+        self.experts = _made(
+            EXPERTS[kind], what, self.model_dim, self.num_local_experts, options
+        )
+
     def _loss(self, logits, noisy, scores, ids, noise: float) -> torch.Tensor:
-        count, tokens = self.num_global_experts, max(1, logits.shape[0])
+        count = self.num_global_experts
         if self.is_gshard_loss:
-            first = torch.bincount(ids[:, 0], minlength=count).to(scores.dtype)
-            return (scores.sum(0) * first).sum() * (count / (tokens * tokens))
+            return gshard_loss(scores, ids)
         if noise <= 0:
             raise InvalidError("is_gshard_loss=False needs gate_noise > 0")
         # Importance and load as Tutel has them, in evaluation too: a probability without noise is
@@ -294,8 +387,7 @@ class MOELayer(nn.Module):
         return 0.5 * (_variation(clean.sum(0)) + _variation(load))
 
     def extra_repr(self) -> str:
-        model, hidden, output, count = self.experts.sizes
-        return f"model_dim={model}, hidden={hidden}, output_dim={output}, experts={count}"
+        return f"model_dim={self.model_dim}, experts={self.num_global_experts}"
 
 
 moe_layer = MOELayer
@@ -305,26 +397,17 @@ def _variation(values: torch.Tensor) -> torch.Tensor:
     return values.var() / (values.mean().square() + 1e-10)
 
 
-def _check_group(group: Any) -> None:
-    sized = group is not None or torch.distributed.is_initialized()
-    if sized and torch.distributed.get_world_size(group) > 1:
-        raise InvalidError("group has several ranks: this layer runs in one process")
+def _group(group: Any) -> tuple[Any, int]:
+    """Returns a group, or that of all ranks, and its number of ranks: 1 without a group."""
+    if group is None and not torch.distributed.is_initialized():
+        return None, 1
+    group = torch.distributed.group.WORLD if group is None else group
+    return group, torch.distributed.get_world_size(group)
 
 
 def _seed(seeds: Optional[Sequence[Optional[int]]], which: int, more: int = 0) -> None:
     if seeds is not None and seeds[which] is not None:
         torch.manual_seed(seeds[which] + more)
-
-
-def _new_experts(model_dim: int, options: dict) -> nn.Module:
-    kind = options.pop("type", None)
-    if kind not in EXPERTS:
-        raise InvalidError(f"experts of type {kind!r}: expected one of {', '.join(EXPERTS)}")
-    count = options.pop("count_per_node", 1)
-    count = options.pop("num_experts_per_device", count)
-    if count == 0 or count < -1:
-        raise InvalidError(f"num_experts_per_device = {count}: one process holds whole experts")
-    return _made(EXPERTS[kind], f"experts {kind!r}", model_dim, abs(count), options)
 
 
 def _new_gate(model_dim: int, experts: int, options: dict) -> nn.Module:
