@@ -60,7 +60,7 @@ impl GateLayer {
         })
     }
 
-    /// Whether a call runs all layers in one pass over the experts.
+    /// Returns whether a call runs all layers in one pass over the experts.
     #[getter]
     fn in_one_pass(&self) -> bool {
         self.gates.in_one_pass()

@@ -82,6 +82,7 @@ impl MultiGate {
         let (outputs, saved) = match &self.stack {
             Some(stack) => {
                 let routers = self.routers()?;
+                // The routers are layers of one spec, so what one cannot train none can.
                 routers[0].check_training()?;
                 let each: Vec<&Input<'_>> = inputs.iter().collect();
                 let (outputs, saved) = stack.forward_train(&routers, &each, names, rng_key)?;
@@ -111,6 +112,7 @@ impl MultiGate {
         dy: &Tensor<'_>,
         accumulate: bool,
     ) -> Result<Output, EngineError> {
+        // The call's own places: ids of a later call may name other routers.
         let places = &saved.places;
         let dy = places.rows_of("dy", dy)?;
         let outputs = self.backward(&saved.saved, &dy, accumulate)?;
@@ -287,6 +289,7 @@ fn with_rows(shape: &[usize], rows: usize) -> Vec<usize> {
 
 /// Adds tensors of one shape up: counts exactly, losses in f64.
 fn sum(each: &[&Tensor<'_>]) -> Tensor<'static> {
+    // Counts are below 2^53, so f64 holds them exactly, too.
     let mut total = vec![0.0; each[0].to_f64().len()];
     for tensor in each {
         let values = tensor.to_f64();
