@@ -55,10 +55,10 @@ pub enum Error {
     Weights(#[from] WeightsError),
     /// A `config.json` from which no spec can be made.
     #[error(transparent)]
-    Hf(#[from] HfError),
+    Hf(Box<HfError>),
     /// A GGUF file from which no spec can be made.
     #[error(transparent)]
-    Gguf(#[from] GgufError),
+    Gguf(Box<GgufError>),
     /// A file that cannot be read.
     #[error("{}: {source}", path.display())]
     Io {
@@ -92,6 +92,19 @@ pub enum Error {
     #[cfg(feature = "train")]
     #[error(transparent)]
     Train(#[from] moesaic_train::TrainError),
+}
+
+/// Boxed, because these are the largest, and every result of the crate has room for an error.
+impl From<HfError> for Error {
+    fn from(error: HfError) -> Error {
+        Error::Hf(Box::new(error))
+    }
+}
+
+impl From<GgufError> for Error {
+    fn from(error: GgufError) -> Error {
+        Error::Gguf(Box::new(error))
+    }
 }
 
 impl fmt::Debug for Error {

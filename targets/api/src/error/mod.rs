@@ -64,14 +64,14 @@ pub struct SystemError {
     /// The kind of the error.
     pub kind: ErrorKind,
     /// The system's message.
-    pub message: String,
+    pub message: Box<str>,
 }
 
 impl From<io::Error> for SystemError {
     fn from(error: io::Error) -> SystemError {
         SystemError {
             kind: error.kind(),
-            message: error.to_string(),
+            message: error.to_string().into(),
         }
     }
 }
