@@ -12,7 +12,7 @@ use moesaic::{
     Engine, Init, Input, LayerOptions, LayerSpec, Mesh, Parallel, Result, RngKey, Tensor, Training,
 };
 
-/// Of the experts the layer needs their number and the width of rows; `hidden_dim` counts for none.
+/// The layer needs the number of experts and the width of rows; `hidden_dim` counts for nothing.
 const SPEC: &str = "shape = { model_dim = 16, hidden_dim = 1, experts = 4, top_k = 2 }";
 const EXPERTS: usize = 4;
 const WIDTH: usize = 16;

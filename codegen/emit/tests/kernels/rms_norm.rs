@@ -26,7 +26,7 @@ struct Rows {
     dy: Vec<f64>,
 }
 
-/// What the kernels write.
+/// The results of both kernels.
 #[derive(Default)]
 struct Results {
     y: Vec<f64>,

@@ -101,11 +101,11 @@ pub enum DeviceError {
 /// The memory left where an allocation failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FreeMemory {
-    /// Nobody knows.
+    /// The device does not say.
     Unknown,
-    /// So many bytes in all.
+    /// The bytes that are free in all.
     Bytes(usize),
-    /// So many bytes in one piece.
+    /// The bytes of the largest free piece.
     LargestGap(u64),
 }
 
