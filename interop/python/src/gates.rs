@@ -3,10 +3,11 @@
 use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
-use crate::packed::{check_process, read_input};
+use crate::key::read_key;
+use crate::packed::{arrays, check_process, read_input};
 use crate::spec::Spec;
 use moesaic::experts::{MultiGate, MultiSaved};
-use moesaic::{LayerOptions, Output, RngKey, Tensors, Training};
+use moesaic::{LayerOptions, Tensors, Training};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
@@ -84,7 +85,7 @@ impl GateLayer {
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
             Ok(self.gates.forward(input.reading(&names))?)
         })?;
-        Ok(arrays(each))
+        Ok(each.into_iter().map(arrays).collect())
     }
 
     /// As forward, of a training call, with the state for backward. rng_key is (seed, step, layer,
@@ -99,13 +100,7 @@ impl GateLayer {
         capacity_factor: Option<f64>,
         inputs: Option<Arrays<'_>>,
     ) -> PyResult<(Vec<BTreeMap<String, Array>>, GateState)> {
-        let (seed, step, number, first_token) = rng_key;
-        let key = RngKey {
-            seed,
-            step,
-            layer: number,
-            first_token,
-        };
+        let key = read_key(rng_key);
         let x = Imported::new("x", &x)?;
         let others = imported(&inputs.unwrap_or_default())?;
         let (each, saved) = without_gil(py, || {
@@ -114,7 +109,7 @@ impl GateLayer {
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
             Ok(self.gates.forward_train(input.reading(&names), key)?)
         })?;
-        Ok((arrays(each), GateState(saved)))
+        Ok((each.into_iter().map(arrays).collect(), GateState(saved)))
     }
 
     /// Runs backward from dy [T, output_dim] of each layer. Returns dx [T, model_dim] of each,
@@ -138,7 +133,7 @@ impl GateLayer {
             let dy: Vec<_> = dy.iter().map(Imported::tensor).collect();
             Ok(self.gates.backward(saved, &dy, false)?)
         })?;
-        Ok(arrays(each))
+        Ok(each.into_iter().map(arrays).collect())
     }
 
     /// Returns the gradient of a weight, f32: of layer `gate` for `router.*`, else of all.
@@ -171,14 +166,4 @@ impl GateLayer {
             Failure::Invalid(format!("gate {gate}: there are {} layers", layers.len()))
         })
     }
-}
-
-fn arrays(each: Vec<Output>) -> Vec<BTreeMap<String, Array>> {
-    let of_one = |output: Output| {
-        let tensors = output.into_tensors().into_iter();
-        tensors.map(|(name, tensor)| (name, Array::new(tensor)))
-    };
-    each.into_iter()
-        .map(|output| of_one(output).collect())
-        .collect()
 }

@@ -2,12 +2,13 @@
 
 use crate::engines::{self, Held};
 use crate::errors::{Failure, without_gil};
+use crate::key::read_key;
 use crate::spec::Spec;
 use crate::states;
 use crate::tensors::{Given, Ids, check};
 use moesaic::plan::{LayerPlan, Role};
 use moesaic::target::Ptr;
-use moesaic::{Layer as EngineLayer, RawBackward, RawCall, RngKey};
+use moesaic::{Layer as EngineLayer, RawBackward, RawCall};
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 use std::sync::{Arc, OnceLock};
@@ -185,13 +186,7 @@ impl BoundLayer {
         rng_key: (u64, u64, u64, u64),
         capacity_factor: Option<f64>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
-        let (seed, step, number, first_token) = rng_key;
-        let key = RngKey {
-            seed,
-            step,
-            layer: number,
-            first_token,
-        };
+        let key = read_key(rng_key);
         let (layer, saved) = without_gil(py, || {
             let layer = self.layer()?;
             let tensors = self.tensors(tokens, &addresses)?;

@@ -18,6 +18,7 @@ mod dlpack;
 mod engines;
 mod errors;
 mod gates;
+mod key;
 mod layer;
 mod packed;
 mod ranks;

@@ -4,7 +4,7 @@ use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
 use crate::spec::Spec;
-use moesaic::{Engine, Input, Layer, Tensor};
+use moesaic::{Engine, Input, Layer, Output, Tensor};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
@@ -69,14 +69,13 @@ impl PackedLayer {
     ) -> PyResult<BTreeMap<String, Array>> {
         let x = Imported::new("x", &x)?;
         let others = imported(&inputs.unwrap_or_default())?;
-        let tensors = without_gil(py, || {
+        let output = without_gil(py, || {
             check_process(self.process)?;
             let input = read_input(&self.spec, &x, &others, capacity_factor)?;
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
-            Ok(self.layer.forward(input.reading(&names))?.into_tensors())
+            Ok(self.layer.forward(input.reading(&names))?)
         })?;
-        let arrays = tensors.into_iter().map(|(n, t)| (n, Array::new(t)));
-        Ok(arrays.collect())
+        Ok(arrays(output))
     }
 
     /// Replaces a weight by a copy of another of its type and shape.
@@ -128,6 +127,14 @@ pub fn read_input<'a>(
         tensors,
         capacity_factor,
     })
+}
+
+/// Returns the outputs of a call by name, as Python takes them.
+pub fn arrays(output: Output) -> BTreeMap<String, Array> {
+    let tensors = output.into_tensors().into_iter();
+    tensors
+        .map(|(name, tensor)| (name, Array::new(tensor)))
+        .collect()
 }
 
 /// Folds all sizes of x but the last into the number of tokens.

@@ -3,13 +3,12 @@
 use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
+use crate::key::read_key;
 use crate::sockets::{Hello, Sockets, join, listen};
 use crate::spec::Spec;
 use crate::tensors::{Given, check_given};
 use moesaic::collectives::Communicator;
-use moesaic::{
-    Layer, LayerOptions, Parallel, RawBackward, RawCall, RngKey, Strategy, Tensors, Training,
-};
+use moesaic::{Layer, LayerOptions, Parallel, RawBackward, RawCall, Strategy, Tensors, Training};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::net::TcpListener;
@@ -247,13 +246,7 @@ impl RankLayer {
         rng_key: (u64, u64, u64, u64),
         capacity_factor: Option<f64>,
     ) -> PyResult<RankState> {
-        let (seed, step, number, first_token) = rng_key;
-        let key = RngKey {
-            seed,
-            step,
-            layer: number,
-            first_token,
-        };
+        let key = read_key(rng_key);
         let saved = without_gil(py, || {
             let layer = self.layer()?;
             let checked = check_given(layer.plan(), tokens, &tensors)?;

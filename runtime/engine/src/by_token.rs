@@ -5,8 +5,7 @@
 
 use crate::call::{CallInput, Input, Output, RngKey, input_error, output_error};
 use crate::error::EngineError;
-use crate::layer::Saved;
-use crate::multi_gate::{Kept, MultiGate, MultiSaved};
+use crate::multi_gate::{MultiGate, MultiSaved};
 use moesaic_kernel::DType;
 use moesaic_plan::{LayerPlan, TensorPlan};
 use moesaic_spec::{LayerSpec, LossKind, Select};
@@ -79,24 +78,7 @@ impl MultiGate {
         check_outputs(plan, names)?;
         let places = Places::new(router_ids, self.layers.len(), input.tokens)?;
         let inputs = places.inputs(plan, &input)?;
-        let (outputs, saved) = match &self.stack {
-            Some(stack) => {
-                let routers = self.routers()?;
-                // The routers are layers of one spec, so what one cannot train none can.
-                routers[0].check_training()?;
-                let each: Vec<&Input<'_>> = inputs.iter().collect();
-                let (outputs, saved) = stack.forward_train(&routers, &each, names, rng_key)?;
-                (outputs, MultiSaved(Kept::Together(saved)))
-            }
-            None => {
-                let each = self.layers.iter().zip(&inputs);
-                let calls =
-                    each.map(|(layer, input)| layer.forward_train(input.reading(names), rng_key));
-                let calls = calls.collect::<Result<Vec<_>, _>>()?;
-                let (outputs, saved): (Vec<Output>, Vec<Saved>) = calls.into_iter().unzip();
-                (outputs, saved.into())
-            }
-        };
+        let (outputs, saved) = self.train_on(&inputs, names, rng_key)?;
         let output = places.joined(&outputs);
         Ok((output, SavedByToken { places, saved }))
     }

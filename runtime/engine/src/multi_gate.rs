@@ -1,6 +1,6 @@
 //! One set of experts behind several routers, as in MMoE (Ma et al. 2018).
 
-use crate::call::{CallInput, Output, RngKey};
+use crate::call::{CallInput, Input, Output, RngKey};
 use crate::device_layer::DeviceLayer;
 use crate::engine::Engine;
 use crate::error::EngineError;
@@ -41,9 +41,9 @@ pub struct MultiGate {
 
 /// The state that a forward pass of a [`MultiGate`] keeps for backward. You can also put it
 /// together from the states of its layers, in order, if they ran by themselves.
-pub struct MultiSaved(pub(crate) Kept);
+pub struct MultiSaved(Kept);
 
-pub(crate) enum Kept {
+enum Kept {
     Together(StackSaved),
     Each(Vec<Saved>),
 }
@@ -217,11 +217,36 @@ impl MultiGate {
             routers[0].check_training()?;
             let (input, names) = input.args(routers[0].plan())?.in_host_memory()?;
             let inputs = vec![&*input; routers.len()];
-            let (outputs, saved) = stack.forward_train(&routers, &inputs, names, rng_key)?;
-            return Ok((outputs, MultiSaved(Kept::Together(saved))));
+            return train_together(stack, &routers, &inputs, names, rng_key);
         }
-        let each = self.layers.iter();
-        let calls = each.map(|layer| layer.forward_train(input, rng_key));
+        self.train_each(self.layers.iter().map(|_| input), rng_key)
+    }
+
+    /// Runs every layer as in training, each on its own tokens.
+    pub(crate) fn train_on(
+        &self,
+        inputs: &[Input<'_>],
+        names: &[&str],
+        rng_key: RngKey,
+    ) -> Result<(Vec<Output>, MultiSaved), EngineError> {
+        let Some(stack) = &self.stack else {
+            return self.train_each(inputs.iter().map(|input| input.reading(names)), rng_key);
+        };
+        let routers = self.routers()?;
+        // The routers are layers of one spec, so what one cannot train none can.
+        routers[0].check_training()?;
+        let inputs: Vec<&Input<'_>> = inputs.iter().collect();
+        train_together(stack, &routers, &inputs, names, rng_key)
+    }
+
+    /// Runs the layers one by one, each on an input of its own.
+    fn train_each<'i, I: Into<CallInput<'i>>>(
+        &self,
+        inputs: impl Iterator<Item = I>,
+        rng_key: RngKey,
+    ) -> Result<(Vec<Output>, MultiSaved), EngineError> {
+        let calls = self.layers.iter().zip(inputs);
+        let calls = calls.map(|(layer, input)| layer.forward_train(input, rng_key));
         let calls = calls.collect::<Result<Vec<_>, _>>()?;
         let (outputs, saved): (Vec<Output>, Vec<Saved>) = calls.into_iter().unzip();
         Ok((outputs, saved.into()))
@@ -309,4 +334,16 @@ fn one_by_one(layer: &str) {
         "routers over the same experts run one by one: the kernels of one pass are not cached and \
          nothing may be compiled; `moesaic precompile --multi-gate` adds them"
     );
+}
+
+/// Runs all routers in one pass over the experts, each on an input of its own.
+fn train_together(
+    stack: &Stack,
+    routers: &[&DeviceLayer],
+    inputs: &[&Input<'_>],
+    names: &[&str],
+    rng_key: RngKey,
+) -> Result<(Vec<Output>, MultiSaved), EngineError> {
+    let (outputs, saved) = stack.forward_train(routers, inputs, names, rng_key)?;
+    Ok((outputs, MultiSaved(Kept::Together(saved))))
 }

@@ -1,14 +1,15 @@
 //! Rows between nodes, on this CPU and on simulators: the bytes that the reference writes,
 //! and the values that it reads.
 
+use crate::one_kernel::{machine, waiting};
 use half::{bf16, f16};
 use moesaic_emit::emit;
+use moesaic_harness::dims;
 use moesaic_harness::kept::Kept;
-use moesaic_harness::{cpu, dims, fibers, ptx};
-use moesaic_kernel::{DType, Entry, KernelSource, SimArch, Target};
+use moesaic_kernel::{DType, Entry, KernelSource, Target};
 use moesaic_plan::{CacheClass, CommCastDesc, CommDtype, KernelPlan, Machine, Operator};
 use moesaic_reference::{Random, pack_row, unpack_row};
-use moesaic_target::{Arg, Artifact, Buffer, CompileOptions, Compiler, Device, Module};
+use moesaic_target::{Arg, Buffer, CompileOptions, Compiler, Device, Module};
 use moesaic_toolchain::testing;
 use std::sync::Arc;
 
@@ -22,12 +23,7 @@ const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
 fn kernel(desc: &CommCastDesc, target: Target) -> KernelPlan {
     let config = desc.tiling(Machine::of(target, CacheClass::default()));
-    let mut entries = desc.entries(&config);
-    // As in a plan: what does not wait for the launches before is found.
-    let waits = matches!(target.hardware(), Target::Cuda(arch) if arch.capability >= 90);
-    for entry in &mut entries {
-        entry.launch.dependent = waits;
-    }
+    let entries = waiting(desc.entries(&config), target);
     KernelPlan {
         name: "comm_cast".to_string(),
         entries,
@@ -42,18 +38,6 @@ fn twin(comm_dtype: CommDtype) -> moesaic_reference::CommDtype {
         CommDtype::Fp8 => moesaic_reference::CommDtype::Fp8,
         CommDtype::Mxfp8 => moesaic_reference::CommDtype::Mxfp8,
         CommDtype::Unchanged => panic!("nothing packs exact rows"),
-    }
-}
-
-type Compile = fn(&KernelSource) -> Artifact;
-
-/// Where kernels of a target run, and what compiles them.
-fn machine(target: Target) -> (Arc<dyn Device>, Compile) {
-    match target {
-        Target::Cpu(_) => (Arc::new(cpu::device(2)), cpu::compiled),
-        Target::Sim(SimArch::Rocm(_)) => (Arc::new(fibers::device(target)), fibers::compiled),
-        Target::Sim(SimArch::Cuda(_)) => (Arc::new(ptx::device(target, 1)), ptx::compiled),
-        other => panic!("nothing here runs {other}"),
     }
 }
 

@@ -31,6 +31,7 @@ mod includes;
 mod long_expressions;
 mod many_experts_compile;
 mod narrower;
+mod one_kernel;
 mod rms_norm;
 mod router_bwd_cpu;
 mod router_bwd_gpu;

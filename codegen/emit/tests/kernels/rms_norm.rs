@@ -1,13 +1,14 @@
 //! The norm of rows and its gradient, alone: on this CPU's instruction sets and on simulators,
 //! against a plain f64 loop.
 
+use crate::one_kernel::{machine, waiting};
 use moesaic_emit::emit;
-use moesaic_harness::{cpu, dims, fibers, memory, ptx, thorough};
+use moesaic_harness::{dims, memory, thorough};
 use moesaic_kernel::CpuIsa::{Avx2, Avx512, Avx512Bf16, Neon, NeonBf16, Portable};
-use moesaic_kernel::{DType, Entry, KernelSource, SimArch, Target};
+use moesaic_kernel::{DType, Entry, Target};
 use moesaic_plan::{CacheClass, KernelPlan, Machine, Operator, RmsNormBwdDesc, RmsNormDesc};
 use moesaic_reference::{Random, round_to};
-use moesaic_target::{Arg, Artifact, Buffer, Device, Module};
+use moesaic_target::{Arg, Buffer, Device, Module};
 use std::sync::Arc;
 
 const EPS: f64 = 0.02;
@@ -91,18 +92,6 @@ struct Norm {
     backward: Loaded,
     dtype: DType,
     what: String,
-}
-
-type Compile = fn(&KernelSource) -> Artifact;
-
-/// Where kernels of a target run, and what compiles them.
-fn machine(target: Target) -> (Arc<dyn Device>, Compile) {
-    match target {
-        Target::Cpu(_) => (Arc::new(cpu::device(2)), cpu::compiled),
-        Target::Sim(SimArch::Rocm(_)) => (Arc::new(fibers::device(target)), fibers::compiled),
-        Target::Sim(SimArch::Cuda(_)) => (Arc::new(ptx::device(target, 1)), ptx::compiled),
-        other => panic!("nothing here runs {other}"),
-    }
 }
 
 impl Norm {
@@ -245,15 +234,6 @@ impl Norm {
         let all = found.dweight.iter().all(|value| value.is_nan());
         assert!(all, "grad.weight of {}: {:?}", self.what, found.dweight);
     }
-}
-
-/// As in a plan: what does not wait for the launches before is found.
-fn waiting(mut entries: Vec<Entry>, target: Target) -> Vec<Entry> {
-    let waits = matches!(target.hardware(), Target::Cuda(arch) if arch.capability >= 90);
-    for entry in &mut entries {
-        entry.launch.dependent = waits;
-    }
-    entries
 }
 
 /// Every width and every type with some other, `turn` deciding which; all with `--thorough`.
