@@ -6,7 +6,9 @@ use super::cases::{of_type, small};
 use super::layers::engines;
 use super::quick;
 use moesaic::reference::{Weights, numbers};
-use moesaic::spec::{ActivationFormat, Biases, LayerSpec, WEIGHT_FORMATS, WeightFormat};
+use moesaic::spec::{
+    ActivationFormat, Biases, ExpertForm, LayerSpec, WEIGHT_FORMATS, WeightFormat,
+};
 use moesaic::{DType, Engine, EngineError, Layer, OpenError, Recompute, Training};
 use moesaic_harness::thorough::takes;
 
@@ -223,6 +225,62 @@ fn nan_stays_in_its_column() {
                 f64::from(0x7f)
             };
             Stored::of(spec, weights, 12, 3).check(&engine);
+        }
+    }
+}
+
+/// Fewer columns than a panel has: packing repeats the last one.
+#[test]
+fn a_panel_is_wider_than_the_matrix() {
+    for engine in engines() {
+        for (i, format) in ["fp8", "int8-g128", "int8", "fp8-row"]
+            .into_iter()
+            .enumerate()
+        {
+            let mut spec = of_type(DType::Bf16, small(63, 2 + i, 2, 1));
+            spec.experts.form = ExpertForm::Plain;
+            spec.precision.expert_activations = [None, Some(ActivationFormat::Int8)][i % 2];
+            Stored::random(&spec, format, 5, i as u64).check(&engine);
+        }
+    }
+}
+
+/// A scale of E4M3 is decoded smaller than it is; its zero points are multiplied by all of it.
+#[test]
+fn zero_points_meet_scales_of_e4m3() {
+    for engine in engines() {
+        let code = ["uint4", "int8", "e2m1"];
+        for (i, code) in code.into_iter().enumerate() {
+            let text = format!(
+                r#"{{"custom":{{"code":"{code}","block":[1,16],"scale":"e4m3","second":0,"offset":"zero"}}}}"#
+            );
+            let mut spec = of_type([DType::Bf16, DType::F32][i % 2], small(48, 33, 2, 1));
+            spec.precision.experts = Some(serde_json::from_str(&text).unwrap());
+            Stored::sampled(spec, 9, i as u64).check(&engine);
+        }
+    }
+}
+
+/// Groups of rows have sizes that follow from a call's tokens; each has a kernel of its own.
+#[test]
+fn a_token_has_the_same_bits_in_calls_of_any_size() {
+    for engine in engines() {
+        for (i, format) in ["q4_0", "int4-g64", "nvfp4"].into_iter().enumerate() {
+            let mut spec = small(160, 96, 1, 1);
+            spec.precision.expert_activations = [None, Some(ActivationFormat::Int8)][i % 2];
+            let stored = Stored::random(&spec, format, 33, i as u64);
+            let layer = stored.layer(&engine).unwrap();
+            let x: Vec<f32> = stored.plain.input.x.iter().map(|x| *x as f32).collect();
+            let y = |tokens: usize| {
+                let mut y = vec![0.0f32; tokens * 160];
+                layer.forward_into(&x[..tokens * 160], &mut y).unwrap();
+                y
+            };
+            let all = y(33);
+            for tokens in 1..33 {
+                let differs = y(tokens).iter().zip(&all).any(|(a, b)| a != b);
+                assert!(!differs, "{format}: {tokens} tokens on {}", engine.target());
+            }
         }
     }
 }

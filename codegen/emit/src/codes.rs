@@ -28,11 +28,11 @@ pub(crate) struct CodesText {
     halves: bool,
     /// The number by which bytes are larger than what they stand for.
     byte_bias: u8,
-    /// The byte that fills up a row: codes of zero.
-    fill: u8,
-    /// Bits that packing turns over in each byte: the sign of an integer, so that it counts from
+    /// The codes of zero that fill up a row: those of a byte, or of a word where lanes are words.
+    fill: u32,
+    /// Bits that packing turns over in each word: the signs of integers, so that they count from
     /// zero.
-    flip: u8,
+    flip: u32,
     /// 2^23 and the number of the byte 0 that packing leaves.
     bias: f32,
     /// Elements of a column in a block.
@@ -189,6 +189,7 @@ impl CodesText {
             },
         };
         let words = unit != Unit::F32 || code.bits() == 4;
+        let code_mask = (1 << code.bits()) - 1;
         let parts = format.tensors(size).into_iter();
         CodesText {
             format: format.to_string(),
@@ -200,12 +201,8 @@ impl CodesText {
             table_bytes: byte_table.bytes,
             halves: byte_table.factor < 1.0,
             byte_bias: byte_table.bias,
-            fill: if code.bits() == 4 {
-                zero << 4 | zero
-            } else {
-                zero
-            },
-            flip,
+            fill: u32::from(zero) * if words { 0xffff_ffff / code_mask } else { 1 },
+            flip: u32::from(flip) * 0x0101_0101,
             bias: (1 << 23) as f32 + f32::from(flip),
             depth: panel.depth,
             blocks: panel.blocks,

@@ -346,11 +346,12 @@ INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice, const recor
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 vec *to = (vec *)&sums[r][v * LANES];
+                // Read before the product, so that every copy of this loop adds to it in the same
+                // basic block and compilers contract both alike: results do not depend on `rows`.
+                const vec before = replaces ? (vec){0} : *to;
                 vec scaled = __builtin_convertvector(sum[r][v], vec) * of.scale;
                 scaled *= of_rows->scales[r];
-                if (!replaces)
-                    scaled += *to;
-                *to = scaled;
+                *to = before + scaled;
             }
         }
         of_rows++;
@@ -520,7 +521,6 @@ INLINE const panel_t *panels_of(const i32 *packed, const block_t *block)
 
 enum {
     ROW_BYTES = 1440, // of a matrix, of codes
-    USED_BYTES = (INNER * 4 + 7) / 8,
     SCALE_ROWS = 2880,
     SCALE_COLUMNS = 90,
     SCALE_ROW_BYTES = 92,
@@ -533,6 +533,26 @@ INLINE i64 row_of(i64 panel, i64 column) { return min_i64(panel * RESULT_COLUMNS
 // of all experts follow each other, as their products do.
 INLINE record_t *records_of(i32 *packed, i64 panel, i64 expert) { return ((panel_t *)packed)[expert * ALL_PANELS + panel]; }
 
+// The codes of a unit of a row, in order; past the row's end they are codes of zero. gcc 12 makes a wrong
+// loop of one that looks at each code's place.
+INLINE u32 unit_of(const u32 *row, i64 unit)
+{
+    const i64 left = INNER - unit * UNIT;
+    if (left <= 0)
+        return 0;
+    const u32 given = left < UNIT ? (1u << left * 4) - 1 : 0xffffffff;
+    return (row[unit] & given) | (0 & ~given);
+}
+
+// The same in the order in which kernels take them.
+INLINE u32 spread(u32 unit)
+{
+    u32 code = 0;
+    for (int i = 0; i < UNIT; i++)
+        code |= (unit >> 4 * i & 15) << (i % 2 * 16 + i / 2 * 4);
+    return code;
+}
+
 static void pack_weight(const i32 *matrix, i32 *packed, i64 panel, i64 expert, i64 first)
 {
     record_t *to = records_of(packed, panel, expert);
@@ -541,12 +561,7 @@ static void pack_weight(const i32 *matrix, i32 *packed, i64 panel, i64 expert, i
         for (i64 unit = 0; unit < RECORDS * (RECORD / UNIT); unit++) {
             const i64 block = unit / (BLOCK / UNIT);
             code_t *code = &to[block / BLOCKS].codes[block % BLOCKS][unit % (BLOCK / UNIT)][first + c];
-            *code = 0;
-            for (i64 i = 0; i < UNIT; i++) {
-                const i64 at = unit * (UNIT / 2) + i / 2;
-                const u32 one = (at < USED_BYTES ? from[at] : 0) >> i % 2 * 4 & 15;
-                *code |= one << (i % 2 * 16 + i / 2 * 4);
-            }
+            *code = spread(unit_of((const u32 *)from, unit));
         }
     }
 }
