@@ -9,6 +9,7 @@ use super::rows::{RowMesh, RowRange, Rows};
 use super::transfers::transfers;
 use crate::error::EngineError;
 use crate::memory::Buffers;
+use crate::reason::WeightReason;
 use moesaic_collectives::schedules::{GroupRank, Schedule};
 use moesaic_collectives::{Call, Collectives, Transfer};
 use moesaic_dist::OpGroup;
@@ -143,10 +144,7 @@ impl<'l> MeshCall<'l> {
     ) -> Result<&'b Arc<Buffer>, EngineError> {
         let TensorPlan { name, .. } = &self.plan.experts[tensor];
         let found = self.parts.owned.id(name).and_then(|id| of.handle(id));
-        found.ok_or_else(|| EngineError::Weight {
-            name: name.clone(),
-            problem: "is not on the device as other ranks could gather it".to_string(),
-        })
+        found.ok_or_else(|| EngineError::weight(name, WeightReason::NotGatherable))
     }
 
     pub(super) fn take_buffer(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {
