@@ -106,8 +106,7 @@ struct Rates {
 
 /// Measures the ranks and writes the file.
 pub fn execute(args: &BenchArgs, console: &Console) -> Result {
-    let budget = Duration::try_from_secs_f64(args.seconds)
-        .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
+    let budget = args.budget()?;
     super::refuse_simulators(&args.target.name)?;
     let (Some(name), Some(path)) = (&args.machine, &args.calibration) else {
         let what = "--ranks measures a machine of `moesaic plan` for a file";
@@ -128,9 +127,8 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     }
     // The ranks run at once, so each gets one thread unless the user asks for more.
     options.threads = options.threads.or(Some(1));
-    let target = &args.target.name;
+    let (target, all_tokens) = (&args.target.name, &args.tokens.counts.0);
     let engine = targets::open(target, options, |asked| args.threads.check(asked))?;
-    let all_tokens = &args.tokens.counts.0;
     let tokens = all_tokens.iter().copied().max().unwrap_or_default();
     engine.check_tokens(&spec, tokens)?;
     let job = Job {

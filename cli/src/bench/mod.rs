@@ -89,8 +89,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     if args.ranks.is_some() {
         return calibrate::execute(args, console);
     }
-    let budget = Duration::try_from_secs_f64(args.seconds)
-        .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
+    let budget = args.budget()?;
     refuse_simulators(&args.target.name)?;
     let spec = args.layer.load(console)?.spec;
     let options = args.options(console);
@@ -154,6 +153,12 @@ fn refuse_simulators(target: &str) -> Result {
 }
 
 impl BenchArgs {
+    /// Returns the time to repeat each token count for.
+    fn budget(&self) -> Result<Duration> {
+        Duration::try_from_secs_f64(self.seconds)
+            .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))
+    }
+
     fn options(&self, console: &Console) -> EngineOptions {
         self.threads.of(EngineOptions {
             store: Some(self.store.open(console)),

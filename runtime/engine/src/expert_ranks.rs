@@ -81,6 +81,7 @@ impl ExpertRanks {
         }
         strategy.check(&parallel).map_err(PlanError::from)?;
         let ranks = engine.ranks(mesh);
+        // Without the thread an exchange over MPI moves in calls alone, and experts make none.
         if strategy.overlap_degree != Both::same(1) {
             ranks.start_progress_thread();
         }
@@ -148,6 +149,7 @@ impl ExpertRanks {
         rows: &[f32],
         mut compute: impl FnMut(Range<usize>, Vec<f32>) -> Vec<f32>,
     ) -> Result<Vec<f32>, EngineError> {
+        // Once in a pass, and all exchanges of the pass add to it.
         if let Some(caster) = &self.caster {
             caster.reset_saturated()?;
         }
@@ -158,6 +160,8 @@ impl ExpertRanks {
         let mut returning = Vec::new();
         for (&chunk, next) in chunks.iter().zip(1..) {
             let arrived = arriving.take().expect("started before the chunk");
+            // Sent before this chunk is waited for: it moves while experts run, and all ranks start
+            // exchanges in one order, which collectives need.
             if let Some(&next) = chunks.get(next) {
                 arriving = Some(start(next)?);
             }
@@ -166,6 +170,7 @@ impl ExpertRanks {
             let out = compute(self.owned(self.own, chunk), rows);
             returning.push(self.send_to_tokens(pass, counts, &out, chunk)?);
         }
+        // Awaited behind all experts, since nothing of this pass can use a part of the rows.
         let mine = &counts[self.own];
         // A placement may give a rank experts that are no range, so rows do not return in order.
         let mut by_expert: Vec<Vec<f32>> = vec![Vec::new(); mine.len()];
@@ -214,6 +219,8 @@ impl ExpertRanks {
             let each = owned.iter().map(|&expert| of_expert[expert]);
             each.collect::<Vec<_>>().concat()
         };
+        // Sizes follow from the counts of all ranks, so an exchange needs no round before it and can
+        // be started without waiting.
         let own = &self.owned[self.own][self.owned(self.own, chunk)];
         let arriving = |rank: usize| own.iter().map(|&expert| counts[rank][expert]).sum();
         self.start(pass, Direction::ToExperts, part, arriving)
@@ -323,6 +330,7 @@ impl ExpertRanks {
         pass: RowPass,
         direction: Direction,
     ) -> Option<(&RowCaster, &Packed)> {
+        // Both ends decide alike, because a rank is remote to those that are remote to it.
         let caster = self.caster.as_ref().filter(|_| self.on_other_nodes[rank])?;
         Some((caster, caster.packed(pass.backward, direction)?))
     }

@@ -106,11 +106,14 @@ impl RowCaster {
         width: usize,
     ) -> Result<Vec<u8>, EngineError> {
         let count = rows.len() / width.max(1);
+        // One workspace serves all exchanges: a cast ends in host memory before the next begins, so
+        // chunks in flight hold bytes of their own.
         let mut workspace = self
             .workspace
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         self.kernels.reserve(&mut workspace, count)?;
+        // A chunk may have no row for a rank, and not every device allocates nothing.
         let buffer = self.device.alloc(size_of_val(rows).max(4))?;
         self.device.upload(cast_slice(rows), &buffer, 0)?;
         (self.kernels).pack(&mut workspace, packed, &buffer, &places(count))?;
@@ -127,6 +130,7 @@ impl RowCaster {
         bytes: &[u8],
         width: usize,
     ) -> Result<Vec<f32>, EngineError> {
+        // A row's bytes are padded, so the width says nothing of how many rows there are.
         let count = bytes.len() / packed.row_bytes;
         let mut workspace = self
             .workspace

@@ -172,6 +172,7 @@ impl<E: UserExpert> UserLayer<E> {
     pub fn forward<'i>(&self, input: impl Into<CallInput<'i>>) -> Result<Output, EngineError> {
         let (layer, pass) = (self.device(), Pass::Evaluate);
         let (input, names) = input.into().args(layer.plan())?.in_host_memory()?;
+        // The plan knows nothing of ranks, so it would refuse the output that is theirs.
         let all = names;
         let names = &*self.of_layer(all);
         let mut workspaces = layer.lock_workspaces();
@@ -276,6 +277,7 @@ impl<E: UserExpert> UserLayer<E> {
             ..Held::default()
         };
         let pass = self.row_pass(false);
+        // An evaluation keeps nothing: rows of a chunk are freed when its experts have run.
         let (of, counts) = ((self.ranks.as_ref(), self.experts.len()), &routed.counts);
         routed.out = through_experts(of, pass, counts, rows, |range, rows| {
             let edges = &held.offsets[range.start..=range.end];
@@ -295,6 +297,7 @@ impl<E: UserExpert> UserLayer<E> {
     fn row_pass(&self, backward: bool) -> RowPass {
         let spec = self.device().spec();
         let mut widths = [spec.expert_input_dim(), spec.expert_output_dim()];
+        // Backward a row goes to the experts as a gradient of what they gave.
         if backward {
             widths.reverse();
         }

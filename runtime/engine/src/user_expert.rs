@@ -61,6 +61,7 @@ pub(crate) struct Held {
 impl Held {
     /// Keeps the rows of the next experts and what these saved, for backward.
     pub fn keep(&mut self, rows: Vec<f32>, saved: Vec<Vec<f32>>) {
+        // Ranges of experts come in order, so what is appended stays in the order of ids.
         self.saved.extend(saved);
         if self.rows.is_empty() {
             // All rows, unless there are chunks: no copy.

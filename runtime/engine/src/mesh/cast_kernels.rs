@@ -124,6 +124,7 @@ impl CastKernels {
         (list, places): (TensorId, &[i32]),
         (packed, rows): (&Packed, &Buffer),
     ) -> Result<(), EngineError> {
+        // A launch of no rows has no blocks, which some drivers refuse.
         let Some(tilings) = self.tilings.as_ref().filter(|_| !places.is_empty()) else {
             return Ok(());
         };
@@ -139,6 +140,7 @@ impl CastKernels {
         if let Some(id) = tilings.first().id(SATURATED) {
             addresses.set(id, self.saturated.ptr());
         }
+        // To these kernels a cast row is what a token is to a layer's; they draw nothing.
         let scalars = Scalars::new(places.len(), RngKey::default(), 0);
         for &step in steps {
             let bound = &self.steps[step];

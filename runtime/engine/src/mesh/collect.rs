@@ -43,6 +43,7 @@ impl Ranks {
         match all.into_iter().find(|failure| !failure.is_empty()) {
             None => Ok(()),
             Some(failure) => {
+                // Errors do not travel between processes, their texts do; so all ranks get the text.
                 let text = String::from_utf8_lossy(&failure).into_owned();
                 Err(EngineError::Save(SaveReason::Sink(text)))
             }

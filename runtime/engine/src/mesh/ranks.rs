@@ -196,6 +196,7 @@ impl Ranks {
         what: &str,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
         let sizes: Vec<u64> = parts.iter().map(|part| part.len() as u64).collect();
+        // In a block of its own: the exchange itself takes the groups again.
         let sizes = {
             let mut groups = self.mesh.groups();
             let group = groups.process_group(in_group);
@@ -353,6 +354,7 @@ pub(crate) struct PartsInFlight {
 impl PartsInFlight {
     /// Waits for the parts and returns them in rank order.
     pub fn wait(self) -> Result<Vec<Vec<u8>>, EngineError> {
+        // First: only what the device does after the wait sees what has arrived.
         self.request.wait()?;
         let mut first = 0;
         let part = |&size: &usize| {
