@@ -57,7 +57,12 @@ impl<'l> MeshCall<'l> {
     }
 
     pub(super) fn call(&self, name: &str) -> Call {
-        Call::new(&format!("{} of {}", name, self.label))
+        // In one allocation: a label is made for each exchange of each call.
+        let label = [name, " of ", &self.label].concat();
+        Call {
+            label,
+            ..Call::default()
+        }
     }
 
     /// Returns the communicator of a process group at the call's adaptive parallelism degree.
