@@ -58,7 +58,7 @@ impl<'l> MeshCall<'l> {
 
     pub(super) fn call(&self, name: &str) -> Call {
         // In one allocation: a label is made for each exchange of each call.
-        let label = [name, " of ", &self.label].concat();
+        let label = [name, " of ", self.label].concat();
         Call {
             label,
             ..Call::default()
