@@ -43,7 +43,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError> {
+fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], moesaic::Error> {
     let mut random = Random::new(1);
     let experts = weights(spec, &mut random, false);
     let routers: Vec<Tensors<'_>> = (0..GATES)
@@ -54,7 +54,7 @@ fn measure(spec: &LayerSpec, tokens: usize) -> Result<[Duration; 4], EngineError
     let dy = Tensor::new(&[tokens, spec.output_dim()], &x);
     let dy = vec![dy; GATES];
 
-    let engine = Engine::cpu().map_err(|e| EngineError::Spec(e.to_string()))?;
+    let engine = Engine::cpu()?;
     let gates = engine.multi_gate(spec, &experts, &routers, LayerOptions::default())?;
     let once = best(|| gates.forward(input.reading(&["y"])).map(drop))?;
     let each = best(|| {

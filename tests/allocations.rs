@@ -272,6 +272,8 @@ fn over_ranks(layer: &Layer, turns: &Barrier, tokens: usize) -> OverRanks {
 fn a_decode_call_over_ranks_allocates_no_rows() {
     let _turn = turn();
     const SIZES: [usize; 4] = [64, 8, 1, 0];
+    /// The most pieces that a call makes on a rank.
+    const MOST: usize = 200;
     let options = EngineOptions {
         threads: Some(1),
         ..EngineOptions::default()
@@ -298,9 +300,9 @@ fn a_decode_call_over_ranks_allocates_no_rows() {
         for (tokens, found) in SIZES.iter().zip(rank.expect("a rank")) {
             let OverRanks { each, largest } = found;
             let what = format!("{tokens} tokens: {each} allocations, the largest of {largest}");
-            // Rows of 64 tokens have 16 KiB. A rank that waits for the other looks again and again, so
-            // the count depends on the machine.
-            assert!(each > 0 && largest <= 4096, "{what}");
+            println!("{what}");
+            // Rows of 64 tokens have 16 KiB.
+            assert!(each > 0 && each <= MOST && largest <= 4096, "{what}");
         }
     }
 }

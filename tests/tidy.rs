@@ -143,6 +143,7 @@ fn crates_depend_only_where_the_architecture_allows() {
 
 /// The modules of the engine: each imports from those before it.
 const ENGINE: &[&str] = &[
+    "reason",
     "error",
     "parallel",
     "statistics",
@@ -172,7 +173,9 @@ const ENGINE: &[&str] = &[
     "stack",
     "mesh",
     "layer",
+    "row_bytes",
     "expert_ranks",
+    "user_expert",
     "user",
     "multi_gate",
     "by_token",
@@ -232,6 +235,7 @@ const MESH: &[&str] = &[
     "transfers",
     "routing",
     // What a layer binds.
+    "cast_kernels",
     "comm_cast",
     "shadow_weights",
     "passes",

@@ -7,7 +7,8 @@ use crate::form::FormArgs;
 use crate::precompile::most_registers;
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::Table;
-use crate::{targets, units};
+use crate::targets::{self, TargetsArgs};
+use crate::units;
 use clap::{Args, Subcommand};
 use moesaic::cache::{Listed, OnBad, PruneRule, Verified};
 use moesaic::{Store, Target};
@@ -88,12 +89,12 @@ struct ImportArgs {
 }
 
 #[derive(Args, Debug)]
+#[command(mut_arg("target", |arg| arg.help("Only kernels for these targets")))]
 struct ExportArgs {
     /// The pack to write, a tar.gz
     pack: PathBuf,
-    /// Only kernels for these targets
-    #[arg(long, value_name = "T[,T]", value_parser = targets::NAME, hide_possible_values = true, value_delimiter = ',')]
-    target: Vec<String>,
+    #[command(flatten)]
+    target: TargetsArgs,
     #[command(flatten)]
     store: StoreArgs,
     #[command(flatten)]
@@ -278,7 +279,7 @@ impl ExportArgs {
         let mut there: Vec<String> = there.map(|target| target.to_string()).collect();
         there.sort();
         there.dedup();
-        let of = match self.target.as_slice() {
+        let of = match self.target.names.as_slice() {
             [] => String::new(),
             targets => format!(" for {}", targets.join(", ")),
         };
@@ -321,7 +322,7 @@ fn check_pack(pack: &Path) -> Result {
 fn export(args: &ExportArgs, console: &Console) -> Result {
     let store = usable(&args.store)?;
     check_output("the pack", &args.pack)?;
-    let targets: Vec<Target> = targets::resolve(&args.target)?;
+    let targets: Vec<Target> = targets::resolve(&args.target.names)?;
     let chosen = |kernel: &Listed| targets.is_empty() || targets.contains(&kernel.info.target);
     if !store.list().iter().any(chosen) {
         return Err(args.nothing(&store));

@@ -1,10 +1,17 @@
 //! Lists of token counts.
 
+use clap::Args;
 use std::fmt;
 use std::str::FromStr;
 
-/// The form of a list, for help pages.
-pub const FORM: &str = "N[,N-M]";
+/// The option `--tokens` of a command that looks at several token counts. A command changes its
+/// text and default by `mut_arg`.
+#[derive(Args, Clone, Debug)]
+pub struct TokensArgs {
+    /// Token counts, and ranges of them such as 1-64
+    #[arg(id = "tokens", long = "tokens", value_name = "N[,N-M]", default_value = "1,64,1024", value_parser = str::parse::<Counts>)]
+    pub counts: Counts,
+}
 
 /// The most numbers of a list.
 const MOST: usize = 4096;

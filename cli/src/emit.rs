@@ -4,10 +4,11 @@ use crate::caches::CacheArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
+use crate::mesh;
 use crate::rank::{self, OfRank, OneRankArgs};
 use crate::spec_source::{LayerArgs, needs_numbers};
+use crate::targets::{self, TargetsArgs};
 use crate::training::TrainingArgs;
-use crate::{mesh, targets};
 use clap::Args;
 use moesaic::emit::emit_layer;
 use moesaic::kernel::KernelSource;
@@ -28,18 +29,12 @@ Examples:
 
 Without -o the sources go to stdout, each below a line that names it. The text for sim:sm_80 is
 that for cuda:sm_80 to the byte; sim:gfx942 has the text of rocm:gfx942 over another prelude.")]
+#[command(mut_arg("target", |arg| arg.required_unless_present("rust")))]
 pub struct EmitArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
-    #[arg(
-        long,
-        value_name = "T[,T]",
-value_parser = targets::NAME, hide_possible_values = true,
-        value_delimiter = ',',
-        required_unless_present = "rust"
-    )]
-    target: Vec<String>,
+    #[command(flatten)]
+    target: TargetsArgs,
     /// The directory to write to, one folder per target; `-` is stdout
     #[arg(short, long, value_name = "DIR")]
     output: Option<PathBuf>,
@@ -66,7 +61,7 @@ struct File {
 
 /// Emits every kernel for every target.
 pub fn execute(args: &EmitArgs, console: &Console) -> Result {
-    let targets = targets::resolve(&args.target)?;
+    let targets = targets::resolve(&args.target.names)?;
     if targets.is_empty() {
         args.only_rust()?
     } else {

@@ -8,8 +8,9 @@ use crate::form::FormArgs;
 use crate::spec_source::{LayerArgs, ModelArgs, needs_numbers, read_model, read_spec};
 use crate::store::{StoreArgs, place, tuning};
 use crate::table::{Cell, Table};
+use crate::targets::{self, TargetsArgs};
 use crate::training::TrainingArgs;
-use crate::{experts, mesh, targets, units};
+use crate::{experts, mesh, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 use moesaic::aot::{Event, Job, MeshJob, Outcome, Row};
@@ -38,6 +39,7 @@ Examples:
 No GPU and no driver is needed. Kernels for CPUs follow the sizes of caches: those of this machine, or
 --l1 and --l2. A pack is filled into another machine's cache with
 `moesaic cache import pack.tar.gz`.")]
+#[command(mut_arg("target", |arg| arg.required(true)))]
 pub struct PrecompileArgs {
     /// The layer specs, TOML files
     #[arg(value_name = "SPEC")]
@@ -55,9 +57,8 @@ pub struct PrecompileArgs {
     /// Index of the layer in the model; all layers with experts if not given
     #[arg(long, value_name = "N", requires = "model")]
     layer: Option<usize>,
-    /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
-    #[arg(long, value_name = "T[,T]", value_parser = targets::NAME, hide_possible_values = true, value_delimiter = ',', required = true)]
-    target: Vec<String>,
+    #[command(flatten)]
+    target: TargetsArgs,
     #[command(flatten)]
     training: TrainingArgs,
     /// Compile the kernels of ranks in this mesh instead of one process's
@@ -110,7 +111,7 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     let replayed: Vec<_> = replayed.map(LayerSpec::decided_elsewhere).collect();
     specs = args.with_stacks(specs)?;
     specs.extend(replayed);
-    let targets = targets::resolve(&args.target)?;
+    let targets = targets::resolve(&args.target.names)?;
     args.caches.check(&targets)?;
     let ranks = args.mesh.map(|mesh| args.over_ranks(mesh)).transpose()?;
     if let Some(ranks) = &ranks {

@@ -3,43 +3,59 @@
 
 use moesaic::half::{bf16, f16};
 use moesaic::spec::format::ScaleType;
-use moesaic::spec::{Chooser, LossKind, canonical_tensors};
-use moesaic::{DType, Input, LayerSpec, Tensor, Tensors};
+use moesaic::spec::{Chooser, LossKind, TensorSpec, canonical_tensors};
+use moesaic::{DType, Init, Input, LayerSpec, Tensor, Tensors};
 use std::thread;
 
 /// Returns every tensor of the layer in its own type, scaled by its fan-in so that outputs are of
 /// the order of one.
 pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
-    let tensors = canonical_tensors(spec).into_iter().enumerate();
-    let one = |(i, tensor): (usize, moesaic::spec::TensorSpec)| {
-        let made = match tensor.dtype {
-            DType::I32 if tensor.name.starts_with("experts.") => {
-                codes(&tensor.shape, Byte::of(&tensor.name, spec), i as u64)
-            }
-            DType::I32 => table(&tensor.shape, spec),
-            dtype => {
-                let fan_in = if tensor.shape.len() > 1 {
-                    tensor.shape[tensor.shape.len() - 1]
-                } else {
-                    1
-                };
-                let scale = match tensor.name.as_str() {
-                    // A larger bias would send all tokens to the same experts.
-                    "router.select_bias" => 0.01,
-                    // Codes are tens and have both signs, so the scale brings them to the order of
-                    // one.
-                    name if name.ends_with(".scale") => 1e-3,
-                    name if name.ends_with(".scale_2") => 1e-3 / Byte::of(name, spec).typical,
-                    name if name.ends_with(".offset") => 8e-3,
-                    name if name.ends_with(".offset_2") => 1e-3,
-                    _ => (3.0 / fan_in.max(1) as f32).sqrt(),
-                };
-                floats(dtype, &tensor.shape, scale, i as u64)
-            }
-        };
+    let tensors = canonical_tensors(spec).into_iter().zip(0..);
+    let one = |(tensor, seed): (TensorSpec, u64)| {
+        let made = weight(spec, &tensor, seed);
         (tensor.name, made)
     };
     tensors.map(one).collect()
+}
+
+/// Returns the weights that [`Init::Linear`] draws from a seed, and the tables and codes that it
+/// leaves out.
+pub fn drawn_weights(spec: &LayerSpec, seed: u64) -> Tensors<'static> {
+    let mut weights = Init::Linear.weights(spec, seed);
+    for (tensor, at) in canonical_tensors(spec).into_iter().zip(0..) {
+        if !weights.contains_key(&tensor.name) {
+            weights.insert(&tensor.name, weight(spec, &tensor, seed.wrapping_add(at)));
+        }
+    }
+    weights
+}
+
+fn weight(spec: &LayerSpec, tensor: &TensorSpec, seed: u64) -> Tensor<'static> {
+    match tensor.dtype {
+        DType::I32 if tensor.name.starts_with("experts.") => {
+            codes(&tensor.shape, Byte::of(&tensor.name, spec), seed)
+        }
+        DType::I32 => table(&tensor.shape, spec),
+        dtype => {
+            let fan_in = if tensor.shape.len() > 1 {
+                tensor.shape[tensor.shape.len() - 1]
+            } else {
+                1
+            };
+            let scale = match tensor.name.as_str() {
+                // A larger bias would send all tokens to the same experts.
+                "router.select_bias" => 0.01,
+                // Codes are tens and have both signs, so the scale brings them to the order of
+                // one.
+                name if name.ends_with(".scale") => 1e-3,
+                name if name.ends_with(".scale_2") => 1e-3 / Byte::of(name, spec).typical,
+                name if name.ends_with(".offset") => 8e-3,
+                name if name.ends_with(".offset_2") => 1e-3,
+                _ => (3.0 / fan_in.max(1) as f32).sqrt(),
+            };
+            floats(dtype, &tensor.shape, scale, seed)
+        }
+    }
 }
 
 /// Returns random tokens, with the other inputs that the router and, in training, the losses need.

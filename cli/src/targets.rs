@@ -3,6 +3,7 @@
 use crate::completed::Completed;
 use crate::failure::{Failure, Result};
 use crate::suggest::{closest, same_number};
+use clap::Args;
 use moesaic::kernel::TargetError;
 use moesaic::{Engine, EngineOptions, Target, TargetNameError, resolve_target};
 
@@ -27,6 +28,23 @@ pub const NAME: Completed = Completed(|| {
     let short = SHORT.into_iter().map(str::to_string);
     short.chain(gpus).chain(full).collect()
 });
+
+/// The option `--target` of a command that takes one. A command whose targets are others changes
+/// its text and default by `mut_arg`.
+#[derive(Args, Clone, Debug)]
+pub struct TargetArgs {
+    /// The target: cpu, or with an architecture, as in cuda:sm_90a, rocm:gfx942, sim:sm_90a
+    #[arg(id = "target", long = "target", value_name = "T", value_parser = NAME, hide_possible_values = true, default_value = "cpu")]
+    pub name: String,
+}
+
+/// The option `--target` of a command that takes several, or none.
+#[derive(Args, Clone, Debug)]
+pub struct TargetsArgs {
+    /// Targets, such as cpu,cuda:sm_90a,rocm:gfx942
+    #[arg(id = "target", long = "target", value_name = "T[,T]", value_parser = NAME, hide_possible_values = true, value_delimiter = ',')]
+    pub names: Vec<String>,
+}
 
 /// Returns the full name of a GPU's target: `h100`, `cuda:h100` and `sim:H100` name the
 /// architecture of that GPU. Other names stay as they are.

@@ -434,3 +434,65 @@ fn a_record_replays() {
     std::fs::remove_file(&small.output).unwrap();
     small.refuses(&["--replay", path], &["`topk_ids`", "[3, 2]"]);
 }
+
+/// `moesaic run --random` on the CPU with a spec alone, into a file of the directory.
+fn random(small: &Small, output: &str, more: &[&str]) -> Finished {
+    let mut call = command();
+    call.current_dir(small.dir.path())
+        .args(["run", "--target", "cpu", "--output", output, "--spec"]);
+    finish(call.arg(&small.spec).args(more))
+}
+
+/// A spec alone runs: its weights are those that the library draws from the seed.
+#[test]
+fn random_weights_need_no_file() {
+    let small = Small::new();
+    let spec = std::fs::read_to_string(&small.spec).expect("the spec");
+    let spec = moesaic::LayerSpec::from_toml(&spec).expect("a valid spec");
+    let drawn = moesaic::Init::Linear.weights(&spec, 7);
+    let path = save(small.dir.path(), "drawn.safetensors", &drawn);
+    let y = |output: &str| load(&small.dir.path().join(output), "y");
+    let input = small.input.to_string_lossy().into_owned();
+    let weights = path.to_string_lossy().into_owned();
+    random(&small, "a", &["--random", "7", "--input", &input]).ok();
+    random(&small, "b", &["--weights", &weights, "--input", &input]).ok();
+    random(&small, "c", &["--random", "--input", &input]).ok();
+    assert_eq!(y("a"), y("b"), "the library's weights");
+    assert_ne!(y("a"), y("c"), "another seed");
+}
+
+/// Without an input tokens are drawn, too, and what a call needs beside them; alike for ranks.
+#[test]
+fn random_tokens_need_no_file() {
+    let small = Small::new();
+    let found = |output: &str, name: &str| load(&small.dir.path().join(output), name);
+    let text = random(&small, "a", &["--random", "--reference"]).ok();
+    assert!(text.contains("reference"), "{text}");
+    assert_eq!(found("a", "y").1[0], 16);
+    random(&small, "b", &["--random=3", "--tokens=5", "--grad"]).ok();
+    assert_eq!(found("b", "dx").1[0], 5);
+    random(&small, "c", &["--random=3", "--tokens=5", "--ranks=2"]).ok();
+    random(&small, "d", &["--random=3", "--tokens=5"]).ok();
+    assert_eq!(found("c", "y"), found("d", "y"), "on two ranks");
+    random(&small, "e", &["--random", "--tokens=0"]).ok();
+    assert_eq!(found("e", "y").1[0], 0);
+}
+
+/// Routers of every kind, codes and losses have what they need.
+#[test]
+fn random_runs_take_every_kind_of_input() {
+    let small = Small::new();
+    let shape = "shape = { model_dim = 32, hidden_dim = 32, experts = 4, top_k = 2 }\n";
+    for rest in [
+        "router = { kind = 'table', table_rows = 9 }",
+        "router = { kind = 'external' }",
+        "router = { token_mask = true }",
+        "precision = { experts = 'int8' }",
+        "[[losses]]\nkind = 'sequence'\ncoefficient = 0.1",
+        "[[losses]]\nkind = 'global'\ncoefficient = 0.1",
+    ] {
+        std::fs::write(&small.spec, format!("{shape}{rest}\n")).expect("a temporary file");
+        random(&small, "y", &["--random", "--training"]).ok();
+        random(&small, "y", &["--random", "--training", "--ranks=2"]).ok();
+    }
+}

@@ -177,6 +177,104 @@ pub use moesaic_engine::Output;
 #[doc(inline)]
 pub use moesaic_engine::EngineError;
 
+/// The reason that a layer cannot be made of a spec.
+///
+/// ```
+/// use moesaic::{EngineError, LayerSpec, SpecReason};
+///
+/// # use moesaic::example::{engine, spec, weights};
+/// // In code a spec may be anything; a layer checks it as the reader of TOML does.
+/// let mut impossible = spec();
+/// impossible.shape.top_k = 100;
+/// let error = engine().layer(&impossible, &weights()).err();
+/// let Some(EngineError::Spec(SpecReason::Invalid(problems))) = error else { panic!() };
+/// assert!(!problems.is_empty());
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::SpecReason;
+
+/// The reason that a weight is refused.
+///
+/// ```
+/// use moesaic::{EngineError, Tensors, WeightReason};
+///
+/// # use moesaic::example::{engine, spec, weights};
+/// let error = engine().layer(&spec(), &Tensors::new()).err();
+/// let Some(EngineError::Weights(each)) = error else { panic!() };
+/// let missing = |e: &EngineError| {
+///     matches!(e, EngineError::Weight { reason: WeightReason::Missing { .. }, .. })
+/// };
+/// assert!(each.iter().all(missing)); // their shapes and types are in the reasons
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::WeightReason;
+
+/// The reason that an input of a call is refused.
+///
+/// ```
+/// use moesaic::{EngineError, Input, InputReason, Tensor, TensorError};
+///
+/// # use moesaic::example::{engine, spec, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// let mut input = Input { tokens: 2, ..Input::default() };
+/// input.insert("x", Tensor::owned(&[2, 5], vec![0.0f32; 10]));
+/// let Err(EngineError::Input { name, reason }) = layer.forward(&input) else { panic!() };
+/// let found = vec![2, 5];
+/// let wanted = vec![2, 8]; // the model has 8 dimensions
+/// assert_eq!(name, "x");
+/// assert_eq!(reason, InputReason::Tensor(TensorError::Shape { found, wanted }));
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::InputReason;
+
+/// The reason that the memory for an output, or the wish for one, is refused.
+///
+/// ```
+/// use moesaic::{EngineError, OutputReason};
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// let mut short = [0.0f32; 16];
+/// let error = layer.forward_into(&wave(24)[..], &mut short[..]).unwrap_err();
+/// let EngineError::Output { reason: OutputReason::Slice { elements, expected, .. }, .. } = error
+/// else {
+///     panic!()
+/// };
+/// assert_eq!([elements, expected], [16, 24]); // three tokens of 8
+/// # Ok(())
+/// # }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::OutputReason;
+
+/// The reason that the tensors of all ranks cannot be saved.
+///
+/// ```
+/// use moesaic::{EngineError, SaveReason};
+///
+/// /// Whether another disk may help.
+/// fn is_disk(error: &EngineError) -> bool {
+///     matches!(error, EngineError::Save(SaveReason::Sink(_)))
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::SaveReason;
+
+/// A tensor of another type, shape or length than is wanted.
+///
+/// ```
+/// use moesaic::{Tensor, TensorError, DType};
+///
+/// let found = Tensor::owned(&[2], vec![1i32, 2]).check(DType::F32, &[2]);
+/// assert_eq!(found, Err(TensorError::DType { found: DType::I32, wanted: DType::F32 }));
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::TensorError;
+
 /// The routing decision of a call, copied to the host for [`Statistics`].
 ///
 /// ```

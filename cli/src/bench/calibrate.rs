@@ -106,9 +106,8 @@ struct Rates {
 
 /// Measures the ranks and writes the file.
 pub fn execute(args: &BenchArgs, console: &Console) -> Result {
-    let budget = Duration::try_from_secs_f64(args.seconds)
-        .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
-    super::refuse_simulators(&args.target)?;
+    let budget = args.budget()?;
+    super::refuse_simulators(&args.target.name)?;
     let (Some(name), Some(path)) = (&args.machine, &args.calibration) else {
         let what = "--ranks measures a machine of `moesaic plan` for a file";
         return Err(Failure::input(what).hint("add --machine NAME|FILE and --calibration FILE"));
@@ -124,19 +123,20 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let ranks = args.who()?;
     let mut options = args.options(console);
     if let Ranks::Processes(world) = &ranks {
-        options = options.for_rank(&args.target, world);
+        options = options.for_rank(&args.target.name, world);
     }
     // The ranks run at once, so each gets one thread unless the user asks for more.
     options.threads = options.threads.or(Some(1));
-    let engine = targets::open(&args.target, options, |asked| args.threads.check(asked))?;
-    let tokens = args.tokens.0.iter().copied().max().unwrap_or_default();
+    let (target, all_tokens) = (&args.target.name, &args.tokens.counts.0);
+    let engine = targets::open(target, options, |asked| args.threads.check(asked))?;
+    let tokens = all_tokens.iter().copied().max().unwrap_or_default();
     engine.check_tokens(&spec, tokens)?;
     let job = Job {
         engine: &engine,
         spec: &spec,
         machine: &machine,
         tokens,
-        all_tokens: &args.tokens.0,
+        all_tokens,
         budget,
         steps: !args.without_steps,
     };

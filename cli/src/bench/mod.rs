@@ -8,7 +8,7 @@ mod measure;
 mod report;
 
 use crate::console::Console;
-use crate::counts::{self, Counts};
+use crate::counts::TokensArgs;
 use crate::failure::{Failure, Result};
 use crate::form::FormArgs;
 use crate::machine::{self, Machine, Watched};
@@ -16,7 +16,7 @@ use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
-use crate::targets::{self, Asked};
+use crate::targets::{self, Asked, TargetArgs};
 use crate::threads::ThreadArgs;
 use crate::timing::Call;
 use clap::Args;
@@ -26,6 +26,10 @@ use moesaic::reference::Skew;
 use moesaic::{Engine, EngineOptions, Layer, Target, Tensors, Training};
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// The help of `--target`.
+const WHERE: &str = "Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2; \
+                     no simulator";
 
 /// Time a layer and compare it with the machine's limits
 #[derive(Args, Debug)]
@@ -40,15 +44,14 @@ Examples:
 Weights and tokens are random. The result is checked once against the f64 reference; then each
 launch is timed on its own. Rooflines follow from the plan's arithmetic and traffic and the
 machine's limits: measured before and after the run for a CPU, published for a GPU.")]
+#[command(mut_arg("target", |arg| arg.default_value("auto").help(WHERE)))]
 pub struct BenchArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2; no simulator
-    #[arg(long, value_name = "T", value_parser = targets::NAME, hide_possible_values = true, default_value = "auto")]
-    target: String,
-    /// Token counts, and ranges of them such as 1-64
-    #[arg(long, value_name = counts::FORM, default_value = "1,64,1024", value_parser = str::parse::<Counts>)]
-    tokens: Counts,
+    #[command(flatten)]
+    target: TargetArgs,
+    #[command(flatten)]
+    tokens: TokensArgs,
     #[command(flatten)]
     threads: ThreadArgs,
     /// Seconds to repeat each token count for
@@ -86,13 +89,12 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     if args.ranks.is_some() {
         return calibrate::execute(args, console);
     }
-    let budget = Duration::try_from_secs_f64(args.seconds)
-        .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
-    refuse_simulators(&args.target)?;
+    let budget = args.budget()?;
+    refuse_simulators(&args.target.name)?;
     let spec = args.layer.load(console)?.spec;
     let options = args.options(console);
-    let engine = targets::open(&args.target, options, |asked| args.fits(asked))?;
-    for &tokens in &args.tokens.0 {
+    let engine = targets::open(&args.target.name, options, |asked| args.fits(asked))?;
+    for &tokens in &args.tokens.counts.0 {
         engine.check_tokens(&spec, tokens)?;
     }
     let progress = Progress::start("making weights");
@@ -107,7 +109,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     let error = check::check(&layer, &spec, &weights)?;
     let machine = args.machine(&engine)?;
     let mut runs = Vec::new();
-    for &tokens in &args.tokens.0 {
+    for &tokens in &args.tokens.counts.0 {
         progress.next(format!("timing {tokens} tokens"));
         let calls = args.calls(&layer, &weights, tokens)?;
         runs.push(measure::measure(&layer, &calls, budget)?);
@@ -151,6 +153,12 @@ fn refuse_simulators(target: &str) -> Result {
 }
 
 impl BenchArgs {
+    /// Returns the time to repeat each token count for.
+    fn budget(&self) -> Result<Duration> {
+        Duration::try_from_secs_f64(self.seconds)
+            .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))
+    }
+
     fn options(&self, console: &Console) -> EngineOptions {
         self.threads.of(EngineOptions {
             store: Some(self.store.open(console)),

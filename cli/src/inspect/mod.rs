@@ -9,7 +9,7 @@ mod text;
 
 use crate::caches::CacheArgs;
 use crate::console::Console;
-use crate::counts::{self, Counts};
+use crate::counts::TokensArgs;
 use crate::disassemble::disassemble;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
@@ -19,7 +19,7 @@ use crate::progress::Progress;
 use crate::rank::OneRankArgs;
 use crate::spec_source::{LayerArgs, needs_numbers};
 use crate::store::StoreArgs;
-use crate::targets;
+use crate::targets::{self, TargetArgs};
 use crate::training::TrainingArgs;
 use clap::Args;
 use counted::Counted;
@@ -30,6 +30,9 @@ use moesaic::weights::write_whole;
 use moesaic::{LayerSpec, Parallel, PlanOptions, Target};
 use std::path::PathBuf;
 pub use text::roofs;
+
+/// The help of `--tokens`.
+const COUNTS: &str = "Token counts for launches and roofline, and ranges of them such as 1-8";
 
 /// Show a layer's plan, kernels, resources, launches and roofline
 #[derive(Args, Debug)]
@@ -44,18 +47,17 @@ Examples:
 
 Kernels are compiled through the cache; no GPU is needed. Limits are measured for this
 machine's CPU and taken from data sheets for GPUs.")]
+#[command(mut_arg("tokens", |arg| arg.default_value("1,64,4096").help(COUNTS)))]
 pub struct InspectArgs {
     #[command(flatten)]
     pub layer: LayerArgs,
-    /// The target: cpu, or with an architecture, as in cuda:sm_90a, rocm:gfx942, sim:sm_90a
-    #[arg(long, value_name = "T", value_parser = targets::NAME, hide_possible_values = true, default_value = "cpu")]
-    target: String,
+    #[command(flatten)]
+    target: TargetArgs,
     /// Only kernels of this stem or name, such as gate_topk or grouped_gemm_up
     #[arg(long, value_name = "STEM")]
     kernel: Option<String>,
-    /// Token counts for launches and roofline, and ranges of them such as 1-8
-    #[arg(long, value_name = counts::FORM, default_value = "1,64,4096", value_parser = str::parse::<Counts>)]
-    tokens: Counts,
+    #[command(flatten)]
+    tokens: TokensArgs,
     /// The GPU whose published limits are used
     #[arg(long, value_name = "NAME", value_parser = machine::NAME, hide_possible_values = true)]
     machine: Option<String>,
@@ -101,7 +103,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     }
     let numbers = needs_numbers(args.mesh);
     let spec = args.layer.load_for(numbers, console)?.spec;
-    let target = targets::resolve_one(&args.target)?;
+    let target = targets::resolve_one(&args.target.name)?;
     args.caches.check(&[target])?;
     if let Some(mesh) = args.mesh {
         return args.of_rank(&spec, target, mesh, console);
@@ -118,7 +120,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
             caches: args.caches.here(target),
             ..PlanOptions::default()
         },
-        tokens: &args.tokens.wide(),
+        tokens: &args.tokens.counts.wide(),
         kernel: args.kernel.as_deref(),
         machine,
         store: args.store.open(console),
@@ -187,9 +189,14 @@ impl InspectArgs {
         }
         let per_node = self.per_node.map_or(mesh.ranks(), usize::from);
         if self.form.json {
-            return console.json(&ranks::json(&plan, &kernels, &self.tokens.wide(), per_node));
+            return console.json(&ranks::json(
+                &plan,
+                &kernels,
+                &self.tokens.counts.wide(),
+                per_node,
+            ));
         }
-        let mut text = ranks::text(&plan, &self.tokens.wide(), per_node, &console.out);
+        let mut text = ranks::text(&plan, &self.tokens.counts.wide(), per_node, &console.out);
         text += &ranks::listing(&kernels, self.source, &console.out);
         console.print(&text)
     }

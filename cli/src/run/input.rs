@@ -2,6 +2,7 @@
 
 use crate::console::Console;
 use crate::failure::{Failure, Result};
+use crate::random;
 use moesaic::spec::{Chooser, LossKind, Router, RouterKind};
 use moesaic::train::replay::Replay;
 use moesaic::weights::{Checkpoint, TensorRef};
@@ -17,6 +18,9 @@ pub struct Tokens<'a> {
     pub capacity_factor: Option<f64>,
     tensors: Tensors<'a>,
 }
+
+/// The inputs of losses; those of a larger group than the call are behind the first.
+const OF_LOSSES: [&str; 3] = ["sequence_ids", "global_counts", "global_tokens"];
 
 /// Opens an input file.
 pub fn open(path: &Path) -> Result<Checkpoint> {
@@ -74,6 +78,35 @@ impl<'a> Tokens<'a> {
         }
         tokens.masks(file, spec)?;
         Ok(tokens)
+    }
+
+    /// Returns random tokens, and what else the layer takes.
+    pub fn random(spec: &LayerSpec, count: usize) -> Tokens<'static> {
+        let mut tensors = random::input(spec, count).tensors;
+        // Those of losses follow by themselves if the call has losses.
+        tensors.retain(|name, _| !OF_LOSSES.contains(&name.as_str()));
+        Tokens {
+            count,
+            capacity_factor: None,
+            tensors,
+        }
+    }
+
+    /// Draws the gradient of the output as well.
+    pub fn draw_dy(&mut self, spec: &LayerSpec) {
+        self.insert("dy", random::output_gradient(spec, self.count));
+    }
+
+    /// Draws the inputs of losses. Ranks that share the tokens count them themselves.
+    pub fn draw_groups(&mut self, spec: &LayerSpec, ranks: bool) {
+        let all = random::input(spec, self.count).tensors;
+        let wanted = if ranks { &OF_LOSSES[..1] } else { &OF_LOSSES };
+        for (name, tensor) in all
+            .iter()
+            .filter(|(name, _)| wanted.contains(&name.as_str()))
+        {
+            self.insert(name, tensor.clone());
+        }
     }
 
     /// Reads the gradient of the output as well.

@@ -18,9 +18,10 @@ use crate::files::{Files, check_output, unwritable};
 use crate::form::FormArgs;
 use crate::keys::KeysArgs;
 use crate::progress::Progress;
+use crate::random;
 use crate::spec_source::{ExpertsAs, LayerArgs, Source, frozen_note};
 use crate::store::StoreArgs;
-use crate::targets;
+use crate::targets::{self, TargetArgs};
 use crate::threads::ThreadArgs;
 pub use check::relative_error;
 use clap::Args;
@@ -42,6 +43,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+/// The help of `--target`.
+const WHERE: &str = "Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2, \
+                     cuda:sm_90a; a GPU's simulator, as in sim:sm_90a, needs no GPU";
+
+/// The tokens of a run on random ones.
+const TOKENS: usize = 16;
+
 /// Run a layer on tokens from a file
 #[derive(Args, Debug)]
 #[command(after_help = "\
@@ -49,6 +57,7 @@ Examples:
   moesaic run --hf ~/models/mixtral --layer 3 --input x.safetensors --output y.safetensors
   moesaic run --gguf qwen3-30b-q4_k_m.gguf --input x.safetensors --output y.safetensors
   moesaic run --spec layer.toml --weights w.safetensors --input x.safetensors --output y.safetensors
+  moesaic run --spec layer.toml --random --output y.safetensors
 
 The input holds `x [tokens, model_dim]` in f32, f16 or bf16, and what the router needs besides:
 `token_ids [tokens]`, or `topk_ids` and `topk_weights [tokens, top_k]`. The output holds `y` in
@@ -57,25 +66,31 @@ capacity `locations`, `capacity` and `overflow`. The layer evaluates: nothing is
 --training it draws the numbers of --seed and --step, and the output holds `loss.<kind>` too. With
 --grad the input also holds `dy`, and the output `dx`, `grad.topk_weights`, `grad.router.logits`,
 and `grad.<name>` of every weight. The output appears whole or not at all.")]
+#[command(mut_arg("target", |arg| arg.default_value("auto").help(WHERE)))]
 pub struct RunArgs {
     #[command(flatten)]
     layer: LayerArgs,
     /// The weights, a safetensors file or a directory; with --hf and --gguf the model's own weights
     /// if not given
-    #[arg(long, value_name = "PATH", required_unless_present = "model")]
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["model", "random"])]
     weights: Option<PathBuf>,
+    /// Draw weights from this seed, as torch.nn.Linear would, instead of reading any; and draw
+    /// tokens too if there is no --input
+    #[arg(long, value_name = "SEED", num_args = 0..=1, default_missing_value = "0", conflicts_with_all = ["weights", "model", "keys", "narrow", "allow_extra"])]
+    random: Option<u64>,
     #[command(flatten)]
     keys: KeysArgs,
     /// The tokens, a safetensors file
-    #[arg(long, value_name = "FILE")]
-    input: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "random")]
+    input: Option<PathBuf>,
+    /// How many tokens --random draws; 16 if not given
+    #[arg(long, value_name = "N", requires = "random", conflicts_with = "input")]
+    tokens: Option<usize>,
     /// The results, a safetensors file
     #[arg(long, value_name = "FILE")]
     output: PathBuf,
-    /// Where to run: auto, cpu, cuda, rocm, or with an architecture, as in cpu:avx2, cuda:sm_90a; a
-    /// GPU's simulator, as in sim:sm_90a, needs no GPU
-    #[arg(long, value_name = "T", value_parser = targets::NAME, hide_possible_values = true, default_value = "auto")]
-    target: String,
+    #[command(flatten)]
+    target: TargetArgs,
     #[command(flatten)]
     threads: ThreadArgs,
     /// Compile nothing; a kernel that is not cached is an error
@@ -102,7 +117,7 @@ pub struct RunArgs {
     record: Option<PathBuf>,
     /// Take experts and weights of every token from a routing record instead of the router; from
     /// an .npy file, vLLM's routed_experts, the experts alone
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "input")]
     replay: Option<PathBuf>,
     /// The layer of an .npy record; without it the only one, or the model's
     #[arg(long, value_name = "N", requires = "replay")]
@@ -125,7 +140,7 @@ pub struct RunArgs {
 /// Checks everything that can be checked, with the weights last because they may be large. Then
 /// compiles, runs and writes.
 pub fn execute(args: &RunArgs, console: &Console) -> Result {
-    let meeting = args.ranks.meet(&args.target)?;
+    let meeting = args.ranks.meet(&args.target.name)?;
     let done = args.carry_out(meeting.as_ref(), console);
     if let (Err(failure), Some(meeting)) = (&done, &meeting) {
         meeting.give_up(failure);
@@ -165,12 +180,21 @@ impl RunArgs {
         }
         let mut options = self.options(console);
         if let Some(shared) = &shared {
-            options = shared.options(&self.target, options);
+            options = shared.options(&self.target.name, options);
         }
-        let engine = targets::open(&self.target, options, |asked| self.threads.check(asked))?;
-        let file = input::open(&self.input)?;
-        engine.check_tokens(&source.spec, input::count(&file, &source.spec)?)?;
-        let checkpoint = self.checkpoint(&source)?;
+        let engine = targets::open(&self.target.name, options, |asked| {
+            self.threads.check(asked)
+        })?;
+        let file = self.input.as_deref().map(input::open).transpose()?;
+        let count = match &file {
+            Some(file) => input::count(file, &source.spec)?,
+            None => self.tokens.unwrap_or(TOKENS),
+        };
+        engine.check_tokens(&source.spec, count)?;
+        let checkpoint = match self.random {
+            Some(_) => None,
+            None => Some(self.checkpoint(&source)?),
+        };
         // A replayed layer lacks what its router chose by, which the file has.
         let read = LayerSpec {
             router: match &replay {
@@ -179,22 +203,24 @@ impl RunArgs {
             },
             ..source.spec.clone()
         };
-        let mut weights = self.weights(&read, &source, &checkpoint)?;
+        let mut weights = match &checkpoint {
+            Some(file) => self.weights(&read, &source, file)?,
+            None => {
+                let seed = self.random.unwrap_or_default();
+                LayerReader::in_memory(random::drawn_weights(&read, seed))
+            }
+        };
         if let Some(Replay::Experts(replayed)) = &replay {
             weights = weights.with(TABLE, replayed.table.clone());
         }
-        let mut tokens = match &replay {
-            None => Tokens::read(&file, &source.spec, console)?,
-            Some(Replay::Routing(path)) => Tokens::replay(&file, path, &source.spec, console)?,
-            Some(Replay::Experts(replayed)) => Tokens::placed(&file, replayed, console)?,
+        let over_ranks = shared.is_some();
+        let mut tokens = match &file {
+            Some(file) => {
+                self.read_tokens(file, &source.spec, replay.as_ref(), over_ranks, console)?
+            }
+            None => self.draw_tokens(&source.spec, count, over_ranks),
         };
         tokens.capacity_factor = self.pass.capacity_factor;
-        if self.pass.has_losses() {
-            tokens.read_groups(&file, &source.spec, shared.is_some())?;
-        }
-        if self.pass.grad {
-            tokens.read_dy(&file, &source.spec)?;
-        }
         let progress = Progress::start("getting kernels, loading weights");
         let outcome = match &shared {
             None => Some(self.alone(&engine, &source.spec, &weights, &tokens, &progress)?),
@@ -259,6 +285,39 @@ impl RunArgs {
         }
     }
 
+    fn read_tokens<'f>(
+        &self,
+        file: &'f Checkpoint,
+        spec: &LayerSpec,
+        replay: Option<&Replay<'_>>,
+        over_ranks: bool,
+        console: &Console,
+    ) -> Result<Tokens<'f>> {
+        let mut tokens = match replay {
+            None => Tokens::read(file, spec, console)?,
+            Some(Replay::Routing(path)) => Tokens::replay(file, path, spec, console)?,
+            Some(Replay::Experts(replayed)) => Tokens::placed(file, replayed, console)?,
+        };
+        if self.pass.has_losses() {
+            tokens.read_groups(file, spec, over_ranks)?;
+        }
+        if self.pass.grad {
+            tokens.read_dy(file, spec)?;
+        }
+        Ok(tokens)
+    }
+
+    fn draw_tokens(&self, spec: &LayerSpec, count: usize, over_ranks: bool) -> Tokens<'static> {
+        let mut tokens = Tokens::random(spec, count);
+        if self.pass.has_losses() {
+            tokens.draw_groups(spec, over_ranks);
+        }
+        if self.pass.grad {
+            tokens.draw_dy(spec);
+        }
+        tokens
+    }
+
     /// Writes what the router did, in the form that the file's name says.
     fn write_record(
         &self,
@@ -287,7 +346,7 @@ impl RunArgs {
         let mut files = Files::new()
             .layer(&self.layer)
             .checkpoint("--weights", self.weights.as_deref())
-            .read("--input", [&self.input])
+            .read("--input", &self.input)
             .read("--replay", &self.replay)
             .read("--placement", &self.ranks.placement);
         for (option, path) in outputs {
@@ -378,7 +437,10 @@ impl RunArgs {
             Some(Replay::Experts(replayed)) => Some(blake3::hash(&replayed.table.data).to_hex()),
             _ => None,
         };
-        format!("{recipes:?}, {keys:?}, {narrow}, {table:?}")
+        format!(
+            "{recipes:?}, {keys:?}, {narrow}, {table:?}, {:?}",
+            self.random
+        )
     }
 
     /// Returns the options that `precompile` needs and an engine does not know: a replay has the

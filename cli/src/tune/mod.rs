@@ -5,14 +5,14 @@ mod report;
 mod search;
 
 use crate::console::Console;
-use crate::counts::{self, Counts};
+use crate::counts::TokensArgs;
 use crate::failure::{Failure, Result};
 use crate::form::FormArgs;
 use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
-use crate::targets;
+use crate::targets::TargetArgs;
 use crate::threads::ThreadArgs;
 use crate::training::TrainingArgs;
 use clap::Args;
@@ -29,6 +29,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// The help of `--target`.
+const WHERE: &str = "Where to measure: cpu, or with an instruction set, as in cpu:avx2";
+
 /// Measure which tiles are best for a layer on this CPU, and use them from now on
 #[derive(Args, Debug)]
 #[command(after_help = "\
@@ -41,15 +44,17 @@ Each of --tokens gets the tiles that are best for it, and a call uses those of t
 is nearest by ratio. What is found is kept in the cache for this CPU model, this number of threads
 and these kernels, in place of what was kept before; engines use it from then on. Results are the
 same bytes with it and without it. MOESAIC_TUNING=off makes engines pass over it.")]
+#[command(
+    mut_arg("target", |arg| arg.help(WHERE)),
+    mut_arg("tokens", |arg| arg.help("Token counts, each to be measured by itself"))
+)]
 pub struct TuneArgs {
     #[command(flatten)]
     layer: LayerArgs,
-    /// Where to measure: cpu, or with an instruction set, as in cpu:avx2
-    #[arg(long, value_name = "T", value_parser = targets::NAME, hide_possible_values = true, default_value = "cpu")]
-    target: String,
-    /// Token counts, each to be measured by itself
-    #[arg(long, value_name = counts::FORM, default_value = "1,64,1024", value_parser = str::parse::<Counts>)]
-    tokens: Counts,
+    #[command(flatten)]
+    target: TargetArgs,
+    #[command(flatten)]
+    tokens: TokensArgs,
     #[command(flatten)]
     threads: ThreadArgs,
     /// Seconds for each size at each token count
@@ -67,15 +72,15 @@ pub struct TuneArgs {
 pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     let budget = Duration::try_from_secs_f64(args.seconds)
         .map_err(|_| Failure::input("--seconds must be a number, and not below 0"))?;
-    refuse_others(&args.target)?;
-    if args.tokens.0.contains(&0) {
+    refuse_others(&args.target.name)?;
+    if args.tokens.counts.0.contains(&0) {
         return Err(Failure::input("--tokens: no tokens take no time"));
     }
     let spec = args.layer.load(console)?.spec;
     let store = args.store.open(console);
     store.can_keep_tunings()?;
-    let engine = Engine::open(&args.target, args.options())?;
-    let tokens: BTreeSet<usize> = args.tokens.0.iter().copied().collect();
+    let engine = Engine::open(&args.target.name, args.options())?;
+    let tokens: BTreeSet<usize> = args.tokens.counts.0.iter().copied().collect();
     for &tokens in &tokens {
         engine.check_tokens(&spec, tokens)?;
     }

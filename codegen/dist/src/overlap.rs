@@ -113,7 +113,8 @@ impl Chunk {
         }
     }
 
-    fn part(&self, n: usize) -> Range<usize> {
+    /// Returns this chunk's range of `n` items that all chunks share as evenly as possible.
+    pub fn part(&self, n: usize) -> Range<usize> {
         let edge = |number: usize| (number as u128 * n as u128 / self.of as u128) as usize;
         edge(self.number)..edge(self.number + 1)
     }

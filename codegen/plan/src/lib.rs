@@ -25,7 +25,9 @@ pub use layer::{
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
-pub use mesh::{Exchange, FromTo, Lane, Packed, PartTensor, RankPlan, RankStep, SATURATED};
+pub use mesh::{
+    CastRows, Exchange, FromTo, Lane, Packed, PartTensor, RankPlan, RankStep, RowCasts, SATURATED,
+};
 pub use mesh::{ShardRegion, Sharing, experts_of, plan_rank, shared_shards};
 pub use moesaic_dist::{ALL_TO_ALLS, AllToAllRow};
 pub use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, RankCoords, SharedExperts, TokenScope};

@@ -11,7 +11,7 @@
 
 use moesaic::train::{self, AdamW};
 use moesaic::typed::{TypedLayer, tensor};
-use moesaic::{RngKey, Engine, EngineOptions, Store, Tensor, Tensors, Training};
+use moesaic::{Engine, EngineOptions, Init, RngKey, Store, Tensors, Training};
 use std::error::Error;
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ..EngineOptions::default()
     };
     let engine = Engine::open("cpu", options)?;
-    let mut masters = first_weights();
+    let mut masters = Init::Linear.weights(&Experts::spec(), 1);
     let layer = made(&engine, &masters)?;
     let mut adam = AdamW::new(0.01);
 
@@ -71,17 +71,6 @@ fn made(engine: &Engine, masters: &Tensors<'_>) -> Result<Experts, Box<dyn Error
         experts_down_weight: tensor(&down)?,
     };
     Ok(Experts::training(engine, &weights, Training::default())?)
-}
-
-/// Returns initial weights, in f32 by name.
-fn first_weights() -> Tensors<'static> {
-    let tensors = moesaic::spec::canonical_tensors(&Experts::spec()).into_iter();
-    let drawn = tensors.enumerate().map(|(i, tensor)| {
-        let elements = tensor.shape.iter().product();
-        let values = (0..elements).map(|j| 0.3 * noise(1000 + i as u64, j as u64));
-        (tensor.name, Tensor::owned(&tensor.shape, values.collect()))
-    });
-    drawn.collect()
 }
 
 /// Returns tokens and targets: the sign of a token's first number decides how the target is turned.

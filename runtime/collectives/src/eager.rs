@@ -153,14 +153,14 @@ pub struct PartSizes {
 }
 
 impl PartSizes {
-    pub fn of(sizes: &[u64]) -> PartSizes {
-        let bytes: Vec<u8> = sizes.iter().flat_map(|size| size.to_le_bytes()).collect();
+    pub fn of(sizes: impl Iterator<Item = u64> + Clone) -> PartSizes {
+        let count = sizes.clone().count();
         PartSizes {
-            count: sizes.len() as u32,
-            bytes: sizes.iter().sum(),
-            sizes: match sizes.len() {
+            count: count as u32,
+            bytes: sizes.clone().sum(),
+            sizes: match count {
                 0 | 1 => 0,
-                _ => crate::hash::of(&[&bytes]),
+                _ => crate::hash::of_numbers(sizes),
             },
         }
     }
@@ -367,7 +367,7 @@ mod tests {
 
     fn message(sizes: &[u64], body: Body) -> EagerMessage {
         EagerMessage::Message {
-            sizes: PartSizes::of(sizes),
+            sizes: PartSizes::of(sizes.iter().copied()),
             key: Key {
                 context: 7,
                 sequence: 1 << 40,
@@ -415,7 +415,8 @@ mod tests {
 
     #[test]
     fn other_messages_between_two_ranks_are_named() {
-        let what = |a: &[u64], b: &[u64]| PartSizes::of(a).difference(&PartSizes::of(b));
+        let of = |sizes: &[u64]| PartSizes::of(sizes.iter().copied());
+        let what = |a: &[u64], b: &[u64]| of(a).difference(&of(b));
         assert_eq!(what(&[3, 4], &[3, 4]), None);
         assert_eq!(what(&[0], &[0]), None);
         let of = |a: &[u64], b: &[u64]| {

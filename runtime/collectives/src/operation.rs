@@ -139,13 +139,16 @@ impl Operation {
 
     /// Returns the ranks of the world that the exchange waits for, each once.
     pub fn waits_for(&self) -> Vec<usize> {
-        let senders = self.receiving.iter().map(|incoming| incoming.bundle.peer);
-        let mut ranks: Vec<usize> = senders
-            .chain(self.sending.iter().map(|(to, _)| *to))
-            .collect();
+        let mut ranks: Vec<usize> = self.peers().collect();
         ranks.sort_unstable();
         ranks.dedup();
         ranks
+    }
+
+    /// Returns the ranks of the world that the exchange waits for, some of them twice.
+    pub fn peers(&self) -> impl Iterator<Item = usize> {
+        let senders = self.receiving.iter().map(|incoming| incoming.bundle.peer);
+        senders.chain(self.sending.iter().map(|(to, _)| *to))
     }
 
     pub fn into_outputs(self) -> Vec<Region> {
@@ -303,35 +306,37 @@ impl Operation {
     /// Groups messages by peer, in the order in which the peers first appear. The order is kept
     /// so that a plan controls which rank is served first.
     fn bundles(&self, messages: &[schedules::Message]) -> Result<Vec<Bundle>, CollectiveError> {
-        let mut numbers = HashMap::new();
-        let mut lists: Vec<(usize, Vec<&schedules::Message>)> = Vec::new();
-        for message in messages {
-            let number = *numbers.entry(message.peer).or_insert(lists.len());
-            if number == lists.len() {
-                lists.push((message.peer, Vec::new()));
-            }
-            lists[number].1.push(message);
+        let bundles = |messages: &[schedules::Message]| {
+            let runs = messages.chunk_by(|a, b| a.peer == b.peer);
+            runs.map(|run| self.bundle(run)).collect()
+        };
+        // Nearly all plans list a peer's messages one behind the other, so that nothing is sorted.
+        let mut seen = vec![false; self.group.members.len()];
+        let mut runs = messages.chunk_by(|a, b| a.peer == b.peer);
+        if runs.all(|run| !std::mem::replace(&mut seen[run[0].peer], true)) {
+            return bundles(messages);
         }
-        let bundle = |(peer, own): (usize, Vec<_>)| self.bundle(peer, own.into_iter());
-        lists.into_iter().map(bundle).collect()
+        let mut first = HashMap::new();
+        for (at, message) in messages.iter().enumerate() {
+            first.entry(message.peer).or_insert(at);
+        }
+        let mut sorted = messages.to_vec();
+        sorted.sort_by_key(|message| first[&message.peer]);
+        bundles(&sorted)
     }
 
-    fn bundle<'m>(
-        &self,
-        peer: usize,
-        messages: impl Iterator<Item = &'m schedules::Message>,
-    ) -> Result<Bundle, CollectiveError> {
-        let (mut sizes, mut parts) = (Vec::new(), Vec::<MemoryRange>::new());
-        for message in messages {
-            let (address, bytes) = (self.span(&message.span)?, message.span.bytes);
-            sizes.push(bytes as u64);
+    /// Bundles messages to or from one peer.
+    fn bundle(&self, messages: &[schedules::Message]) -> Result<Bundle, CollectiveError> {
+        let mut parts = Vec::with_capacity(messages.len());
+        for schedules::Message { span, .. } in messages {
+            let (address, bytes) = (self.span(span)?, span.bytes);
             if bytes > 0 {
                 parts.push(MemoryRange { address, bytes });
             }
         }
         Ok(Bundle {
-            peer: self.group.members[peer],
-            sizes: PartSizes::of(&sizes),
+            peer: self.group.members[messages[0].peer],
+            sizes: PartSizes::of(messages.iter().map(|message| message.span.bytes as u64)),
             parts,
         })
     }

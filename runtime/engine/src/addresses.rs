@@ -1,9 +1,9 @@
 //! Addresses that a caller gives, looked at before a kernel faults on them.
 
-use crate::call::input_error;
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::place::TABLE;
+use crate::reason::{InputReason, WeightReason};
 use moesaic_kernel::Target;
 use moesaic_plan::{TensorId, TensorPlan};
 use moesaic_target::Ptr;
@@ -28,14 +28,13 @@ impl DeviceLayer {
         for &input in inputs {
             if !found.iter().any(|(tensor, _)| *tensor == input) {
                 let name = &self.plan()[input].name;
-                return Err(input_error(name, "has no address".to_string()));
+                return Err(EngineError::input(name, InputReason::NoAddress));
             }
         }
         for &(tensor, address) in &*found {
             let tensor = &self.plan()[tensor];
             if address == Ptr(0) && tensor.bytes(tokens as u64) > 0 {
-                let problem = "lies at address 0, where no memory is".to_string();
-                return Err(input_error(&tensor.name, problem));
+                return Err(EngineError::input(&tensor.name, InputReason::Null));
             }
             self.check_alignment(tensor, address)?;
         }
@@ -59,10 +58,7 @@ impl DeviceLayer {
         // values at the caller's address.
         for (name, _) in weights {
             if !self.reads_weight(name) {
-                return Err(EngineError::Weight {
-                    name: name.to_string(),
-                    problem: "is not read where it lies: copy it by `set_weight`".to_string(),
-                });
+                return Err(EngineError::weight(name, WeightReason::Packed));
             }
         }
         let workspaces = &mut *self.lock_workspaces();

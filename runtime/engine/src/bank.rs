@@ -3,6 +3,7 @@
 use crate::device_layer::DeviceLayer;
 use crate::engine::Engine;
 use crate::error::EngineError;
+use crate::reason::WeightReason;
 use crate::texts::Texts;
 use moesaic_plan::{LayerPlan, Role, TensorId, TensorPlan};
 use moesaic_target::Buffer;
@@ -19,10 +20,7 @@ impl Engine {
         bank: &DeviceLayer,
     ) -> Result<DeviceLayer, EngineError> {
         if !Arc::ptr_eq(&bank.device, self.device()) {
-            return Err(EngineError::Weight {
-                name: "experts".to_string(),
-                problem: "is on the device of another engine".to_string(),
-            });
+            return Err(EngineError::weight("experts", WeightReason::OtherDevice));
         }
         let plan = texts.tilings.first();
         let trains = plan.training.is_some();
@@ -48,11 +46,7 @@ fn shared(
         if !held || !of_experts(&tensor.name) {
             continue;
         }
-        let other = || EngineError::Weight {
-            name: tensor.name.clone(),
-            problem: "is not in the layer whose experts are shared, or has another form there"
-                .to_string(),
-        };
+        let other = || EngineError::weight(&tensor.name, WeightReason::NotInBank);
         // Compared where they were packed and freed, too: panels are padded, so those of other
         // widths may be as large. Panels of other tiles have the same numbers in another order.
         let alike = |id: &TensorId| {

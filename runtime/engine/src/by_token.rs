@@ -3,9 +3,10 @@
 //! Each router's tokens become a call of its own layer, and all calls share one pass over the
 //! experts where [`MultiGate`] has one. Results return to the tokens' places.
 
-use crate::call::{CallInput, Input, Output, RngKey, input_error, output_error};
+use crate::call::{CallInput, Input, Output, RngKey};
 use crate::error::EngineError;
 use crate::multi_gate::{MultiGate, MultiSaved};
+use crate::reason::{InputReason, OutputReason};
 use moesaic_kernel::DType;
 use moesaic_plan::{LayerPlan, TensorPlan};
 use moesaic_spec::{LayerSpec, LossKind, Select};
@@ -103,16 +104,13 @@ impl MultiGate {
 
     /// Returns the plan that all routers have, if each token's choice follows from the token alone.
     fn plan(&self, training: bool) -> Result<&LayerPlan, EngineError> {
-        let no_router = || input_error("router_ids", "there is no router".to_string());
+        let no_router = || EngineError::input("router_ids", InputReason::NoRouter);
         let layer = self.layers.first().ok_or_else(no_router)?;
         match beyond_one_token(layer.spec(), training) {
             None => Ok(layer.plan()),
             Some(key) => {
-                let problem = format!(
-                    "a router for each token needs a choice that follows from the token alone, \
-                     which {key} does not"
-                );
-                Err(input_error("router_ids", problem))
+                let reason = InputReason::BeyondOneToken { key };
+                Err(EngineError::input("router_ids", reason))
             }
         }
     }
@@ -157,25 +155,29 @@ fn check_outputs(plan: &LayerPlan, names: &[&str]) -> Result<(), EngineError> {
     };
     match names.iter().find(|name| !joins(name)) {
         None => Ok(()),
-        Some(name) => {
-            let problem = "has no row for each token, and each router has its own".to_string();
-            Err(output_error(name, problem))
-        }
+        Some(name) => Err(EngineError::output(name, OutputReason::PerRouter)),
     }
 }
 
 impl Places {
     fn new(router_ids: &[i32], routers: usize, tokens: usize) -> Result<Places, EngineError> {
-        let wrong = |problem: String| Err(input_error("router_ids", problem));
+        let wrong = |reason| Err(EngineError::input("router_ids", reason));
         if router_ids.len() != tokens {
-            return wrong(format!("has {} ids for {tokens} tokens", router_ids.len()));
+            let found = router_ids.len();
+            return wrong(InputReason::RouterIds { found, tokens });
         }
         let mut each = vec![Vec::new(); routers];
         for (token, &id) in router_ids.iter().enumerate() {
             let places = usize::try_from(id).ok().and_then(|id| each.get_mut(id));
             match places {
                 Some(places) => places.push(token),
-                None => return wrong(format!("has {id} at element {token}, of {routers} routers")),
+                None => {
+                    return wrong(InputReason::RouterId {
+                        found: id,
+                        at: token,
+                        routers,
+                    });
+                }
             }
         }
         Ok(Places { tokens, each })
@@ -216,11 +218,11 @@ impl Places {
         let shape = &tensor.shape;
         let width = shape.iter().skip(1).product::<usize>() * tensor.dtype.size();
         if shape.first() != Some(&self.tokens) || tensor.data.len() != self.tokens * width {
-            let problem = format!(
-                "has shape {shape:?}, expected a row for each of {} tokens",
-                self.tokens
-            );
-            return Err(input_error(name, problem));
+            let reason = InputReason::RowPerToken {
+                shape: shape.clone(),
+                tokens: self.tokens,
+            };
+            return Err(EngineError::input(name, reason));
         }
         let of_router = |places: &Vec<usize>| {
             let mut rows = Tensor::zeros(tensor.dtype, &with_rows(shape, places.len()));

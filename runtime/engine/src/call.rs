@@ -1,6 +1,7 @@
 //! Inputs and outputs of calls.
 
 use crate::error::EngineError;
+use crate::reason::InputReason;
 use moesaic_kernel::DType;
 use moesaic_plan::{LayerPlan, TensorPlan};
 use moesaic_target::Ptr;
@@ -183,10 +184,7 @@ impl<'c> CallArgs<'c> {
     pub fn in_host_memory(self) -> Result<(Cow<'c, Input<'c>>, &'c [&'c str]), EngineError> {
         match self {
             CallArgs::Host(input, names) => Ok((input, names)),
-            CallArgs::Raw(_) => {
-                let problem = "is in device memory, and this layer takes host memory: pass `Input`";
-                Err(input_error("x", problem.to_string()))
-            }
+            CallArgs::Raw(_) => Err(EngineError::input("x", InputReason::OnDevice)),
         }
     }
 
@@ -212,11 +210,13 @@ pub(crate) fn tokens_of(x: &TensorPlan, dtype: DType, bytes: &[u8]) -> Result<us
     if dtype == x.dtype && elements.is_multiple_of(width) {
         return Ok(elements / width);
     }
-    let problem = format!(
-        "has {elements} elements of {dtype}, expected rows of {width} of {}",
-        x.dtype
-    );
-    Err(input_error("x", problem))
+    let reason = InputReason::Rows {
+        elements,
+        found: dtype,
+        width,
+        wanted: x.dtype,
+    };
+    Err(EngineError::input("x", reason))
 }
 
 /// The outputs of a call, in host memory.
@@ -382,21 +382,6 @@ pub(crate) fn shape_for(tensor: &TensorPlan, tokens: usize) -> Vec<usize> {
         .iter()
         .map(|size| size.eval(tokens as u64) as usize)
         .collect()
-}
-
-/// Returns the error of memory for an output.
-pub(crate) fn output_error(name: &str, problem: String) -> EngineError {
-    EngineError::Output {
-        name: name.to_string(),
-        problem,
-    }
-}
-
-pub(crate) fn input_error(name: &str, problem: String) -> EngineError {
-    EngineError::Input {
-        name: name.to_string(),
-        problem,
-    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! A layer on a device: plans, loaded kernels, bound steps, weights.
 
-use crate::call::{StepTime, input_error, shape_for};
+use crate::call::{StepTime, shape_for};
 use crate::error::EngineError;
 use crate::launch::{Bound, Modules, Scalars, Watch};
 use crate::memory::{
@@ -9,6 +9,7 @@ use crate::memory::{
 };
 use crate::pass::{Pass, Ports, passing};
 use crate::place::{Packing, TABLE, checked_table, placed};
+use crate::reason::{InputReason, SpecReason, WeightReason};
 use crate::trace::Recorder;
 use crate::turns::{CallTurn, Turns, lock};
 use moesaic_plan::{Chunk, LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
@@ -271,10 +272,6 @@ impl DeviceLayer {
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
     pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
-        let problem = |problem: String| EngineError::Weight {
-            name: name.to_string(),
-            problem,
-        };
         let weights = || {
             self.plan()
                 .tensors
@@ -283,11 +280,12 @@ impl DeviceLayer {
         };
         let Some(plan) = weights().find(|tensor| tensor.name == name) else {
             let names: Vec<&str> = weights().map(|tensor| tensor.name.as_str()).collect();
-            return Err(problem(format!("is none of {}", names.join(", "))));
+            let known = names.join(", ");
+            return Err(EngineError::weight(name, WeightReason::Unknown { known }));
         };
         tensor
             .check(plan.dtype, &shape_for(plan, 0))
-            .map_err(|differs| problem(differs.to_string()))?;
+            .map_err(|differs| EngineError::weight(name, differs))?;
         let table;
         let tensor = if name == TABLE {
             table = checked_table(&self.plan().spec, tensor, 0)?;
@@ -449,8 +447,8 @@ pub(crate) fn check_size<'a>(
 ) -> Result<(), EngineError> {
     let most = most_tokens(tilings.first());
     if tokens > most {
-        let problem = format!("has {tokens} tokens; a call takes at most {most}, so split it");
-        return Err(input_error("x", problem));
+        let reason = InputReason::TooManyTokens { tokens, most };
+        return Err(EngineError::input("x", reason));
     }
     // Linux promises more memory than it has and kills the process that uses it, so a CPU's call
     // that is too large must fail here. A GPU's allocation fails by itself, and `free_bytes` is
@@ -467,9 +465,8 @@ pub(crate) fn check_size<'a>(
 }
 
 /// Returns the error of timing without the inputs of a call.
-pub(crate) fn untimed(tokens: usize, call: &str) -> EngineError {
-    let problem = format!("has fewer than {tokens} tokens so far; run {call} on them first");
-    input_error("x", problem)
+pub(crate) fn untimed(tokens: usize, call: &'static str) -> EngineError {
+    EngineError::input("x", InputReason::NotRun { tokens, call })
 }
 
 /// Checks that every weight that a call reads has memory. Gradients get theirs before the first
@@ -480,10 +477,7 @@ fn check_held(plan: &LayerPlan, held: &Buffers) -> Result<(), EngineError> {
         let TensorPlan { name, role, .. } = &plan[tensor];
         let kept = outlives_calls(*role) && *role != Role::WeightGradient;
         if kept && held.get(tensor).is_none() {
-            return Err(EngineError::Weight {
-                name: name.clone(),
-                problem: "is read by kernels and has no memory".to_string(),
-            });
+            return Err(EngineError::weight(name, WeightReason::NoMemory));
         }
     }
     Ok(())
@@ -491,8 +485,6 @@ fn check_held(plan: &LayerPlan, held: &Buffers) -> Result<(), EngineError> {
 
 /// A spec may have been built in Rust, so it is validated here as well.
 pub(crate) fn check_spec(spec: &LayerSpec) -> Result<(), EngineError> {
-    spec.validate().map_err(|problems| {
-        let lines: Vec<String> = problems.iter().map(|p| format!("  {p}")).collect();
-        EngineError::Spec(lines.join("\n"))
-    })
+    spec.validate()
+        .map_err(|problems| EngineError::Spec(SpecReason::Invalid(problems)))
 }

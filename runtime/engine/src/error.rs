@@ -1,5 +1,6 @@
 //! Errors of the engine, from a spec to its results.
 
+use crate::reason::{InputReason, OutputReason, SaveReason, SpecReason, WeightReason};
 use moesaic_collectives::CollectiveError;
 use moesaic_emit::EmitError;
 use moesaic_plan::PlanError;
@@ -15,7 +16,7 @@ use std::sync::Arc;
 pub enum EngineError {
     /// The spec is not valid.
     #[error("the layer spec is not valid:\n{0}")]
-    Spec(String),
+    Spec(#[source] SpecReason),
     /// An option that cannot be planned.
     #[error(transparent)]
     Plan(#[from] PlanError),
@@ -45,12 +46,13 @@ pub enum EngineError {
     #[error(transparent)]
     Collective(#[from] CollectiveError),
     /// A weight tensor is missing or not as the spec says.
-    #[error("weight `{name}`: {problem}")]
+    #[error("weight `{name}`: {reason}")]
     Weight {
         /// The canonical name.
         name: String,
         /// The value found and the value expected.
-        problem: String,
+        #[source]
+        reason: WeightReason,
     },
     /// Several weights are missing or not as the spec says.
     #[error("{} weights do not fit:{}", .0.len(), lines(.0))]
@@ -65,22 +67,24 @@ pub enum EngineError {
     },
     /// The tensors of all ranks cannot be saved.
     #[error("the tensors of all ranks cannot be saved: {0}")]
-    Save(String),
+    Save(#[source] SaveReason),
     /// An input is missing or not as the spec says.
-    #[error("input `{name}`: {problem}")]
+    #[error("input `{name}`: {reason}")]
     Input {
         /// The tensor's name.
         name: String,
         /// The value found and the value expected.
-        problem: String,
+        #[source]
+        reason: InputReason,
     },
     /// The memory for an output is not as the spec says.
-    #[error("output `{name}`: {problem}")]
+    #[error("output `{name}`: {reason}")]
     Output {
         /// The tensor's name.
         name: String,
         /// The memory given and the memory expected.
-        problem: String,
+        #[source]
+        reason: OutputReason,
     },
     /// An address of a raw call at which kernels cannot access their tensor.
     #[error(
@@ -211,6 +215,28 @@ fn gigabytes(bytes: u64) -> String {
 }
 
 impl EngineError {
+    pub(crate) fn weight(name: &str, reason: impl Into<WeightReason>) -> EngineError {
+        EngineError::Weight {
+            name: name.to_string(),
+            reason: reason.into(),
+        }
+    }
+
+    pub(crate) fn input(name: &str, reason: impl Into<InputReason>) -> EngineError {
+        EngineError::Input {
+            name: name.to_string(),
+            reason: reason.into(),
+        }
+    }
+
+    /// Returns the error of memory for an output.
+    pub(crate) fn output(name: &str, reason: OutputReason) -> EngineError {
+        EngineError::Output {
+            name: name.to_string(),
+            reason,
+        }
+    }
+
     /// Returns the same error; that of a kernel that is not cached names further options for
     /// `precompile`.
     #[doc(hidden)]

@@ -1,10 +1,11 @@
 //! The host side of a call: inputs are checked and copied from, and outputs to, host memory.
 
-use crate::call::{Input, Output, RngKey, input_error, shape_for};
+use crate::call::{Input, Output, RngKey, shape_for};
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::launch::Scalars;
 use crate::pass::Pass;
+use crate::reason::InputReason;
 use crate::router::Place;
 use moesaic_plan::{Role, TensorId, TensorPlan, row_limit};
 use moesaic_target::Buffer;
@@ -161,13 +162,16 @@ impl DeviceLayer {
     ) -> Result<Tensor<'i>, EngineError> {
         let shape = shape_for(tensor, input.tokens);
         let host = input.tensors.get(&tensor.name).ok_or_else(|| {
-            let problem = format!("is missing, expected {} of shape {shape:?}", tensor.dtype);
-            input_error(&tensor.name, problem)
+            let reason = InputReason::Missing {
+                dtype: tensor.dtype,
+                shape: shape.clone(),
+            };
+            EngineError::input(&tensor.name, reason)
         })?;
         // Zero tokens have no width of their own.
         if input.tokens > 0 || !host.data.is_empty() {
             host.check(tensor.dtype, &shape)
-                .map_err(|differs| input_error(&tensor.name, differs.to_string()))?;
+                .map_err(|differs| EngineError::input(&tensor.name, differs))?;
         }
         check_counts(&tensor.name, host, input.tokens)?;
         let Some((least, most)) = self.range(&tensor.name) else {
@@ -178,8 +182,13 @@ impl DeviceLayer {
             // Ids below -1 come from a training pass of this library alone, so the message does not
             // offer them.
             let least = least.max(-1);
-            let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
-            return Err(input_error(&tensor.name, problem));
+            let reason = InputReason::Range {
+                found: ids[at],
+                at,
+                least,
+                most,
+            };
+            return Err(EngineError::input(&tensor.name, reason));
         }
         Ok(Tensor::owned(&shape, ids))
     }
@@ -211,11 +220,12 @@ fn check_counts(name: &str, host: &Tensor<'_>, tokens: usize) -> Result<(), Engi
     let counts: Vec<i64> = host.to_vec().unwrap_or_default();
     match counts.iter().position(|count| *count < least) {
         Some(at) => {
-            let problem = format!(
-                "has {} at element {at}, expected {least} or more",
-                counts[at]
-            );
-            Err(input_error(name, problem))
+            let reason = InputReason::Count {
+                found: counts[at],
+                at,
+                least,
+            };
+            Err(EngineError::input(name, reason))
         }
         None => Ok(()),
     }

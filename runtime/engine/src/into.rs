@@ -1,10 +1,11 @@
 //! Evaluation between slices of the caller, without an allocation.
 
-use crate::call::{Given, RngKey, input_error, output_error, tokens_of};
+use crate::call::{Given, RngKey, tokens_of};
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::memory::Workspaces;
 use crate::pass::Pass;
+use crate::reason::{InputReason, OutputReason};
 use moesaic_kernel::DType;
 use moesaic_plan::{TensorId, TensorPlan};
 use moesaic_target::Ptr;
@@ -72,8 +73,8 @@ impl DeviceLayer {
                     self.place(id, bytes, true, workspaces)?;
                 }
                 Given::Rows { .. } => {
-                    let problem = "is missing: the layer reads it beside `x`, so pass an `Input`";
-                    return Err(input_error(&tensor.name, problem.to_string()));
+                    let reason = InputReason::NotBesideSlice;
+                    return Err(EngineError::input(&tensor.name, reason));
                 }
                 Given::Raw(_) => return Err(raw_into()),
                 Given::Input(input) => {
@@ -112,8 +113,7 @@ impl DeviceLayer {
 
 /// Returns the error of a raw call whose `y` shall go to a slice.
 pub(crate) fn raw_into() -> EngineError {
-    let problem = "is a slice, and the call names addresses; name that of `y` and call `forward`";
-    output_error("y", problem.to_string())
+    EngineError::output("y", OutputReason::SliceOfRawCall)
 }
 
 /// Checks the slice that a call writes.
@@ -127,9 +127,12 @@ pub(crate) fn check_output(
     if dtype == y.dtype && elements == expected {
         return Ok(());
     }
-    let problem = format!(
-        "has {elements} elements of {dtype}, expected {expected} of {} for {tokens} tokens",
-        y.dtype
-    );
-    Err(output_error("y", problem))
+    let reason = OutputReason::Slice {
+        elements,
+        found: dtype,
+        expected,
+        wanted: y.dtype,
+        tokens,
+    };
+    Err(EngineError::output("y", reason))
 }

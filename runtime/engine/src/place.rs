@@ -5,6 +5,7 @@ use crate::call::shape_for;
 use crate::error::EngineError;
 use crate::launch::{Modules, dims};
 use crate::memory::Buffers;
+use crate::reason::WeightReason;
 use moesaic_plan::{LaunchStep, LayerPlan, Role, TensorId, TensorPlan};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Arg, Buffer, Device, Ptr};
@@ -116,22 +117,22 @@ impl<'a> Weight<'a> {
         };
         let (dtype, shape) = (tensor.dtype, &weight.shape);
         let (found, sizes) = source.describe(&tensor.name).ok_or_else(|| {
-            weight.problem(format!("is missing, expected {dtype} of shape {shape:?}"))
+            weight.refused(WeightReason::Missing {
+                dtype,
+                shape: shape.clone(),
+            })
         })?;
         let found = TensorKind {
             dtype: found,
             shape: &sizes,
         };
         let same = check_kind(found, TensorKind { dtype, shape });
-        same.map_err(|differs| weight.problem(differs.to_string()))?;
+        same.map_err(|differs| weight.refused(differs))?;
         Ok(weight)
     }
 
-    fn problem(&self, problem: String) -> EngineError {
-        EngineError::Weight {
-            name: self.tensor.name.clone(),
-            problem,
-        }
+    fn refused(&self, reason: impl Into<WeightReason>) -> EngineError {
+        EngineError::weight(&self.tensor.name, reason)
     }
 
     fn count(&self) -> usize {
@@ -183,7 +184,7 @@ impl<'a> Weight<'a> {
             *count = given.clamp(1, rows.len());
         }
         let checked = read.check(self.tensor.dtype, &shape);
-        checked.map_err(|differs| self.problem(differs.to_string()))?;
+        checked.map_err(|differs| self.refused(differs))?;
         Ok(read)
     }
 
@@ -368,13 +369,13 @@ pub(crate) fn checked_table(
     let ids: Vec<i32> = rows.to_vec().unwrap_or_default();
     match ids.iter().position(|id| !(0..experts).contains(id)) {
         None => Ok(Tensor::owned(&rows.shape, ids)),
-        Some(at) => Err(EngineError::Weight {
-            name: TABLE.to_string(),
-            problem: format!(
-                "names expert {} at element {}, there are {experts}",
-                ids[at],
-                first * (ids.len() / rows.shape[0].max(1)) + at
-            ),
-        }),
+        Some(at) => {
+            let reason = WeightReason::NoExpert {
+                found: ids[at],
+                at: first * (ids.len() / rows.shape[0].max(1)) + at,
+                experts,
+            };
+            Err(EngineError::weight(TABLE, reason))
+        }
     }
 }

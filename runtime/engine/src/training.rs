@@ -1,8 +1,6 @@
 //! Forward with what backward needs kept, and backward.
 
-use crate::call::{
-    BackwardArgs, CallArgs, Input, Output, RawCall, RngKey, StepTime, input_error, shape_for,
-};
+use crate::call::{BackwardArgs, CallArgs, Input, Output, RawCall, RngKey, StepTime, shape_for};
 use crate::device_layer::{DeviceLayer, untimed};
 use crate::error::EngineError;
 use crate::launch::Scalars;
@@ -407,6 +405,6 @@ impl DeviceLayer {
             return Ok(());
         }
         dy.check(plan.dtype, &shape_for(plan, tokens))
-            .map_err(|differs| input_error("dy", differs.to_string()))
+            .map_err(|differs| EngineError::input("dy", differs))
     }
 }

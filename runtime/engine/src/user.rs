@@ -4,64 +4,20 @@ use crate::call::{CallInput, Input, Output, RngKey, shape_for};
 use crate::device_layer::{DeviceLayer, check_spec};
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::expert_ranks::{ExpertRanks, RowCounts};
+use crate::expert_ranks::{ExpertRanks, RowCounts, RowPass};
 use crate::launch::{Bound, Scalars};
 use crate::layer::{Layer, LayerOptions};
 use crate::memory::Addresses;
 use crate::pass::Pass;
+use crate::reason::SpecReason;
 use crate::texts::Texts;
 use crate::training::DeviceSaved;
-use moesaic_plan::{Step, TensorId};
+use crate::user_expert::{Held, UserExpert, run_backward, run_forward};
+use moesaic_plan::{SATURATED, Step, TensorId};
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
 use moesaic_tensor::{Element, Tensor, WeightSource};
-
-/// One expert as code. Rows are f32, whatever the layer's types; experts of
-/// one layer may differ in everything but the widths of rows.
-pub trait UserExpert: Send {
-    /// Computes `out [n, output_dim]` from `rows [n, model_dim]`; `n` may be 0.
-    /// In training, what backward will want goes to `saved`.
-    fn forward(&self, rows: &[f32], out: &mut [f32], saved: Option<&mut Vec<f32>>);
-
-    /// Computes `drows [n, model_dim]` and the gradients of the expert's own
-    /// parameters, which it holds. Called for every expert in the order of
-    /// ids, without rows too: gradients are then zero, or stay when they
-    /// accumulate.
-    fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]);
-
-    /// Returns the gradients of the expert's own parameters, in an order and in sizes of its own,
-    /// for [`UserLayer::reduce_gradients`] to sum over the ranks with a copy of the expert. By
-    /// default there are none, which is right without `dp`.
-    fn gradients(&mut self) -> Vec<&mut [f32]> {
-        Vec::new()
-    }
-}
-
-/// The inputs of an expert's backward.
-pub struct ExpertBackward<'a> {
-    /// `[n, model_dim]`, as forward had them.
-    pub rows: &'a [f32],
-    /// The values that forward saved.
-    pub saved: &'a [f32],
-    /// The gradient of `out [n, output_dim]`, the weight of each row included.
-    pub dout: &'a [f32],
-    /// Whether gradients of parameters are added to instead of overwritten.
-    pub accumulate: bool,
-}
-
-impl<E: UserExpert + ?Sized> UserExpert for Box<E> {
-    fn forward(&self, rows: &[f32], out: &mut [f32], saved: Option<&mut Vec<f32>>) {
-        (**self).forward(rows, out, saved);
-    }
-
-    fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]) {
-        (**self).backward(call, drows);
-    }
-
-    fn gradients(&mut self) -> Vec<&mut [f32]> {
-        (**self).gradients()
-    }
-}
+use std::ops::Range;
 
 /// A layer whose routed experts are [`UserExpert`]s: of one type of yours, or boxed where they
 /// differ. Over ranks each holds its own experts, whose rows come from all ranks; all ranks make
@@ -114,16 +70,6 @@ struct Routed {
     counts: RowCounts,
 }
 
-/// The rows that this rank's experts compute; without ranks those of [`Routed`].
-struct Held {
-    /// The first row of each expert, and the number of all.
-    offsets: Vec<usize>,
-    /// `[R, d]`.
-    rows: Vec<f32>,
-    /// The saved values of the experts.
-    saved: Vec<Vec<f32>>,
-}
-
 impl Engine {
     /// Makes a layer around `experts`: one per expert of the spec, or over ranks one per expert that
     /// the mesh places on this rank, in that order. `weights` are those of router and shared
@@ -132,8 +78,10 @@ impl Engine {
     /// # Errors
     /// [`EngineError::Spec`] when the number of experts differs, for a mesh that splits or
     /// replicates experts, and for options that such a layer does not take: a part of the weights,
-    /// a strategy of more than an all-to-all algorithm, a tuner. [`EngineError::Plan`] when the spec has biases of experts or
-    /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer_with`].
+    /// a tuner, settings of a strategy that move weights or sums of experts (`r`, `shadows`,
+    /// `overlap_by=peers`, `all_to_all=dedup`). [`EngineError::Plan`] when the spec has biases of
+    /// experts or `weight_on = "activation"`, which are inside them; otherwise as
+    /// [`Engine::layer_with`].
     pub fn user_layer<E: UserExpert>(
         &self,
         spec: &LayerSpec,
@@ -144,14 +92,14 @@ impl Engine {
         check_spec(spec)?;
         check_options(&options)?;
         let strategy = options.strategy.unwrap_or_default();
+        let plan_options = self.plan_options(options.training);
+        let plan = moesaic_plan::plan_user_experts(spec, self.target(), &plan_options)?;
         let ranks = options
             .mesh
-            .map(|mesh| ExpertRanks::new(self.ranks(mesh), mesh, spec, strategy));
+            .map(|mesh| ExpertRanks::new(self, mesh, &plan.layer, strategy));
         let ranks = ranks.transpose()?;
         let expected = ranks.as_ref().map(ExpertRanks::count);
         check_experts(expected.unwrap_or(spec.shape.experts), experts.len())?;
-        let options = self.plan_options(options.training);
-        let plan = moesaic_plan::plan_user_experts(spec, self.target(), &options)?;
         let layer = self.device_layer(&Texts::of(plan.layer.into())?, weights)?;
         let around = |steps, at| Around::new(&layer, steps, at);
         let steps = layer.plan();
@@ -170,8 +118,8 @@ fn check_experts(expected: usize, given: usize) -> Result<(), EngineError> {
     if given == expected {
         Ok(())
     } else {
-        let problem = format!("  {given} experts were given, the spec has {expected} here");
-        Err(EngineError::Spec(problem))
+        let reason = SpecReason::ExpertCount { given, expected };
+        Err(EngineError::Spec(reason))
     }
 }
 
@@ -187,8 +135,8 @@ fn check_options(options: &LayerOptions<'_>) -> Result<(), EngineError> {
     ];
     match refused.iter().find(|(given, _)| *given) {
         Some((_, what)) => {
-            let problem = format!("  a layer around experts in Rust takes no {}", &what[2..]);
-            Err(EngineError::Spec(problem))
+            let option = &what[2..];
+            Err(EngineError::Spec(SpecReason::ExpertsOption { option }))
         }
         None => Ok(()),
     }
@@ -224,6 +172,9 @@ impl<E: UserExpert> UserLayer<E> {
     pub fn forward<'i>(&self, input: impl Into<CallInput<'i>>) -> Result<Output, EngineError> {
         let (layer, pass) = (self.device(), Pass::Evaluate);
         let (input, names) = input.into().args(layer.plan())?.in_host_memory()?;
+        // The plan knows nothing of ranks, so it would refuse the output that is theirs.
+        let all = names;
+        let names = &*self.of_layer(all);
         let mut workspaces = layer.lock_workspaces();
         // Names first: over ranks the scalars take the first exchange, and a rank that fails alone
         // must not leave the others in it.
@@ -235,7 +186,7 @@ impl<E: UserExpert> UserLayer<E> {
         layer.stage(pass, &input, names, find)?;
         let steps = &self.evaluation;
         self.run(steps, false, &scalars, &workspaces.addresses, find)?;
-        layer.read(names, input.tokens, find)
+        self.with_saturated(layer.read(names, input.tokens, find)?, all)
     }
 
     /// As [`UserLayer::forward`], as in training and keeping what backward
@@ -251,6 +202,8 @@ impl<E: UserExpert> UserLayer<E> {
         let (layer, pass) = (self.device(), Pass::Train);
         let (input, names) = input.into().args(layer.plan())?.in_host_memory()?;
         layer.check_training()?;
+        let all = names;
+        let names = &*self.of_layer(all);
         let workspaces = &mut *layer.lock_workspaces();
         layer.check_outputs(pass, names)?;
         let scalars = self.scalars(pass, &input, rng_key)?;
@@ -261,13 +214,29 @@ impl<E: UserExpert> UserLayer<E> {
         layer.stage(pass, &input, names, find)?;
         let addresses = &workspaces.addresses;
         let (routed, held) = self.run(&self.forward, true, &scalars, addresses, find)?;
-        let output = layer.read(names, input.tokens, find)?;
+        let output = self.with_saturated(layer.read(names, input.tokens, find)?, all)?;
         let saved = UserSaved {
             saved,
             routed,
             held,
         };
         Ok((output, saved))
+    }
+
+    /// Returns the names that are tensors of the layer. [`SATURATED`] is the one output that belongs
+    /// to ranks.
+    fn of_layer<'n>(&self, names: &[&'n str]) -> Vec<&'n str> {
+        let is_own = |name: &&str| self.ranks.is_none() || *name != SATURATED;
+        names.iter().copied().filter(is_own).collect()
+    }
+
+    /// Adds [`SATURATED`] to the outputs of a pass, if it is among the names.
+    fn with_saturated(&self, mut output: Output, names: &[&str]) -> Result<Output, EngineError> {
+        if let Some(ranks) = self.ranks.as_ref().filter(|_| names.contains(&SATURATED)) {
+            let saturated = ranks.saturated()?;
+            output.tensors.insert(SATURATED.to_string(), saturated);
+        }
+        Ok(output)
     }
 
     /// Returns the scalars of a pass. Over ranks a capacity is that of the rank with the most
@@ -303,43 +272,45 @@ impl<E: UserExpert> UserLayer<E> {
         layer.run(&steps.before, scalars, addresses, None)?;
         let mut routed = self.routed(scalars.tokens(), find)?;
         let rows = self.download("rows", routed.weights.len(), find)?;
-        let spec = layer.spec();
-        let mut held = self.held(&mut routed, rows, spec.expert_input_dim())?;
-        let out = self.run_experts(&mut held, trains);
-        routed.out = self.returned(&routed.counts, out, spec.expert_output_dim())?;
+        let mut held = Held {
+            offsets: self.held_offsets(&mut routed)?,
+            ..Held::default()
+        };
+        let pass = self.row_pass(false);
+        // An evaluation keeps nothing: rows of a chunk are freed when its experts have run.
+        let (of, counts) = ((self.ranks.as_ref(), self.experts.len()), &routed.counts);
+        routed.out = through_experts(of, pass, counts, rows, |range, rows| {
+            let edges = &held.offsets[range.start..=range.end];
+            let experts = &self.experts[range];
+            let (out, saved) = run_forward(experts, edges, &rows, pass.widths, trains);
+            if trains {
+                held.keep(rows, saved);
+            }
+            out
+        })?;
         self.upload("out", &routed.out, find)?;
         layer.run(&steps.after, scalars, addresses, None)?;
         Ok((routed, held))
     }
 
-    /// Returns the rows that this rank's experts compute.
-    fn held(&self, routed: &mut Routed, rows: Vec<f32>, width: usize) -> Result<Held, EngineError> {
-        let Some(ranks) = &self.ranks else {
-            return Ok(Held {
-                offsets: routed.offsets.clone(),
-                rows,
-                saved: Vec::new(),
-            });
-        };
-        routed.counts = ranks.counts(&routed.offsets)?;
-        Ok(Held {
-            offsets: ranks.offsets(&routed.counts),
-            rows: ranks.to_experts(&routed.counts, &rows, width)?,
-            saved: Vec::new(),
-        })
+    /// Returns the widths of rows in a pass.
+    fn row_pass(&self, backward: bool) -> RowPass {
+        let spec = self.device().spec();
+        let mut widths = [spec.expert_input_dim(), spec.expert_output_dim()];
+        // Backward a row goes to the experts as a gradient of what they gave.
+        if backward {
+            widths.reverse();
+        }
+        RowPass { backward, widths }
     }
 
-    /// Returns what experts made of rows to the ranks of the rows' tokens.
-    fn returned(
-        &self,
-        counts: &RowCounts,
-        rows: Vec<f32>,
-        width: usize,
-    ) -> Result<Vec<f32>, EngineError> {
-        match &self.ranks {
-            Some(ranks) => ranks.to_tokens(counts, &rows, width),
-            None => Ok(rows),
-        }
+    /// Returns the first row of each of this rank's experts, and the number of all.
+    fn held_offsets(&self, routed: &mut Routed) -> Result<Vec<usize>, EngineError> {
+        let Some(ranks) = &self.ranks else {
+            return Ok(routed.offsets.clone());
+        };
+        routed.counts = ranks.counts(&routed.offsets)?;
+        Ok(ranks.offsets(&routed.counts))
     }
 
     /// Runs the layer backward: as [`Layer::backward`], and each expert's own.
@@ -368,27 +339,31 @@ impl<E: UserExpert> UserLayer<E> {
         layer.run(before, &scalars, addresses, None)?;
         let rows = saved.routed.weights.len();
         let dout = self.download("dout", rows, find)?;
-        let (model, output) = {
-            let spec = layer.spec();
-            (spec.expert_input_dim(), spec.expert_output_dim())
-        };
-        let mut weighted = weighted(&dout, &saved.routed.weights);
-        if let Some(ranks) = &self.ranks {
-            // With the factor of each row: the weights of tokens stay with their rank.
-            weighted = ranks.to_experts(&saved.routed.counts, &weighted, output)?;
-        }
-        let drows = run_backward(
-            &mut self.experts,
-            &saved.held,
-            &weighted,
-            [model, output],
-            accumulate,
-        );
-        let drows = self.returned(&saved.routed.counts, drows, model)?;
+        // With the factor of each row: the weights of tokens stay with their rank.
+        let weighted = weighted(&dout, &saved.routed.weights);
+        let (pass, counts) = (self.row_pass(true), &saved.routed.counts);
+        let of = (self.ranks.as_ref(), self.experts.len());
+        let (held, experts) = (&saved.held, &mut self.experts);
+        let drows = through_experts(of, pass, counts, weighted, |range, dout| {
+            let first = range.start;
+            run_backward(
+                &mut experts[range],
+                held,
+                first,
+                &dout,
+                pass.widths,
+                accumulate,
+            )
+        })?;
         self.upload("drows", &drows, find)?;
         self.upload_weight_gradients(&saved.routed, &dout, find)?;
         layer.run(after, &scalars, addresses, None)?;
-        layer.read(&layer.input_gradients(), tokens, find)
+        let output = layer.read(&layer.input_gradients(), tokens, find)?;
+        let counts = self
+            .ranks
+            .as_ref()
+            .is_some_and(ExpertRanks::counts_backward);
+        self.with_saturated(output, if counts { &[SATURATED] } else { &[] })
     }
 
     /// Sums the gradients of router and shared experts over all ranks, and those of your experts
@@ -433,22 +408,6 @@ impl<E: UserExpert> UserLayer<E> {
             offsets,
             counts: RowCounts::new(),
         })
-    }
-
-    /// Runs each expert on its rows, in the order of ids; returns what they made of them.
-    fn run_experts(&self, held: &mut Held, keep: bool) -> Vec<f32> {
-        let spec = self.device().spec();
-        let (model, output) = (spec.expert_input_dim(), spec.expert_output_dim());
-        let mut out = vec![0.0; held.offsets[self.experts.len()] * output];
-        for (expert, edges) in self.experts.iter().zip(held.offsets.windows(2)) {
-            let (first, end) = (edges[0], edges[1]);
-            let rows = &held.rows[first * model..end * model];
-            let mut saved = Vec::new();
-            let out = &mut out[first * output..end * output];
-            expert.forward(rows, out, keep.then_some(&mut saved));
-            held.saved.push(saved);
-        }
-        out
     }
 
     /// Uploads gradients of row weights, `<dout, out>` of each row: one column of the partial sums,
@@ -537,25 +496,17 @@ fn weighted(dout: &[f32], weights: &[f32]) -> Vec<f32> {
     weighted
 }
 
-/// Runs backward of each expert on its rows; returns the gradient of all rows.
-fn run_backward(
-    experts: &mut [impl UserExpert],
-    held: &Held,
-    dout: &[f32],
-    [model, output]: [usize; 2],
-    accumulate: bool,
-) -> Vec<f32> {
-    let mut drows = vec![0.0; held.rows.len()];
-    let edges = held.offsets.windows(2).zip(&held.saved);
-    for (expert, (edges, saved)) in experts.iter_mut().zip(edges) {
-        let (first, end) = (edges[0], edges[1]);
-        let call = ExpertBackward {
-            rows: &held.rows[first * model..end * model],
-            saved,
-            dout: &dout[first * output..end * output],
-            accumulate,
-        };
-        expert.backward(&call, &mut drows[first * model..end * model]);
+/// Lets `compute` make of the rows of all experts what goes back to their tokens, over ranks where
+/// there are some. It gets ranges of this rank's experts in order, with their rows.
+fn through_experts(
+    (ranks, experts): (Option<&ExpertRanks>, usize),
+    pass: RowPass,
+    counts: &RowCounts,
+    rows: Vec<f32>,
+    mut compute: impl FnMut(Range<usize>, Vec<f32>) -> Vec<f32>,
+) -> Result<Vec<f32>, EngineError> {
+    match ranks {
+        Some(ranks) => ranks.through_experts(pass, counts, &rows, compute),
+        None => Ok(compute(0..experts, rows)),
     }
-    drows
 }

@@ -205,6 +205,15 @@ impl<'a> LayerReader<'a> {
         Err(WeightsError::Extra { path, tensors })
     }
 
+    /// Returns a reader of weights in memory, such as random ones.
+    pub fn in_memory(given: Tensors<'static>) -> LayerReader<'a> {
+        LayerReader {
+            weights: BTreeMap::new(),
+            codes: BTreeMap::new(),
+            given,
+        }
+    }
+
     /// This reader with a weight that comes from elsewhere, such as the table of a replayed router.
     #[must_use]
     pub fn with(mut self, name: &str, tensor: Tensor<'static>) -> LayerReader<'a> {

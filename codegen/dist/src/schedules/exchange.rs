@@ -60,15 +60,8 @@ pub fn all_gather(rank: usize, sizes: &[usize]) -> Plan {
 /// second numbers are bytes. Messages between two ranks keep their order, including those to
 /// oneself.
 pub fn exchange(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)]) -> Plan {
-    let messages = |list: &[(usize, usize)], place: fn(usize) -> BufferRef| -> Vec<Message> {
-        let message = |(i, (peer, bytes)): (usize, &(usize, usize))| Message {
-            peer: *peer,
-            span: Span::new(place(i), 0..*bytes),
-        };
-        list.iter().enumerate().map(message).collect()
-    };
-    let (to_self, sends) = split(rank, messages(sends, BufferRef::Input));
-    let (from_self, receives) = split(rank, messages(receives, BufferRef::Output));
+    let (to_self, sends) = split(rank, sends, BufferRef::Input);
+    let (from_self, receives) = split(rank, receives, BufferRef::Output);
     let copy = |(from, to): (&Message, &Message)| Copy {
         from: from.span,
         to: to.span.buffer,
@@ -86,8 +79,23 @@ pub fn exchange(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize
     }
 }
 
-fn split(rank: usize, messages: Vec<Message>) -> (Vec<Message>, Vec<Message>) {
-    messages
-        .into_iter()
-        .partition(|message| message.peer == rank)
+/// Returns the messages of a list: those to oneself, and those to others.
+fn split(
+    rank: usize,
+    list: &[(usize, usize)],
+    place: fn(usize) -> BufferRef,
+) -> (Vec<Message>, Vec<Message>) {
+    let own = list.iter().filter(|(peer, _)| *peer == rank).count();
+    let mut to_self = Vec::with_capacity(own);
+    let mut others = Vec::with_capacity(list.len() - own);
+    for (i, &(peer, bytes)) in list.iter().enumerate() {
+        let span = Span::new(place(i), 0..bytes);
+        let messages = if peer == rank {
+            &mut to_self
+        } else {
+            &mut others
+        };
+        messages.push(Message { peer, span });
+    }
+    (to_self, others)
 }

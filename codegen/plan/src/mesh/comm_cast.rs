@@ -58,7 +58,7 @@ impl RankPlan {
     /// that have the dtype already stay as they are.
     #[must_use]
     pub fn in_comm_dtype(&self, comm_dtype: Both<CommDtype>) -> RankPlan {
-        let mut between = CastPlan::of(self);
+        let mut between = CastPlan::of(&self.tokens);
         let mut pass = |steps: &[RankStep], comm_dtype| {
             let steps = steps.iter().map(|step| match step {
                 RankStep::Exchange(exchange) => RankStep::Exchange(Exchange {
@@ -76,8 +76,42 @@ impl RankPlan {
             steps,
             evaluation,
             backward,
-            comm_cast: (!between.plan.kernels.is_empty()).then_some(between.plan),
+            comm_cast: between.kernels(),
             ..self.clone()
+        }
+    }
+}
+
+/// The casts of rows that a caller exchanges itself, such as those of experts in Rust.
+#[derive(Clone, Debug)]
+pub struct RowCasts {
+    /// The cast kernels; `None` where no row is cast.
+    pub kernels: Option<LayerPlan>,
+    /// The cast of each kind of rows; `None` for rows that travel as they are.
+    pub packed: Vec<Option<Packed>>,
+}
+
+/// Rows of one kind that a caller exchanges itself.
+#[derive(Clone, Copy, Debug)]
+pub struct CastRows {
+    /// A name for kernels and tensors: `rows`.
+    pub name: &'static str,
+    /// The dtype of rows in memory.
+    pub dtype: DType,
+    /// Values of a row.
+    pub width: usize,
+    /// The dtype of rows between nodes.
+    pub comm_dtype: CommDtype,
+}
+
+impl RowCasts {
+    /// Plans the casts of some kinds of rows for the machine of a layer's plan.
+    pub fn new(layer: &LayerPlan, rows: &[CastRows]) -> RowCasts {
+        let mut casts = CastPlan::of(layer);
+        let packed = rows.iter().map(|rows| casts.of_rows(rows)).collect();
+        RowCasts {
+            packed,
+            kernels: casts.kernels(),
         }
     }
 }
@@ -89,7 +123,7 @@ struct CastPlan {
 }
 
 impl CastPlan {
-    fn of(plan: &RankPlan) -> CastPlan {
+    fn of(plan: &LayerPlan) -> CastPlan {
         CastPlan {
             plan: LayerPlan {
                 kernels: Vec::new(),
@@ -99,10 +133,15 @@ impl CastPlan {
                 evaluation: Vec::new(),
                 training: None,
                 backward: Vec::new(),
-                ..plan.tokens.clone()
+                ..plan.clone()
             },
             known: Vec::new(),
         }
+    }
+
+    /// Returns the kernels, if there are any.
+    fn kernels(self) -> Option<LayerPlan> {
+        (!self.plan.kernels.is_empty()).then_some(self.plan)
     }
 
     /// Returns the cast of an exchange's rows; `None` where they travel as they are.
@@ -114,8 +153,24 @@ impl CastPlan {
     ) -> Option<Packed> {
         exchange.payload.filter(|payload| payload.is_castable())?;
         let PartTensor { part, tensor } = exchange.reads()?;
-        let rows = plan.part(part)[tensor].dtype;
-        let width = plan.row_bytes(part, tensor) / rows.size();
+        let dtype = plan.part(part)[tensor].dtype;
+        let width = plan.row_bytes(part, tensor) / dtype.size();
+        self.of_kind(&exchange.name, dtype, width, comm_dtype)
+    }
+
+    fn of_rows(&mut self, rows: &CastRows) -> Option<Packed> {
+        self.of_kind(rows.name, rows.dtype, rows.width, rows.comm_dtype)
+    }
+
+    /// Returns the cast of rows, adding its kernel if they are the first of their kind; `None`
+    /// where they travel as they are.
+    fn of_kind(
+        &mut self,
+        name: &str,
+        rows: DType,
+        width: usize,
+        comm_dtype: CommDtype,
+    ) -> Option<Packed> {
         if comm_dtype.row().keeps(rows) {
             return None;
         }
@@ -129,7 +184,7 @@ impl CastPlan {
         let known = self.known.iter().find(|(known, _)| *known == desc);
         Some(match known {
             Some((_, packed)) => packed.clone(),
-            None => self.add(&exchange.name, desc),
+            None => self.add(name, desc),
         })
     }
 

@@ -43,7 +43,8 @@ impl Core {
         let mut found = None;
         for (id, operation) in &self.operations {
             let gone = |rank: usize| Some((rank, self.transport.gone(rank)?));
-            if let Some((peer, why)) = operation.waits_for().into_iter().find_map(gone) {
+            let gone = operation.peers().filter_map(gone);
+            if let Some((peer, why)) = gone.min_by_key(|(rank, _)| *rank) {
                 let error = CollectiveError::Peer {
                     at: operation.at(),
                     peer,

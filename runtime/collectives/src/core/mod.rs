@@ -176,9 +176,10 @@ impl Core {
             changed = true;
             self.arrive(&message)?;
         }
-        let ids = self.operations.keys().copied();
-        let ids: Vec<u64> = ids.filter(|id| wanted(*id)).collect();
-        for id in ids {
+        // By number instead of by a list, since a rank that waits comes here again and again.
+        let mut from = 0;
+        while let Some(id) = self.first_wanted(from, &wanted) {
+            from = id + 1;
             // The operation leaves the map while it is driven, because driving borrows the rest
             // of the core. `settle` puts it back unless it has ended.
             if let Some(mut operation) = self.operations.remove(&id) {
@@ -196,6 +197,12 @@ impl Core {
             }
         }
         Ok(changed)
+    }
+
+    /// Returns the first of the wanted operations from a number on.
+    fn first_wanted(&self, from: u64, wanted: impl Fn(u64) -> bool) -> Option<u64> {
+        let ids = self.operations.range(from..).map(|(id, _)| *id);
+        ids.into_iter().find(|id| wanted(*id))
     }
 
     /// Keeps, finishes or fails an operation after a step of it.
@@ -254,13 +261,23 @@ impl Core {
     }
 
     fn receive(&mut self, operation: &mut Operation) -> Result<(), CollectiveError> {
-        let mut left = Vec::with_capacity(operation.receiving.len());
-        for mut incoming in std::mem::take(&mut operation.receiving) {
-            if !self.received(operation, &mut incoming)? {
-                left.push(incoming);
+        let mut receiving = std::mem::take(&mut operation.receiving);
+        let mut failed = None;
+        receiving.retain_mut(|incoming| {
+            // Behind a failure nothing is received any more.
+            let received = failed.is_none().then(|| self.received(operation, incoming));
+            match received.transpose() {
+                Ok(received) => received != Some(true),
+                Err(error) => {
+                    failed = Some(error);
+                    true
+                }
             }
+        });
+        if let Some(error) = failed {
+            return Err(error);
         }
-        operation.receiving = left;
+        operation.receiving = receiving;
         Ok(())
     }
 

@@ -92,6 +92,15 @@ impl Mesh {
         })
     }
 
+    /// Returns whether each of the ranks that exchange rows is on another node, where all ranks
+    /// have whole experts.
+    pub(crate) fn on_other_nodes(&self) -> Result<Vec<bool>, EngineError> {
+        let by = AdaptiveMesh::new(self.parallel(), 1).map_err(PlanError::from)?;
+        let own = &self.hosts()[self.rank()];
+        let hosts = self.hosts_of_group(by).into_iter();
+        Ok(hosts.map(|host| host != *own).collect())
+    }
+
     /// Returns the hosts of the ranks that exchange rows.
     fn hosts_of_group(&self, by: AdaptiveMesh) -> Vec<String> {
         let own = by.place(self.rank()).dp;

@@ -4,7 +4,8 @@ use super::bound_plan::BoundPlan;
 use super::call_state::{
     CallCounts, CallParts, CallRequests, CallTransfers, CallWeights, CallerTensors,
 };
-use super::comm_cast::{CastCall, Packing, counted};
+use super::cast_kernels::counted;
+use super::comm_cast::{CastCall, Packing};
 use super::layer::{Choice, RankLayer};
 use super::mesh_call::MeshCall;
 use super::passes::{Passes, Segment};

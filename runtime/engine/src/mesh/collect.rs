@@ -5,6 +5,7 @@ use super::ranks::Ranks;
 use super::shard;
 use super::sharding::Sharding;
 use crate::error::EngineError;
+use crate::reason::SaveReason;
 use moesaic_collectives::{Call, Element, Slice, Transfer};
 use moesaic_plan::{Parallel, Placement, RankCoords};
 use moesaic_tensor::{Described, SourceError, Tensor, Tensors, WeightSink};
@@ -41,9 +42,11 @@ impl Ranks {
             .gather_bytes(failure.as_bytes(), &call)?;
         match all.into_iter().find(|failure| !failure.is_empty()) {
             None => Ok(()),
-            Some(failure) => Err(EngineError::Save(
-                String::from_utf8_lossy(&failure).into_owned(),
-            )),
+            Some(failure) => {
+                // Errors do not travel between processes, their texts do; so all ranks get the text.
+                let text = String::from_utf8_lossy(&failure).into_owned();
+                Err(EngineError::Save(SaveReason::Sink(text)))
+            }
         }
     }
 
@@ -110,8 +113,11 @@ impl Ranks {
         };
         if let Some(other) = all.iter().position(|bytes| bytes.len() != counts.len()) {
             let (here, there) = (counts.len() / 8, all[other].len() / 8);
-            let message = format!("{here} tensors here, {there} in part {other} of the layer");
-            return Err(EngineError::Save(message));
+            return Err(EngineError::Save(SaveReason::Tensors {
+                here,
+                there,
+                part: other,
+            }));
         }
         let counts: Vec<Vec<usize>> = (0..own.len()).map(of).collect();
         self.check_placed(own, &counts)?;
@@ -129,9 +135,11 @@ impl Ranks {
         let mut named = own.keys().zip(counts);
         match named.find(|(name, counts)| of_experts(name) && **counts != wanted) {
             None => Ok(()),
-            Some((name, counts)) => Err(EngineError::Save(format!(
-                "groups have {counts:?} experts of `{name}`, placed are {wanted:?}"
-            ))),
+            Some((name, counts)) => Err(EngineError::Save(SaveReason::Placement {
+                name: name.clone(),
+                found: counts.clone(),
+                placed: wanted,
+            })),
         }
     }
 

@@ -1,47 +1,25 @@
 //! Casts of rows to the communication dtype between nodes.
 
+use super::cast_kernels::{CastKernels, CastWorkspace};
 use super::rows::RowRange;
-use super::transfers::transfers;
-use crate::call::RngKey;
 use crate::engine::Engine;
 use crate::error::EngineError;
-use crate::launch::{Bound, Scalars};
-use crate::memory::{Addresses, Workspace};
-use crate::texts::Texts;
-use bytemuck::cast_slice;
-use moesaic_collectives::Transfer;
 use moesaic_dist::{CollectiveOp, PlanPart};
-use moesaic_plan::{Both, Exchange, FromTo, Packed, RankPlan, RankStep, SATURATED};
-use moesaic_plan::{CommDtype, TensorId, Tilings};
-use moesaic_target::{Buffer, Device};
+use moesaic_plan::{Both, CommDtype, Exchange, FromTo, Packed, RankPlan, RankStep, TensorId};
+use moesaic_target::Buffer;
 use moesaic_tensor::Tensor;
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The cast kernels of one pair of dtypes, and their memory.
+/// The casts of a layer's exchanges by one pair of dtypes, and their memory.
 pub(super) struct Packing {
     /// The rank plan with casts in its exchanges.
     pub plan: RankPlan,
+    pub kernels: CastKernels,
     comm_dtype: Both<CommDtype>,
-    /// The plan of the cast kernels; `None` where no row is cast.
-    tilings: Option<Tilings>,
-    /// The bound steps of that plan.
-    steps: Vec<Bound>,
-    device: Arc<dyn Device>,
-    saturated: Arc<Buffer>,
     /// The casts of exchanges, by operation and tensors.
     packed: BTreeMap<(CollectiveOp, FromTo), Packed>,
-    /// The tensors of the cast kernels that get their addresses at the launch: the rows, which are
-    /// the layer's, and the count, which is one for all exchanges of a call.
-    elsewhere: BTreeSet<TensorId>,
     workspaces: Mutex<Vec<CastWorkspace>>,
-}
-
-/// The memory of one exchange for its cast rows. There are as many as exchanges in flight at once.
-#[derive(Default)]
-pub(super) struct CastWorkspace {
-    workspace: Workspace,
-    addresses: Addresses,
 }
 
 impl Packing {
@@ -53,28 +31,11 @@ impl Packing {
         comm_dtype: Both<CommDtype>,
     ) -> Result<Packing, EngineError> {
         let plan = plan.in_comm_dtype(comm_dtype);
-        let (mut steps, mut tilings) = (Vec::new(), None);
-        if let Some(kernels) = &plan.comm_cast {
-            let texts = Texts::of(kernels.clone().into())?;
-            let modules = engine.modules(&texts)?;
-            for step in &kernels.steps {
-                steps.push(Bound::new(&texts.tilings, &modules, [step])?);
-            }
-            tilings = Some(texts.tilings);
-        }
-        let device = engine.device().clone();
         let packed = packed_exchanges(&plan);
-        let casts = plan.comm_cast.as_ref();
-        let count = casts.and_then(|casts| casts.id(SATURATED));
-        let rows = packed.values().map(|packed| packed.rows);
         Ok(Packing {
-            elsewhere: rows.chain(count).collect(),
+            kernels: CastKernels::new(engine, plan.comm_cast.as_ref(), packed.values())?,
             packed,
-            saturated: Arc::new(device.alloc(64)?),
             workspaces: Mutex::default(),
-            device,
-            tilings,
-            steps,
             plan,
             comm_dtype,
         })
@@ -82,8 +43,7 @@ impl Packing {
 
     /// Begins a call and resets the count of saturated values.
     pub fn begin(&self) -> Result<CastCall<'_>, EngineError> {
-        self.device
-            .upload(&0i64.to_le_bytes(), &self.saturated, 0)?;
+        self.kernels.reset_saturated()?;
         let workspaces = self.workspaces.lock();
         Ok(CastCall {
             packing: self,
@@ -96,11 +56,6 @@ impl Packing {
     /// Returns the cast of an exchange's rows.
     pub fn packed(&self, exchange: &Exchange) -> Option<&Packed> {
         self.packed.get(&(exchange.op, exchange.tensors?))
-    }
-
-    /// Returns the memory of the call's [`SATURATED`].
-    pub fn saturated(&self) -> &Arc<Buffer> {
-        &self.saturated
     }
 }
 
@@ -142,16 +97,7 @@ impl CastCall<'_> {
     /// Returns memory for cast rows that nothing in flight uses.
     pub fn workspace(&mut self, rows: usize) -> Result<CastWorkspace, EngineError> {
         let mut workspace = self.workspaces.pop().unwrap_or_default();
-        let Some(tilings) = &self.packing.tilings else {
-            return Ok(workspace);
-        };
-        let plan = tilings.first();
-        let all = (0..plan.tensors.len()).map(TensorId);
-        let own = all.filter(|id| !self.packing.elsewhere.contains(id));
-        let device = &*self.packing.device;
-        workspace
-            .workspace
-            .reserve(own, tilings, device, rows as u64)?;
+        self.packing.kernels.reserve(&mut workspace, rows)?;
         Ok(workspace)
     }
 
@@ -163,91 +109,27 @@ impl CastCall<'_> {
         rows: &Buffer,
         places: &[i32],
     ) -> Result<(), EngineError> {
-        let list = (packed.sent.places, places);
-        self.launch(workspace, &packed.pack, list, (packed, rows))
+        self.packing.kernels.pack(workspace, packed, rows, places)
     }
 
     /// Casts arrived rows back into a tensor. Their memory is free afterwards, because everything
     /// that uses it has been launched.
     pub fn unpack(&mut self, mut incoming: IncomingRows, rows: &Buffer) -> Result<(), EngineError> {
-        let packed = &incoming.packed;
-        let list = (packed.received.places, &*incoming.places);
-        self.launch(
-            &mut incoming.workspace,
-            &[packed.unpack],
-            list,
-            (packed, rows),
-        )?;
+        let workspace = &mut incoming.workspace;
+        let kernels = &self.packing.kernels;
+        kernels.unpack(workspace, &incoming.packed, rows, &incoming.places)?;
         self.workspaces.push(incoming.workspace);
         Ok(())
     }
 
-    fn launch(
-        &self,
-        workspace: &mut CastWorkspace,
-        steps: &[usize],
-        (list, places): (TensorId, &[i32]),
-        (packed, rows): (&Packed, &Buffer),
-    ) -> Result<(), EngineError> {
-        let packing = self.packing;
-        let Some(tilings) = packing.tilings.as_ref().filter(|_| !places.is_empty()) else {
-            return Ok(());
-        };
-        let CastWorkspace {
-            workspace,
-            addresses,
-        } = workspace;
-        let listed = workspace.get(list).expect(HAS_WORKSPACE);
-        packing.device.upload(cast_slice(places), listed, 0)?;
-        addresses.clear(tilings.first().tensors.len());
-        addresses.lay(&workspace.buffers);
-        addresses.set(packed.rows, rows.ptr());
-        if let Some(id) = tilings.first().id(SATURATED) {
-            addresses.set(id, packing.saturated.ptr());
-        }
-        let scalars = Scalars::new(places.len(), RngKey::default(), 0);
-        for &step in steps {
-            let bound = &packing.steps[step];
-            bound.run(0, &*packing.device, &scalars, addresses, None, None)?;
-        }
-        Ok(())
-    }
-
-    /// Returns the call's [`SATURATED`].
+    /// Returns the call's [`SATURATED`](moesaic_plan::SATURATED).
     pub fn saturated(&self) -> Result<Tensor<'static>, EngineError> {
-        let mut bytes = [0; 8];
-        let packing = self.packing;
-        packing.device.download(&packing.saturated, 0, &mut bytes)?;
-        Ok(counted(i64::from_le_bytes(bytes)))
+        self.packing.kernels.saturated()
     }
 }
-
-impl CastWorkspace {
-    /// Returns transfers of cast rows, of a tensor of the kernels' plan.
-    pub fn transfers(
-        &self,
-        tensor: TensorId,
-        row_bytes: usize,
-        chunks: &[RowRange],
-    ) -> Result<Vec<Transfer>, EngineError> {
-        transfers(self.buffer(tensor), row_bytes, chunks)
-    }
-
-    pub fn buffer(&self, tensor: TensorId) -> &Arc<Buffer> {
-        self.workspace.buffers.handle(tensor).expect(HAS_WORKSPACE)
-    }
-}
-
-/// The reason that a tensor of the cast kernels has memory.
-pub(super) const HAS_WORKSPACE: &str = "there is workspace for the rows of an exchange before it";
 
 /// The reason that a call has cast kernels.
 pub(super) const MAY_CAST: &str = "rows are cast in a call with cast kernels";
-
-/// Returns [`SATURATED`] as a tensor.
-pub(super) fn counted(saturated: i64) -> Tensor<'static> {
-    Tensor::owned(&[1], vec![saturated])
-}
 
 /// The ranges of an exchange, split by node: ranges on this node as they are, ranges of other nodes
 /// in cast rows.

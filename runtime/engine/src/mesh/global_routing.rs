@@ -7,9 +7,10 @@
 
 use super::layer::RankLayer;
 use super::routing::Routing;
-use crate::call::{CallArgs, Input, RngKey};
+use crate::call::{CallArgs, Input, RngKey, shape_for};
 use crate::error::EngineError;
 use crate::pass::Pass;
+use crate::reason::InputReason;
 use moesaic_collectives::Call;
 use moesaic_kernel::Size;
 use moesaic_plan::TokenScope;
@@ -44,13 +45,7 @@ impl RankLayer {
         let (input, names) = match given {
             CallArgs::Host(input, names) => (input, names),
             CallArgs::Raw(_) if needs => {
-                return Err(EngineError::Input {
-                    name: "x".to_string(),
-                    problem: "is in device memory, but this mesh routes the tokens of all ranks \
-                              together; give it in host memory, or make the layer on a mesh of \
-                              TokenScope::Rank"
-                        .to_string(),
-                });
+                return Err(EngineError::input("x", InputReason::RoutedTogether));
             }
             CallArgs::Raw(_) => return Ok(None),
         };
@@ -90,13 +85,14 @@ impl RankLayer {
         let plan = self.tokens.plan();
         let ids = self.tokens.inputs(route).iter();
         let missing = ids
-            .map(|id| &plan[*id].name)
-            .find(|name| !input.tensors.contains_key(name.as_str()));
-        if let Some(name) = missing {
-            return Err(EngineError::Input {
-                name: name.clone(),
-                problem: "is missing".to_string(),
-            });
+            .map(|id| &plan[*id])
+            .find(|tensor| !input.tensors.contains_key(tensor.name.as_str()));
+        if let Some(tensor) = missing {
+            let reason = InputReason::Missing {
+                dtype: tensor.dtype,
+                shape: shape_for(tensor, input.tokens),
+            };
+            return Err(EngineError::input(&tensor.name, reason));
         }
         let mut groups = self.mesh.groups();
         let tokens = groups.world.gather_numbers(&[input.tokens as u64], &call)?;

@@ -9,6 +9,7 @@ use super::rows::{RowMesh, RowRange, Rows};
 use super::transfers::transfers;
 use crate::error::EngineError;
 use crate::memory::Buffers;
+use crate::reason::WeightReason;
 use moesaic_collectives::schedules::{GroupRank, Schedule};
 use moesaic_collectives::{Call, Collectives, Transfer};
 use moesaic_dist::OpGroup;
@@ -56,7 +57,12 @@ impl<'l> MeshCall<'l> {
     }
 
     pub(super) fn call(&self, name: &str) -> Call {
-        Call::new(&format!("{} of {}", name, self.label))
+        // In one allocation: a label is made for each exchange of each call.
+        let label = [name, " of ", self.label].concat();
+        Call {
+            label,
+            ..Call::default()
+        }
     }
 
     /// Returns the communicator of a process group at the call's adaptive parallelism degree.
@@ -143,10 +149,7 @@ impl<'l> MeshCall<'l> {
     ) -> Result<&'b Arc<Buffer>, EngineError> {
         let TensorPlan { name, .. } = &self.plan.experts[tensor];
         let found = self.parts.owned.id(name).and_then(|id| of.handle(id));
-        found.ok_or_else(|| EngineError::Weight {
-            name: name.clone(),
-            problem: "is not on the device as other ranks could gather it".to_string(),
-        })
+        found.ok_or_else(|| EngineError::weight(name, WeightReason::NotGatherable))
     }
 
     pub(super) fn take_buffer(&mut self, bytes: usize) -> Result<Arc<Buffer>, EngineError> {

@@ -6,6 +6,7 @@ use super::process_group::ProcessGroup;
 use super::shard::{concat, sharded};
 use super::sharding::{Sharding, placement_of, runs};
 use crate::error::EngineError;
+use crate::reason::WeightReason;
 use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Placement, RankCoords};
 use moesaic_tensor::{SourceError, Tensor, WeightSource};
@@ -150,17 +151,18 @@ pub fn part_of_placed(
     source: &dyn WeightSource,
     name: &str,
 ) -> Result<Tensor<'static>, EngineError> {
-    let problem = |problem: String| EngineError::Weight {
-        name: name.to_string(),
-        problem,
-    };
     let described = source.describe(name);
-    let (dtype, shape) = described.ok_or_else(|| problem("is missing".to_string()))?;
+    let (dtype, shape) =
+        described.ok_or_else(|| EngineError::weight(name, WeightReason::PartMissing))?;
     let share = Sharding::of(mesh, name);
     let Some(own) = part_shape_placed((mesh, placement), place, name, &shape) else {
         let Parallel { ep, expert_tp, .. } = mesh;
-        let message = format!("of shape {shape:?} cannot be shared by {ep} x {expert_tp} ranks");
-        return Err(problem(message));
+        let reason = WeightReason::NotShareable {
+            shape,
+            ep,
+            expert_tp,
+        };
+        return Err(EngineError::weight(name, reason));
     };
     if !holds(mesh, place, name) {
         return Ok(Tensor::zeros(dtype, &own)); // the first shard has it

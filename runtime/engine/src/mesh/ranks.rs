@@ -5,7 +5,9 @@ use super::process_group::ProcessGroup;
 use crate::engine::Engine;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::{Algorithm, Call, CollectiveError, Element, Reduction, Slice, Transfer};
+use moesaic_collectives::{
+    Algorithm, Call, CollectiveError, Element, Handle, Reduction, Slice, Transfer,
+};
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
 
@@ -193,40 +195,53 @@ impl Ranks {
         in_group: ProcessGroup,
         what: &str,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
-        self.all_to_all_by(Algorithm::Direct, parts, in_group, what)
+        let sizes: Vec<u64> = parts.iter().map(|part| part.len() as u64).collect();
+        // In a block of its own: the exchange itself takes the groups again.
+        let sizes = {
+            let mut groups = self.mesh.groups();
+            let group = groups.process_group(in_group);
+            let sizes = group.gather_numbers(&sizes, &Call::new(what))?;
+            let here = |to: &Vec<u64>| to.get(group.rank()).map_or(0, |size| *size as usize);
+            sizes.iter().map(here).collect::<Vec<_>>()
+        };
+        let parts: Vec<&[u8]> = parts.iter().map(|part| cast_slice(part)).collect();
+        let bytes = sizes.iter().map(|size| size * size_of::<f32>()).collect();
+        let request = self.start_all_to_all(Algorithm::Direct, &parts, bytes, in_group, what)?;
+        let all = request.wait()?;
+        Ok(all.iter().map(|part| floats(part)).collect())
     }
 
-    /// As [`Ranks::all_to_all`], by an algorithm.
-    pub(crate) fn all_to_all_by(
+    /// Starts to send `parts[q]` to rank `q` by an algorithm; `sizes` are the bytes that every rank
+    /// sends here.
+    pub(crate) fn start_all_to_all(
         &self,
         algorithm: Algorithm,
-        parts: &[Vec<f32>],
+        parts: &[&[u8]],
+        sizes: Vec<usize>,
         in_group: ProcessGroup,
         what: &str,
-    ) -> Result<Vec<Vec<f32>>, EngineError> {
-        let sends: Vec<usize> = parts.iter().map(Vec::len).collect();
-        let sizes: Vec<u64> = sends.iter().map(|&size| size as u64).collect();
+    ) -> Result<PartsInFlight, EngineError> {
+        let sends: Vec<usize> = parts.iter().map(|part| part.len()).collect();
+        let (sent, arriving) = (parts.concat(), sizes.iter().sum::<usize>());
+        let from = self.buffer(&sent)?;
+        let to = Arc::new(self.device.alloc(arriving.max(4))?);
+        let input = Slice::new(&from, Element::U8, 0, sent.len())?;
+        let output = Slice::new(&to, Element::U8, 0, arriving)?;
         let mut groups = self.mesh.groups();
         let group = groups.process_group(in_group);
-        let sizes = group.gather_numbers(&sizes, &Call::new(what))?;
-        let here = |to: &Vec<u64>| to.get(group.rank()).map_or(0, |size| *size as usize);
-        let receives: Vec<usize> = sizes.iter().map(here).collect();
-        let mut all = vec![0.0f32; receives.iter().sum()];
-        let sent = parts.concat();
-        let (from, to) = (
-            self.buffer(cast_slice(&sent))?,
-            self.buffer(cast_slice(&all))?,
-        );
-        let input = Slice::new(&from, Element::F32, 0, sent.len())?;
-        let output = Slice::new(&to, Element::F32, 0, all.len())?;
         let call = Call::new(what);
-        group
-            .all_to_all_v(&input, &sends, &output, &receives, algorithm, &call)?
-            .wait()?;
-        self.device.download(&to, 0, cast_slice_mut(&mut all))?;
-        let mut rest = all.into_iter();
-        let part = |size: usize| rest.by_ref().take(size).collect();
-        Ok(receives.into_iter().map(part).collect())
+        let request = group.all_to_all_v(&input, &sends, &output, &sizes, algorithm, &call)?;
+        Ok(PartsInFlight {
+            request,
+            device: Arc::clone(&self.device),
+            arrived: to,
+            sizes,
+        })
+    }
+
+    /// Starts the thread that progresses exchanges while this rank computes.
+    pub(crate) fn start_progress_thread(&self) {
+        self.mesh.groups().start_progress_thread();
     }
 
     /// Sends bytes to some ranks of a group and receives from some: `(peer, bytes)` pairs to send,
@@ -317,6 +332,38 @@ impl Ranks {
 
     pub(super) fn device(&self) -> &dyn Device {
         &*self.device
+    }
+}
+
+/// Returns numbers that came as bytes.
+pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
+    let mut numbers = vec![0.0; bytes.len() / size_of::<f32>()];
+    cast_slice_mut(&mut numbers).copy_from_slice(bytes);
+    numbers
+}
+
+/// Parts of host memory on their way to this rank.
+pub(crate) struct PartsInFlight {
+    request: Handle,
+    device: Arc<dyn Device>,
+    arrived: Arc<Buffer>,
+    /// The bytes of each rank.
+    sizes: Vec<usize>,
+}
+
+impl PartsInFlight {
+    /// Waits for the parts and returns them in rank order.
+    pub fn wait(self) -> Result<Vec<Vec<u8>>, EngineError> {
+        // First: only what the device does after the wait sees what has arrived.
+        self.request.wait()?;
+        let mut first = 0;
+        let part = |&size: &usize| {
+            let mut bytes = vec![0; size];
+            self.device.download(&self.arrived, first, &mut bytes)?;
+            first += size;
+            Ok(bytes)
+        };
+        self.sizes.iter().map(part).collect()
     }
 }
 

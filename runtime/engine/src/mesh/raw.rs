@@ -6,8 +6,8 @@
 //! shared experts are sharded, and numbers such as `counts`.
 
 use super::mesh_call::{Bytes, MeshCall};
-use crate::call::input_error;
 use crate::error::EngineError;
+use crate::reason::InputReason;
 use moesaic_plan::{Role, SATURATED, TensorId};
 use moesaic_target::{Buffer, Ptr};
 use std::collections::BTreeSet;
@@ -47,7 +47,7 @@ impl MeshCall<'_> {
         }
         let count = tensors.iter().find(|(name, _)| *name == SATURATED);
         self.transfers.caller.saturated = match count {
-            Some((name, Ptr(0))) => return Err(input_error(name, NULL_ADDRESS.to_string())),
+            Some((name, Ptr(0))) => return Err(EngineError::input(name, InputReason::Null)),
             Some((_, address)) => Some(theirs(*address, COUNT_BYTES)),
             None => None,
         };
@@ -62,18 +62,12 @@ impl MeshCall<'_> {
             parts.any(|plan| plan.tensor(name).is_some_and(|t| t.role == Role::Weight))
         };
         for (name, _) in tensors {
-            let problem = match name.strip_prefix("grad.") {
-                Some(weight) if is_weight(weight) => {
-                    "stays in the layer's memory on a mesh, where ranks add it up; leave it out, \
-                     and ask `gradient_ptr` where it lies"
-                }
-                None if is_weight(name) => {
-                    "stays in the layer's memory on a mesh; leave it out, and replace it by \
-                     `set_weight`"
-                }
+            let reason = match name.strip_prefix("grad.") {
+                Some(weight) if is_weight(weight) => InputReason::GradientOverRanks,
+                None if is_weight(name) => InputReason::WeightOverRanks,
                 _ => continue,
             };
-            return Err(input_error(name, problem.to_string()));
+            return Err(EngineError::input(name, reason));
         }
         Ok(())
     }
@@ -96,7 +90,10 @@ impl MeshCall<'_> {
             return Ok(());
         };
         match &self.transfers.cast {
-            Some(cast) => self.copy_whole(cast.packing.saturated(), to, to.bytes()),
+            Some(cast) => {
+                let own = cast.packing.kernels.saturated_memory();
+                self.copy_whole(own, to, to.bytes())
+            }
             None => Ok(self.parts.owned.device.upload(&0i64.to_le_bytes(), to, 0)?),
         }
     }
@@ -130,9 +127,6 @@ const COUNT_BYTES: u64 = 8;
 
 /// The bytes of one copy: a GPU's copy of rows takes rows of less than 2 GiB.
 const CHUNK_BYTES: usize = 1 << 30;
-
-/// The error text of address 0.
-const NULL_ADDRESS: &str = "lies at address 0, where no memory is";
 
 /// Wraps a caller's memory; dropping the buffer frees nothing.
 fn theirs(address: Ptr, bytes: u64) -> Arc<Buffer> {

@@ -106,7 +106,7 @@ impl Rows {
             rank: place.ep * mesh.expert_tp + place.tp,
             ep: place.ep,
         };
-        let (mut counts, mut sizes) = (Vec::new(), Vec::new());
+        let (mut counts, mut sizes) = (Vec::new(), Vec::with_capacity(mesh.group()));
         for peer in 0..mesh.group() {
             let group = peer / mesh.expert_tp;
             let theirs = placement.of(group);
@@ -243,8 +243,10 @@ impl Rows {
 
     /// Returns the start of each expert's rows in a chunk, and the end of all.
     pub fn expert_offsets(&self, chunk: usize) -> Vec<i64> {
-        let mut list = vec![0];
-        for expert in 0..self.received[0].len() {
+        let experts = self.received[0].len();
+        let mut list = Vec::with_capacity(experts + 1);
+        list.push(0);
+        for expert in 0..experts {
             let peers = 0..self.received.len();
             let rows: usize = peers.map(|peer| self.received(chunk, peer, expert)).sum();
             list.push(list[expert] + rows as i64);
@@ -326,19 +328,21 @@ impl Rows {
     /// Returns the rows of a rank's tokens for this rank's experts, by chunk.
     fn of_source(&self, peer: usize, chunks: &Range<usize>) -> Vec<RowRange> {
         let of_chunk = |number: usize| {
-            let offsets = self.expert_offsets(number);
-            let chunk = |e: usize| {
+            let mut first = self.firsts[number];
+            let peers = self.received.len();
+            (0..self.received[0].len()).map(move |e| {
                 let size = |peer: usize| self.received(number, peer, e);
                 // Rows of an expert are ordered by source rank, so that sums in GEMMs' gradients do
                 // not depend on arrival.
                 let before: usize = (0..peer).map(size).sum();
-                RowRange {
+                let range = RowRange {
                     peer,
-                    first: self.firsts[number] + offsets[e] as usize + before,
+                    first: first + before,
                     rows: size(peer),
-                }
-            };
-            (0..offsets.len() - 1).map(chunk).collect::<Vec<_>>()
+                };
+                first += (0..peers).map(size).sum::<usize>();
+                range
+            })
         };
         let chunks = chunks.clone().flat_map(of_chunk);
         chunks.filter(|chunk| chunk.rows > 0).collect()
@@ -347,7 +351,8 @@ impl Rows {
 
 /// Returns the start of each expert's row tiles, and the end of all.
 pub(super) fn row_tiles(offsets: &[i64], tile_rows: usize) -> Vec<i32> {
-    let mut list = vec![0];
+    let mut list = Vec::with_capacity(offsets.len());
+    list.push(0);
     for edges in offsets.windows(2) {
         let rows = (edges[1] - edges[0]) as usize;
         list.push(list[list.len() - 1] + rows.div_ceil(tile_rows) as i32);
