@@ -23,6 +23,7 @@ from torch import nn
 
 from . import ops
 from ._changes import Stamps
+from ._once import once
 from ._native import InvalidError, Mesh, RankLayer, Ranks, Spec
 from ._native import Listener as _Listener
 from .module import MoE
@@ -238,7 +239,7 @@ class _Run(torch.autograd.Function):
         return (y, *results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dy, *_):
         x, *tensors = ctx.saved_tensors
         inputs, weights = tensors[: ctx.count], tensors[ctx.count :]

@@ -7,11 +7,11 @@ from typing import Any, Optional, Sequence
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from ._changes import Stamps
 from ._native import GateLayer, InvalidError
+from ._once import once
 from .module import MoE, SpecLike
 
 
@@ -77,11 +77,15 @@ class MultiGate(nn.Module):
         self,
         x: torch.Tensor,
         *,
+        router_ids: Optional[torch.Tensor] = None,
         capacity_factor: Optional[float] = None,
         rng_key: tuple[int, ...] = (),
         **inputs: torch.Tensor,
     ) -> torch.Tensor:
         """Runs every layer on x [.., model_dim] and returns y [G, .., output_dim].
+
+        With `router_ids` [..], integers, each token runs by that router alone, such as one for
+        each modality, and y is [.., output_dim]; `losses` then are sums over the routers.
 
         `inputs` are the further inputs that `MoE.forward` takes, the same for all routers; no
         gradient flows into them.
@@ -99,13 +103,19 @@ class MultiGate(nn.Module):
         layer = self._held.layer(spec, weights, trains)
         rows = x.reshape(-1, width)
         given = {name: value.detach().contiguous() for name, value in inputs.items()}
+        if router_ids is not None:
+            if router_ids.is_floating_point():
+                raise InvalidError(f"router_ids is {router_ids.dtype}, expected integers")
+            clamped = router_ids.reshape(-1).clamp(-1, self.gates)
+            given["router_ids"] = clamped.to(torch.int32).contiguous()
         call = _Call(layer, spec, weights, given, tuple(rng_key), capacity_factor)
         if trains:
             y, losses = _Run.apply(call, self.training, rows, *tensors)
             self._losses = losses if self.training else self._losses
         else:
             y = call.evaluate(rows)
-        return y.reshape(self.gates, *x.shape[:-1], y.shape[-1])
+        leading = (self.gates,) if router_ids is None else ()
+        return y.reshape(*leading, *x.shape[:-1], y.shape[-1])
 
     def extra_repr(self) -> str:
         return f"gates={self.gates}"
@@ -205,7 +215,7 @@ class _Run(torch.autograd.Function):
         return y, losses
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy, _):
         dx, gradients = ctx.call.backward(dy, ctx.saved_tensors)
         return (None, None, dx, *gradients)
