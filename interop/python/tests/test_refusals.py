@@ -18,10 +18,11 @@ def test_a_second_derivative_is_refused():
     moe = MoE(SPEC)
     x = torch.randn(6, 16, requires_grad=True)
     for module in (moe, MultiGate(SPEC, 2)):
-        # The incoming gradient is a constant, of which torch's own decorator is silent.
-        (dx,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-        with pytest.raises(moesaic.Error, match="second derivative"):
-            dx.square().sum().backward()
+        # In the first the incoming gradient is a constant, where torch's own decorator is silent.
+        for loss in (module(x).sum(), module(x).square().sum()):
+            (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+            with pytest.raises(moesaic.Error, match="second derivative"):
+                dx.square().sum().backward()
     for transform in (torch.func.jacrev(moe), torch.vmap(moe)):
         with pytest.raises(moesaic.InvalidError, match="torch.func"):
             transform(x.detach())

@@ -160,15 +160,18 @@ class GateLayer:
         x: SupportsDLPack,
         outputs: Sequence[str] = ("y",),
         capacity_factor: Optional[float] = None,
+        router_ids: Optional[SupportsDLPack] = None,
         **inputs: SupportsDLPack,
     ) -> list[dict[str, Array]]:
-        """Evaluates x [.., model_dim] by every layer to the named outputs of each."""
+        """Evaluates x [.., model_dim] by every layer to the named outputs of each; with
+        router_ids [T] i32 each token by one layer, to one dict."""
     def forward_train(
         self,
         x: SupportsDLPack,
         outputs: Sequence[str],
         rng_key: tuple[int, int, int, int],
         capacity_factor: Optional[float] = None,
+        router_ids: Optional[SupportsDLPack] = None,
         **inputs: SupportsDLPack,
     ) -> tuple[list[dict[str, Array]], GateState]: ...
     def backward(
