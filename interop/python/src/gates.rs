@@ -85,7 +85,9 @@ impl GateLayer {
 
     /// Evaluates x [.., model_dim] by every layer to the named outputs of each. With router_ids [T],
     /// i32, each token runs by one layer, and the list has one dict.
-    #[pyo3(signature = (x, outputs=vec!["y".to_string()], capacity_factor=None, router_ids=None, **inputs))]
+    #[pyo3(signature = (
+        x, outputs=vec!["y".to_string()], capacity_factor=None, router_ids=None, **inputs
+    ))]
     fn forward(
         &self,
         py: Python<'_>,
