@@ -2,7 +2,7 @@
 
 use crate::engines::{self, Held};
 use crate::errors::{Failure, without_gil};
-use crate::key::read_key;
+use crate::key::Key;
 use crate::spec::Spec;
 use crate::states;
 use crate::tensors::{Given, Ids, check};
@@ -183,17 +183,16 @@ impl BoundLayer {
         py: Python<'py>,
         tokens: usize,
         addresses: Vec<u64>,
-        rng_key: (u64, u64, u64, u64),
+        rng_key: Key,
         capacity_factor: Option<f64>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
-        let key = read_key(rng_key);
         let (layer, saved) = without_gil(py, || {
             let layer = self.layer()?;
             let tensors = self.tensors(tokens, &addresses)?;
             // SAFETY: as in `forward`. Backward gets these addresses again: see `needed`.
             let call =
                 unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
-            let (_, saved) = layer.forward_train(call, key)?;
+            let (_, saved) = layer.forward_train(call, rng_key.0)?;
             Ok((layer, saved))
         })?;
         let needed = self.needed(layer.plan());

@@ -23,6 +23,7 @@ mod layer;
 mod packed;
 mod ranks;
 mod sockets;
+mod sources;
 mod spec;
 mod state_dicts;
 mod states;

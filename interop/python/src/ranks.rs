@@ -3,7 +3,7 @@
 use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
-use crate::key::read_key;
+use crate::key::Key;
 use crate::sockets::{Hello, Sockets, join, listen};
 use crate::spec::Spec;
 use crate::tensors::{Given, check_given};
@@ -113,7 +113,7 @@ impl Ranks {
 
 /// A rank's place among those that share layers.
 #[pyclass(frozen, module = "moesaic")]
-pub struct Mesh(moesaic::Mesh);
+pub struct Mesh(pub moesaic::Mesh);
 
 #[pymethods]
 impl Mesh {
@@ -143,6 +143,15 @@ impl Mesh {
     fn is_replicated(&self, name: &str) -> bool {
         self.0.process_group(name) == moesaic::mesh::ProcessGroup::World
     }
+}
+
+/// Reads how ranks exchange rows.
+///
+/// # Errors
+/// The text, and what in it no strategy has.
+pub fn strategy(text: &str) -> Result<Strategy, Failure> {
+    let parsed: Result<Strategy, _> = text.parse();
+    parsed.map_err(|error| Failure::Invalid(format!("strategy `{text}`: {error}")))
 }
 
 /// The state between forward and backward of a call over ranks.
@@ -207,8 +216,7 @@ impl RankLayer {
 
     /// Sets how ranks exchange rows, such as "overlap_degree=2". All ranks set the same.
     fn set_strategy(&self, py: Python<'_>, strategy: &str) -> PyResult<()> {
-        let parsed: Result<Strategy, _> = strategy.parse();
-        let parsed = parsed.map_err(|e| Failure::Invalid(format!("strategy `{strategy}`: {e}")))?;
+        let parsed = self::strategy(strategy)?;
         without_gil(py, || {
             let layer = self.layer.write().unwrap_or_else(PoisonError::into_inner);
             Ok(layer.set_strategy(parsed)?)
@@ -243,17 +251,16 @@ impl RankLayer {
         py: Python<'_>,
         tokens: usize,
         tensors: Vec<Given>,
-        rng_key: (u64, u64, u64, u64),
+        rng_key: Key,
         capacity_factor: Option<f64>,
     ) -> PyResult<RankState> {
-        let key = read_key(rng_key);
         let saved = without_gil(py, || {
             let layer = self.layer()?;
             let checked = check_given(layer.plan(), tokens, &tensors)?;
             // SAFETY: as in `forward`; the Python side keeps the tensors with the state.
             let call = unsafe { RawCall::new(tokens, &checked.tensors) }
                 .with_capacity_factor(capacity_factor);
-            let (_, saved) = layer.forward_train(call, key)?;
+            let (_, saved) = layer.forward_train(call, rng_key.0)?;
             Ok(saved)
         })?;
         Ok(RankState(saved))

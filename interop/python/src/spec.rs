@@ -1,10 +1,12 @@
 //! Specs of layers.
 
-use crate::dlpack::Array;
+use crate::dlpack::{Array, Imported};
 use crate::errors::{Failure, without_gil};
+use crate::sources;
 use moesaic::kernel::Size;
 use moesaic::plan::{Role, plan};
 use moesaic::spec::{CapacityOrder, Select, canonical_tensors, hf};
+use moesaic::train::replay::{RecordShape, Replay, RoutedExperts};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
 use moesaic::{DType, Distribution, Init, LayerSpec, PlanOptions, Target, Tensors, Training};
 use pyo3::prelude::*;
@@ -13,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 /// The spec of a layer.
 ///
-/// Spec(text) reads TOML. `str(spec)` is its canonical text, which is equal for equal layers.
+/// Spec(source) reads TOML text, a dict of the same keys, or the file of a `pathlib.Path`. `str(spec)` is its canonical text, which is equal for equal layers.
 #[pyclass(frozen, module = "moesaic", str = "{text}")]
 #[derive(Clone)]
 pub struct Spec {
@@ -63,8 +65,23 @@ impl Spec {
 #[pymethods]
 impl Spec {
     #[new]
-    fn from_toml(text: &str) -> PyResult<Spec> {
-        Ok(Spec::read(text)?)
+    fn from_source(source: &Bound<'_, PyAny>) -> PyResult<Spec> {
+        Ok(Spec::read(&sources::text(source)?)?)
+    }
+
+    /// Returns the spec of the layer that looks its experts up in `routed_experts [T, layers, K]`,
+    /// integers that a serving engine recorded, at layer `layer` of it, and the weight
+    /// `router.table [T, K]` that it then has.
+    #[pyo3(signature = (routed_experts, layer=0))]
+    fn replay(
+        &self,
+        py: Python<'_>,
+        routed_experts: Bound<'_, PyAny>,
+        layer: usize,
+    ) -> PyResult<(Spec, Array)> {
+        let record = Imported::new("routed_experts", &routed_experts)?;
+        let replay = without_gil(py, || replayed(&self.spec, &record, layer))?;
+        Ok((Spec::new(replay.spec), Array::new(replay.table)))
     }
 
     /// Returns the spec of a layer of a model, from the text of its config.json.
@@ -235,6 +252,28 @@ impl Spec {
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyAny>, (String,)) {
         (slf.get_type().into_any(), (slf.get().text.clone(),))
     }
+}
+
+fn replayed(spec: &LayerSpec, record: &Imported, layer: usize) -> Result<Replay, Failure> {
+    let tensor = record.tensor();
+    let &[tokens, layers, top_k] = &*tensor.shape else {
+        let problem = format!("has shape {:?}, expected [tokens, layers, K]", tensor.shape);
+        return Err(Failure::tensor("routed_experts", problem));
+    };
+    if tensor.dtype != DType::I32 {
+        let problem = format!("is {}, expected i32", tensor.dtype);
+        return Err(Failure::tensor("routed_experts", problem));
+    }
+    let ids = tensor.data.chunks_exact(4);
+    let ids = ids.map(|id| i32::from_ne_bytes(id.try_into().expect("four bytes")));
+    let shape = RecordShape {
+        tokens,
+        layers,
+        top_k,
+    };
+    let record = RoutedExperts::new(shape, ids.collect());
+    let replay = record.and_then(|record| record.replay(spec, layer));
+    replay.map_err(|error| Failure::Invalid(error.to_string()))
 }
 
 fn float(name: &str) -> Result<DType, Failure> {

@@ -45,7 +45,7 @@ def run_ranks(name):
 
 CASES = [
     "passes", "data_parallel", "fully_sharded", "evaluation", "shards", "draws", "refusals",
-    "foreign",
+    "foreign", "several_routers",
 ]
 
 
@@ -269,6 +269,32 @@ def foreign(group, rank):
         ours.reset_parameters()
         ours.load_foreign_state_dict(state, "tutel", whole=whole)
         close(ours(tokens(rank)), one(tokens(rank)))
+
+
+def several_routers(group, rank):
+    from moesaic import MultiGate
+
+    torch.manual_seed(0)
+    one = MultiGate(SPEC, 3)
+    torch.manual_seed(0)
+    over = MultiGate(SPEC, 3, group=group, strategy="overlap_degree=2", gradients="sum")
+    xs = [tokens(r) for r in range(RANKS)]
+    for routers in (None, [torch.arange(len(x)) % 3 for x in xs]):
+        inputs = [x.clone().requires_grad_() for x in xs]
+        ids = [{} if routers is None else {"router_ids": routers[r]} for r in range(RANKS)]
+        wanted = [one.eval()(x, **own) for x, own in zip(inputs, ids)]
+        sum(y.square().sum() for y in wanted).backward()
+        x = xs[rank].clone().requires_grad_()
+        y = over.eval()(x, **ids[rank])
+        close(y, wanted[rank])
+        y.square().sum().backward()
+        close(x.grad, inputs[rank].grad)
+        mesh_part = over.experts._over.part
+        for name in ("experts.gate.weight", "experts.down.weight"):
+            whole = one.experts._weight(name).grad
+            close(over.experts._weight(name).grad, mesh_part(name, whole))
+        one.zero_grad()
+        over.zero_grad()
 
 
 if __name__ == "__main__":

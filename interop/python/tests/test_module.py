@@ -171,13 +171,6 @@ def test_modes_of_torch_see_the_operation():
     assert seen.count("moesaic.layer.default") == 2
 
 
-def test_a_second_derivative_is_refused():
-    moe, x = seeded(), torch.randn(3, 24, requires_grad=True)
-    (dx,) = torch.autograd.grad(moe(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 def test_an_evaluation_takes_what_only_losses_read():
     text = SPEC + '[[losses]]\nkind = "global"\ncoefficient = 0.5\n'
     moe, x = seeded(spec=text), torch.randn(9, 24)

@@ -48,6 +48,21 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # torch is imported with the first of these names: arrays do without it.
+    try:
+        return _of_torch(name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"moesaic.{name} needs torch: pip install torch", name="torch"
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _of_torch(name: str) -> Any:
     if name == "MoE":
         return importlib.import_module(".module", __name__).MoE
     if name == "MultiGate":

@@ -175,9 +175,10 @@ def given(name: str, tensor: torch.Tensor) -> tuple[str, int, str, tuple[int, ..
 
 
 def taken(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if tensor.dtype == dtype and tensor.is_contiguous():
+    if tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_neg():
         return tensor
-    return tensor.detach().to(dtype).contiguous()
+    # A view with a negative bit has its numbers' negatives in memory.
+    return tensor.detach().resolve_neg().to(dtype).contiguous()
 
 
 # Weights in the types of their layers, such as a bf16 module's router in f32.
@@ -222,6 +223,7 @@ class Plain:
         if (
             x.dtype is not dtype
             or not (x.is_cpu and x.is_contiguous())
+            or x.is_neg()
             or _len_torch_dispatch_stack()
             or _are_functorch_transforms_active()
         ):

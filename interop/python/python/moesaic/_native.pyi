@@ -29,7 +29,12 @@ class Array:
 class Spec:
     """The spec of a layer. `str(spec)` is its canonical text, equal for equal layers."""
 
-    def __init__(self, text: str) -> None: ...
+    def __init__(self, source: str | Mapping[str, Any] | os.PathLike[str]) -> None: ...
+    def replay(
+        self, routed_experts: SupportsDLPack, layer: int = 0
+    ) -> tuple[Spec, Array]:
+        """Returns the spec of the layer that takes its experts from routed_experts [T, layers, K]
+        i32 at `layer`, and its weight `router.table`."""
     @staticmethod
     def from_config(config_json: str, layer: int = 0) -> Spec:
         """Returns the spec of a layer of a model, from the text of its config.json."""
@@ -144,6 +149,8 @@ class GateLayer:
         weights: Mapping[str, SupportsDLPack],
         routers: Sequence[Mapping[str, SupportsDLPack]],
         training: bool,
+        mesh: Optional[Mesh] = None,
+        strategy: Optional[str] = None,
     ) -> None: ...
     @property
     def in_one_pass(self) -> bool:
@@ -153,15 +160,18 @@ class GateLayer:
         x: SupportsDLPack,
         outputs: Sequence[str] = ("y",),
         capacity_factor: Optional[float] = None,
+        router_ids: Optional[SupportsDLPack] = None,
         **inputs: SupportsDLPack,
     ) -> list[dict[str, Array]]:
-        """Evaluates x [.., model_dim] by every layer to the named outputs of each."""
+        """Evaluates x [.., model_dim] by every layer to the named outputs of each; with
+        router_ids [T] i32 each token by one layer, to one dict."""
     def forward_train(
         self,
         x: SupportsDLPack,
         outputs: Sequence[str],
         rng_key: tuple[int, int, int, int],
         capacity_factor: Optional[float] = None,
+        router_ids: Optional[SupportsDLPack] = None,
         **inputs: SupportsDLPack,
     ) -> tuple[list[dict[str, Array]], GateState]: ...
     def backward(

@@ -23,6 +23,7 @@ from torch import nn
 
 from . import ops
 from ._changes import Stamps
+from ._once import once
 from ._native import InvalidError, Mesh, RankLayer, Ranks, Spec
 from ._native import Listener as _Listener
 from .module import MoE
@@ -98,7 +99,7 @@ class Over:
         self.group, self.size = group, dist.get_world_size(group)
         self.expert_tp = expert_tp
         self.mesh: Mesh = join(group, timeout).mesh(expert_tp)
-        self._text, self._strategy, self._gradients = text, strategy, gradients
+        self._text, self.strategy, self._gradients = text, strategy, gradients
         self._layers: dict[tuple[str, str, bool], tuple[ops.Compiled, Stamps]] = {}
         # Ranks draw the same noise: by the first one's seed, the number of the layer in the process
         # and that of the call. Nothing is drawn from torch's generator, which goes on as it would in
@@ -113,6 +114,17 @@ class Over:
 
     def __reduce__(self) -> Any:
         raise InvalidError("a layer over ranks is not pickled: save its state_dict on each rank")
+
+    def next_key(self) -> tuple[int, int, int, int]:
+        """Returns the key of another training call, the same on all ranks."""
+        self._step += 1
+        return self._seed, self._step - 1, self._number, 0
+
+    def averaged(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns a weight's gradient, divided by the ranks where it sums over the tokens of all."""
+        if self._gradients == "mean" and not self.mesh.is_replicated(name):
+            gradient /= self.size
+        return gradient
 
     def share(self, name: str, tensor: torch.Tensor) -> None:
         """Makes a weight that every rank has the first rank's."""
@@ -135,8 +147,8 @@ class Over:
             own_weights = [(name, w) for name, w in zip(names, weights) if name in dtypes]
             given = {name: ops.taken(w, dtypes[name]).detach() for name, w in own_weights}
             layer = RankLayer(self.mesh, spec, given)
-            if self._strategy is not None:
-                layer.set_strategy(self._strategy)
+            if self.strategy is not None:
+                layer.set_strategy(self.strategy)
             found = ops.Compiled(self._text, spec, layer), Stamps()
             self._layers[own, tokens, training] = found
             for name, weight in zip(names, weights):
@@ -164,8 +176,7 @@ class Over:
         """Runs the layer of x [T, d], this rank's tokens: as `ops.layer`."""
         of = self._layer(x, weights, training)
         if training and not rng_key:
-            rng_key = (self._seed, self._step, self._number, 0)
-            self._step += 1
+            rng_key = self.next_key()
         call = _Pass(self, of, list(names), tuple(rng_key) or (0, 0, 0, 0), capacity_factor)
         tensors = (x, *inputs, *weights)
         if training or torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -218,9 +229,7 @@ class _Pass:
         for at, name in enumerate(names):
             if gradients[at] is None:
                 continue
-            if self.over._gradients == "mean" and not self.over.mesh.is_replicated(name):
-                gradients[at] /= self.over.size
-            gradients[at] = gradients[at].to(weights[at].dtype)
+            gradients[at] = self.over.averaged(name, gradients[at]).to(weights[at].dtype)
         dinputs = [
             dtopk.to(tensor.dtype) if name == "topk_weights" else None
             for name, tensor in zip(self.names, inputs)
@@ -238,7 +247,7 @@ class _Run(torch.autograd.Function):
         return (y, *results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dy, *_):
         x, *tensors = ctx.saved_tensors
         inputs, weights = tensors[: ctx.count], tensors[ctx.count :]

@@ -7,11 +7,11 @@ from typing import Any, Optional, Sequence
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from . import ops
 from ._changes import Stamps
 from ._native import GateLayer, InvalidError
+from ._once import once
 from .module import MoE, SpecLike
 
 
@@ -25,6 +25,9 @@ class MultiGate(nn.Module):
     One pass over the experts runs all routers where their spec allows it (`in_one_pass`). For that
     the layer holds a copy of its weights, made again when they change. It is no single node for
     `torch.compile`.
+
+    `ranks` are the arguments of an `MoE` over ranks, such as `group`. Each router then exchanges
+    rows of its own.
     """
 
     def __init__(
@@ -34,21 +37,24 @@ class MultiGate(nn.Module):
         *,
         device: Optional[torch.device] = None,
         dtype: Optional[torch.dtype] = None,
+        **ranks: Any,
     ) -> None:
         super().__init__()
         if gates < 1:
             raise InvalidError(f"{gates} gates: take 1 or more")
-        self.experts = MoE(spec, device=device, dtype=dtype)
+        self.experts = MoE(spec, device=device, dtype=dtype, **ranks)
         self.spec, self.gates = self.experts.spec, gates
         self._of_router = [n for n in self.experts.weights() if n.startswith("router.")]
         if not self._of_router:
             raise InvalidError("the spec's router has no weights, so all routers would be alike")
         self.routers = nn.ModuleList()
         for _ in range(gates - 1):
-            router = MoE(self.spec, device=device, dtype=dtype, experts_of=self.experts)
+            router = MoE(
+                self.spec, device=device, dtype=dtype, experts_of=self.experts, **ranks
+            )
             self.routers.append(router.router)
         self._losses: Optional[torch.Tensor] = None
-        self._held = _Held()
+        self._held = _Held(self.experts._over)
 
     def weights(self) -> list[tuple[int, str, torch.Tensor]]:
         """Returns the weights by number of the router and canonical name; those that all routers
@@ -77,11 +83,15 @@ class MultiGate(nn.Module):
         self,
         x: torch.Tensor,
         *,
+        router_ids: Optional[torch.Tensor] = None,
         capacity_factor: Optional[float] = None,
         rng_key: tuple[int, ...] = (),
         **inputs: torch.Tensor,
     ) -> torch.Tensor:
         """Runs every layer on x [.., model_dim] and returns y [G, .., output_dim].
+
+        With `router_ids` [..], integers, each token runs by that router alone, such as one for
+        each modality, and y is [.., output_dim]; `losses` then are sums over the routers.
 
         `inputs` are the further inputs that `MoE.forward` takes, the same for all routers; no
         gradient flows into them.
@@ -95,17 +105,26 @@ class MultiGate(nn.Module):
         text = self.spec.toml
         dtypes = ops.family(text).precision(x, [*self.experts.weights().values()])
         spec = ops.variant(text, *dtypes, self.training)
+        over = self.experts._over
         trains = self.training or grad
         layer = self._held.layer(spec, weights, trains)
         rows = x.reshape(-1, width)
         given = {name: value.detach().contiguous() for name, value in inputs.items()}
-        call = _Call(layer, spec, weights, given, tuple(rng_key), capacity_factor)
+        if router_ids is not None:
+            if router_ids.is_floating_point():
+                raise InvalidError(f"router_ids is {router_ids.dtype}, expected integers")
+            clamped = router_ids.reshape(-1).clamp(-1, self.gates)
+            given["router_ids"] = clamped.to(torch.int32).contiguous()
+        if over is not None and self.training and not rng_key:
+            rng_key = over.next_key()
+        call = _Call(layer, spec, weights, given, tuple(rng_key), capacity_factor, over)
         if trains:
             y, losses = _Run.apply(call, self.training, rows, *tensors)
             self._losses = losses if self.training else self._losses
         else:
             y = call.evaluate(rows)
-        return y.reshape(self.gates, *x.shape[:-1], y.shape[-1])
+        leading = (self.gates,) if router_ids is None else ()
+        return y.reshape(*leading, *x.shape[:-1], y.shape[-1])
 
     def extra_repr(self) -> str:
         return f"gates={self.gates}"
@@ -114,29 +133,34 @@ class MultiGate(nn.Module):
 class _Held:
     """The layers of a module, by spec and by whether they train; none in a copy of the module."""
 
-    def __init__(self) -> None:
+    def __init__(self, over: Any = None) -> None:
+        self._over = over
         self._layers: dict[tuple[str, bool], tuple[GateLayer, Stamps]] = {}
         self.in_one_pass: Optional[bool] = None
 
     def __deepcopy__(self, memo: dict) -> "_Held":
-        return _Held()
+        return _Held(self._over)
 
     def __reduce__(self) -> Any:
-        return _Held, ()
+        return _Held, (self._over,)
 
     def layer(self, spec: Any, weights: list[tuple[int, str, torch.Tensor]], trains: bool) -> Any:
+        over = self._over
+        # All ranks make one layer, though x may have a gradient on some of them alone.
+        trains = trains or over is not None
         dtypes = {name: ops.TORCH_DTYPES[kind] for name, kind, _ in spec.weights}
         used = [(gate, name, weight) for gate, name, weight in weights if name in dtypes]
         found = self._layers.get((spec.toml, trains))
         if found is None:
             routers: list[dict[str, torch.Tensor]] = [{}]
             common, stamps = {}, Stamps()
+            placed = () if over is None else (over.mesh, over.strategy)
             for gate, name, weight in used:
                 routers += [{}] if gate == len(routers) else []
                 to = routers[gate] if name.startswith("router.") else common
                 to[name] = ops.taken(weight.detach(), dtypes[name])
                 stamps.changed(f"{gate} {name}", weight)
-            found = GateLayer(spec, common, routers, trains), stamps
+            found = GateLayer(spec, common, routers, trains, *placed), stamps
             self._layers[spec.toml, trains] = found
         layer, stamps = found
         for gate, name, weight in used:
@@ -153,7 +177,8 @@ _BACKWARD = threading.Lock()
 class _Call:
     """A call, and what its backward needs beside tensors."""
 
-    def __init__(self, layer, spec, weights, inputs, key, capacity_factor) -> None:
+    def __init__(self, layer, spec, weights, inputs, key, capacity_factor, over) -> None:
+        self.over = over
         self.layer, self.spec = layer, spec
         self.of = [(gate, name) for gate, name, _ in weights]
         self.inputs, self.key, self.capacity_factor = inputs, key, capacity_factor
@@ -189,7 +214,10 @@ class _Call:
             for (gate, name), weight in zip(self.of, weights):
                 gradient = None
                 if name in trained:
-                    gradient = torch.from_dlpack(self.layer.gradient(gate, name)).to(weight.dtype)
+                    gradient = torch.from_dlpack(self.layer.gradient(gate, name))
+                    if self.over is not None:
+                        gradient = self.over.averaged(name, gradient)
+                    gradient = gradient.to(weight.dtype)
                 found.append(gradient)
         parts = [torch.from_dlpack(one["dx"]) for one in each]
         return torch.stack(parts).float().sum(0).to(parts[0].dtype), found
@@ -205,7 +233,7 @@ class _Run(torch.autograd.Function):
         return y, losses
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy, _):
         dx, gradients = ctx.call.backward(dy, ctx.saved_tensors)
         return (None, None, dx, *gradients)

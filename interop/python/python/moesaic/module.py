@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence, Union
 
@@ -28,26 +27,7 @@ class Routing(NamedTuple):
 
 def read(spec: SpecLike) -> Spec:
     """Returns the spec of TOML text, of a dict of the same keys, or of the path of a TOML file."""
-    if isinstance(spec, Spec):
-        return spec
-    if isinstance(spec, Mapping):
-        return Spec("\n".join(f"{key} = {_toml(value)}" for key, value in spec.items()))
-    if isinstance(spec, os.PathLike):
-        with open(spec, encoding="utf-8") as file:
-            return Spec(file.read())
-    return Spec(spec)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, (bool, str)):
-        return json.dumps(value)
-    if isinstance(value, (int, float)):
-        return repr(value)
-    raise InvalidError(f"a spec has texts, numbers, flags, tables and arrays, not {value!r}")
+    return spec if isinstance(spec, Spec) else Spec(spec)
 
 
 def _shared(
@@ -254,6 +234,30 @@ class MoE(nn.Module):
         }
         return PackedLayer(self._call_spec(), tensors)
 
+    def replay(self, routed_experts: torch.Tensor, layer: int = 0) -> "MoE":
+        """Returns a layer of the same parameters that takes its experts from a record.
+
+        routed_experts [T, layers, K]: integers, the experts that a serving engine chose for each
+        token in each layer of a model; `layer` is one of them. Calls of the new layer take
+        `token_ids`, rows of the record; weights and gradients follow from this layer's logits.
+        """
+        record = torch.as_tensor(routed_experts)
+        if record.is_floating_point() or record.is_complex():
+            raise InvalidError(f"routed_experts is {record.dtype}, expected integers")
+        if record.numel() and int(record.max()) >= 2**31:
+            raise InvalidError("routed_experts has numbers that no expert has")
+        spec, table = self.spec.replay(record.to("cpu", torch.int32).contiguous(), layer)
+        over = self._over
+        if over is not None:
+            raise InvalidError("a layer over ranks replays no record in Python")
+        # On meta nothing is drawn: the generator goes on as it would without this.
+        replayed = MoE(spec, device="meta", experts_of=self)
+        replayed._owners.clear()
+        for name in replayed._names:
+            own = torch.from_dlpack(table) if name == "router.table" else self._weight(name)
+            replayed._hold(name, own, False)
+        return replayed
+
     def _call_spec(self) -> Spec:
         experts = [w for n, w in self.weights().items() if n.startswith("experts.")]
         dtype = ops.DTYPES.get(experts[0].dtype)
@@ -303,6 +307,9 @@ class MoE(nn.Module):
             if y is not None:
                 return y
         width = self._width
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
+            found = f"a {x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidError(f"x is {found}, expected a dense torch.Tensor")
         if x.dim() == 0 or x.shape[-1] != width:
             raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
         leading = x.shape[:-1]

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch._C import _are_functorch_transforms_active
+from torch.compiler import is_compiling
 
 from . import _native
 from ._layers import (
@@ -29,6 +30,7 @@ from ._layers import (
     variant,
 )
 from ._native import BoundLayer, Error, InvalidError
+from ._once import once, without_second
 
 # Elements of a tensor that does not come from a heap's used pages.
 LARGE = 1 << 18
@@ -278,7 +280,7 @@ class _Past(torch.autograd.Function):
         return (y, *rest)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy, *_):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -383,6 +385,9 @@ def _backward(ctx, dy, *_):
     )
     dinputs = _input_gradients(ctx.names.split(), tensors, dtopk)
     dweights = [d if w.is_floating_point() else None for d, w in zip(dweights, weights)]
+    if not is_compiling() and only_autograd():
+        dx, *rest = without_second([dx, *dinputs, *dweights])
+        dinputs, dweights = rest[: ctx.count], rest[ctx.count :]
     return None, dx, None, dinputs, dweights, None, ctx.key, None
 
 
@@ -426,6 +431,11 @@ def layer(
     A call that nobody differentiates, of a layer in evaluation, has no losses. Without `routing`
     the decision may be None.
     """
+    if not is_compiling() and _are_functorch_transforms_active():
+        raise InvalidError(
+            "torch.func's transforms, vmap, grad and jvp among them, do not reach into a layer: "
+            "call it with all tokens, and differentiate by torch.autograd"
+        )
     tensors = (x, *inputs, *weights)
     kinds = {type(tensor) for tensor in tensors}
     if only_autograd() and kinds <= PLAIN:

@@ -15,13 +15,13 @@ import weakref
 from typing import Any, Iterator, NamedTuple, Optional
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from . import ops
 from ._changes import Copies, Stamps
 from ._layers import CONVERTED
 from ._native import InvalidError, PackedLayer, Spec
+from ._once import once
 
 NAME = "moesaic"
 
@@ -356,7 +356,7 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, dy):
         if dy is None:
             return (None,) * len(ctx.needs_input_grad)
