@@ -99,6 +99,7 @@ impl Routing {
         match group_rule(spec) {
             Some((GroupRule::OfEach(each), size)) if experts.is_multiple_of(size) => {
                 let mut routing = Routing::zipf(tokens, size, each, exponent)?;
+                // One group's rows are those of all: tokens choose in each as if it were alone.
                 routing.rows[0] = routing.rows[0].repeat(experts / size);
                 routing.top_k = top_k;
                 Ok(routing)

@@ -98,6 +98,7 @@ impl TokenWork {
         let machine = &model.machine;
         let dtype = model.layer.precision.activations;
         let rate = machine.gemm_rate(dtype);
+        // The output head keeps its type, as recipes do: its errors reach every token's loss.
         let gemm_rate = match (self.casts, machine.fp8_rate()) {
             (Some(_), Some(fp8)) if model.fp8 => fp8,
             _ => rate,

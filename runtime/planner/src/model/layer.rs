@@ -109,6 +109,7 @@ fn casts(model: &ModelScenario, key: LayerKey) -> [f64; 2] {
     let input = (spec.expert_input_dim() * key.expert_tp) as f64;
     let output = (spec.expert_output_dim() * key.expert_tp) as f64;
     let hidden = spec.shape.hidden_dim as f64;
+    // Backward multiplies the gradients of gate and up, each as wide as the hidden layer.
     let gated = if spec.experts.form == ExpertForm::Plain {
         1.0
     } else {

@@ -279,9 +279,11 @@ impl ModelScenario {
 
     /// Returns the peak that a model's FLOP use is a fraction of.
     pub(super) fn peak(&self) -> Option<f64> {
-        match self.fp8 {
-            true => self.machine.fp8_peak(),
-            false => self.machine.peak(self.layer.precision.activations),
+        // The peak of the units that GEMMs run on: half of FP8's would make a use above one possible.
+        if self.fp8 {
+            self.machine.fp8_peak()
+        } else {
+            self.machine.peak(self.layer.precision.activations)
         }
     }
 
