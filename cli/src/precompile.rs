@@ -18,6 +18,7 @@ use moesaic::cache::Tuned;
 use moesaic::engine::{TunedPlans, Untuned, precompile_on};
 use moesaic::plan::{Placement, Tuning, plan, stacked};
 use moesaic::target::{CompileOptions, Report, Scratch};
+use moesaic::train::replay::RoutedExperts;
 use moesaic::{Compilers, EngineError, LayerSpec, Parallel, PlanOptions, Store, Strategy, Target};
 use serde_json::{Value, json};
 use std::collections::HashSet;
@@ -80,9 +81,10 @@ pub struct PrecompileArgs {
     /// experts in one pass
     #[arg(long, conflicts_with = "mesh")]
     multi_gate: bool,
-    /// Also compile kernels for `run --replay`, which has the layer without its router
-    #[arg(long)]
-    replay: bool,
+    /// Also compile kernels for `run --replay`, which has the layer without its router; with =FILE,
+    /// vLLM's array in an .npy file, kernels that look up experts in a table of its tokens
+    #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
+    replay: Option<Option<PathBuf>>,
     #[command(flatten)]
     caches: CacheArgs,
     /// Also write these kernels, and no others of the cache, to a pack
@@ -102,13 +104,13 @@ pub fn execute(args: &PrecompileArgs, console: &Console) -> Result {
     Files::new()
         .read("--spec", args.toml())
         .read("--placement", &args.placement)
+        .read("--replay", args.replay.iter().flatten())
         .model(args.model.hf.as_deref())
         .checkpoint("--gguf", args.model.gguf.as_deref())
         .written("--output", &args.output)
         .check()?;
     let mut specs = args.specs(console)?;
-    let replayed = specs.iter().filter(|_| args.replay);
-    let replayed: Vec<_> = replayed.map(LayerSpec::decided_elsewhere).collect();
+    let replayed = args.replayed(&specs)?;
     specs = args.with_stacks(specs)?;
     specs.extend(replayed);
     let targets = targets::resolve(&args.target.names)?;
@@ -252,6 +254,20 @@ impl PrecompileArgs {
             }
         }
         Ok(())
+    }
+
+    /// Returns the layers that `--replay` runs in the place of these.
+    fn replayed(&self, specs: &[LayerSpec]) -> Result<Vec<LayerSpec>> {
+        let Some(file) = &self.replay else {
+            return Ok(Vec::new());
+        };
+        let Some(file) = file else {
+            return Ok(specs.iter().map(LayerSpec::decided_elsewhere).collect());
+        };
+        let record = RoutedExperts::read(file).map_err(Failure::input)?;
+        let wrong = |error| Failure::input(format!("--replay {}: {error}", file.display()));
+        let table = |spec| record.spec(spec).map_err(wrong);
+        specs.iter().map(table).collect()
     }
 
     /// Returns the layers. With `--multi-gate` adds, for each layer that allows it, the layer in

@@ -367,6 +367,80 @@ fn an_array_of_expert_ids_replays() {
     }
 }
 
+/// A record replays on another instruction set and another mesh: the same experts, and what follows
+/// from them as near as sums of another order are; to the bit where the instruction set is one.
+#[test]
+fn an_array_replays_on_other_targets_and_meshes() {
+    let small = Small::of(CHOOSING);
+    let record = small.dir.path().join("routed_experts.npy");
+    let path = record.to_str().unwrap();
+    small.run(&["--record", path]).ok();
+    let of = |name| load(&small.output, name).2;
+    let (ids, once) = (of("topk_ids"), ["y", "topk_weights"].map(of));
+    // Other weights of the router choose others, so the ids below are the record's.
+    let mut weights = small_weights();
+    let gate = &weights["router.weight"];
+    let turned: Vec<f32> = gate.to_f32().iter().rev().copied().collect();
+    let turned = Tensor::owned(&gate.shape.clone(), turned);
+    for other in [false, true] {
+        if other {
+            weights.insert("router.weight".to_string(), turned.clone());
+            save(small.dir.path(), "w.safetensors", &weights);
+        }
+        let mut portable = None;
+        for mesh in [
+            &[][..],
+            &["--ranks", "2"],
+            &["--ranks", "2", "--mesh", "expert_tp=2"],
+        ] {
+            std::fs::remove_file(&small.output).unwrap();
+            let mut portable_run = small.command_on("cpu:portable");
+            finish(portable_run.args(["--replay", path]).args(mesh)).ok();
+            assert_eq!(of("topk_ids"), ids, "{mesh:?}");
+            let found = ["y", "topk_weights"].map(of);
+            let first = portable.get_or_insert_with(|| found.clone());
+            // Ranks that own whole experts add up as one process does; shards add up in parts.
+            if !mesh.contains(&"--mesh") {
+                assert_eq!(found, *first, "{mesh:?}");
+            }
+            let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-4 * (1.0 + b.abs());
+            let same = found.iter().flatten().zip(once.iter().flatten()).all(near);
+            assert_eq!(same, !other, "{mesh:?}");
+        }
+    }
+}
+
+/// Kernels for a record's table are compiled ahead, by the options that a strict run names.
+#[test]
+fn a_strict_replay_of_an_array_names_what_precompile_needs() {
+    let small = Small::of(CHOOSING);
+    let record = small.dir.path().join("routed_experts.npy");
+    let (path, cache) = (record.to_str().unwrap(), small.dir.path().join("ahead"));
+    small.run(&["--record", path]).ok();
+    std::fs::remove_file(&small.output).unwrap();
+    let strict = [
+        "--replay",
+        path,
+        "--strict",
+        "--cache",
+        cache.to_str().unwrap(),
+    ];
+    let option = format!("--replay={path}");
+    small.run(&strict).fails(1, &[&option]);
+    let precompile = |options: &[&str]| {
+        let all = [
+            &["precompile", "--target", "cpu", "--cache", strict[4]],
+            options,
+        ]
+        .concat();
+        with_spec(&all, &small.spec).ok()
+    };
+    precompile(&["--replay"]);
+    small.run(&strict).fails(1, &[&option]);
+    precompile(&[&option]);
+    small.run(&strict).ok();
+}
+
 /// A run takes one layer of a record, and with `token_ids` some of its tokens.
 #[test]
 fn a_run_takes_a_layer_and_tokens_of_an_array() {

@@ -230,9 +230,7 @@ impl PlanArgs {
         let tokens = u64::from(self.tokens());
         match (&self.counts, self.skew) {
             (None, None) => Ok(Routing::even(tokens, experts, top_k)),
-            (None, Some(skew)) => {
-                Routing::zipf(tokens, experts, top_k, skew).map_err(Failure::input)
-            }
+            (None, Some(skew)) => Routing::zipf_of(spec, tokens, skew).map_err(Failure::input),
             (Some(path), _) => {
                 let text = read("the counts", path)?;
                 let wrong = |error: &dyn std::fmt::Display| {

@@ -41,6 +41,9 @@ pub struct ModelPlanArgs {
     /// Run the exchanges of one micro-batch of a model while another computes
     #[arg(long)]
     overlap_batches: bool,
+    /// Multiply in FP8 in a model, but for scores and the output head; operands are cast before
+    #[arg(long)]
+    fp8: bool,
     /// Keep this much memory of each rank from the layers of a model (4GiB)
     #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
     reserve: Option<u64>,
@@ -67,6 +70,7 @@ impl ModelPlanArgs {
             ("--micro-batch", self.micro_batch.is_some()),
             ("--model-mesh", self.model_mesh.is_some()),
             ("--overlap-batches", self.overlap_batches),
+            ("--fp8", self.fp8),
             ("--reserve", self.reserve.is_some()),
             ("--gradient-bytes", self.gradient_bytes.is_some()),
             ("--optimizer-bytes", self.optimizer_bytes.is_some()),
@@ -180,7 +184,11 @@ impl PlanArgs {
         let world = self.world as usize;
         let skew = self.skew.unwrap_or(0.0);
         // The same error as for a layer, before anything is simulated.
-        Routing::zipf(1, spec.shape.experts, spec.shape.top_k, skew).map_err(Failure::input)?;
+        Routing::zipf_of(&spec, 1, skew).map_err(Failure::input)?;
+        if own.fp8 && machine.fp8_rate().is_none() {
+            let message = format!("--fp8: machine {} has no rate of FP8 GEMMs", machine.name);
+            return Err(Failure::input(message).hint("its file needs gemm_tflops.fp8"));
+        }
         let state = StateBytes::default();
         Ok(ModelScenario {
             shape: self.shape(&spec)?,
@@ -193,6 +201,7 @@ impl PlanArgs {
                 sequences: own.batch.map_or(8 * world, |batch| batch as usize),
             },
             skew,
+            fp8: own.fp8,
             state: StateBytes {
                 gradient: own.gradient_bytes.unwrap_or(state.gradient),
                 optimizer: own.optimizer_bytes.unwrap_or(state.optimizer),

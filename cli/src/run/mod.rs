@@ -234,7 +234,7 @@ impl RunArgs {
                     tokens: &tokens,
                     traced: self.trace.is_some(),
                     recorded: self.record.is_some(),
-                    ahead: self.ahead(),
+                    ahead: &self.ahead(),
                 },
                 meeting,
             )?,
@@ -370,7 +370,7 @@ impl RunArgs {
             Some(training) => engine.training_layer(spec, weights, training),
             None => engine.layer(spec, weights),
         };
-        let mut layer = layer.map_err(|error| error.needing(self.ahead()))?;
+        let mut layer = layer.map_err(|error| error.needing(&self.ahead()))?;
         let built = started.elapsed();
         progress.next("running");
         let trace = self.trace.as_ref().map(|_| Arc::new(Trace::default()));
@@ -444,16 +444,12 @@ impl RunArgs {
     }
 
     /// Returns the options that `precompile` needs and an engine does not know: a replay has the
-    /// layer without its router.
-    fn ahead(&self) -> &'static str {
-        if self
-            .replay
-            .as_deref()
-            .is_some_and(|path| !replay::is_array(path))
-        {
-            " --replay"
-        } else {
-            ""
+    /// layer without its router, or with a table of an array's tokens.
+    fn ahead(&self) -> String {
+        match &self.replay {
+            None => String::new(),
+            Some(path) if replay::is_array(path) => format!(" --replay={}", path.display()),
+            Some(_) => " --replay".to_string(),
         }
     }
 

@@ -97,7 +97,7 @@ pub struct Job<'j> {
     /// Whether a routing record was requested.
     pub recorded: bool,
     /// The options that `precompile` needs and an engine does not know.
-    pub ahead: &'static str,
+    pub ahead: &'j str,
 }
 
 /// The ranks of a run, and the way they share the layer.

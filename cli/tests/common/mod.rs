@@ -233,9 +233,14 @@ impl Small {
 
     /// `moesaic run` with these files, on the CPU.
     pub fn command(&self) -> Command {
+        self.command_on("cpu")
+    }
+
+    /// `moesaic run` with these files, on a target.
+    pub fn command_on(&self, target: &str) -> Command {
         let mut command = command();
         command
-            .args(["run", "--target", "cpu", "--spec"])
+            .args(["run", "--target", target, "--spec"])
             .arg(&self.spec);
         command
             .arg("--weights")

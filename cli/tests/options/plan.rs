@@ -62,6 +62,7 @@ pub const ROWS: &[Row] = &[
         "reserve",
         NotWith(&["--reserve=1GiB"], "--reserve is of a model"),
     ),
+    ("fp8", NotWith(&["--fp8"], "--fp8 is of a model")),
     (
         "gradient-bytes",
         NotWith(&["--gradient-bytes=4"], "--gradient-bytes is of a model"),

@@ -202,6 +202,9 @@ const fn one() -> usize {
     1
 }
 
+/// The name of the rates of FP8, of both layouts.
+const FP8: &str = "fp8";
+
 /// The machine files that ship, by name.
 const PUBLISHED: &[(&str, &str)] = &[
     ("ndm-a100-v4", include_str!("../machines/ndm-a100-v4.toml")),
@@ -421,6 +424,18 @@ impl Machine {
     /// Returns the peak FLOP/s of a type, if the file has it.
     pub fn peak(&self, dtype: DType) -> Option<f64> {
         let peak = self.compute.peak_tflops.get(dtype.name());
+        peak.map(|tflops| tflops * 1e12)
+    }
+
+    /// Returns the FLOP/s of GEMMs in FP8, if the file has a rate named `fp8`.
+    pub fn fp8_rate(&self) -> Option<f64> {
+        let rate = self.compute.gemm_tflops.get(FP8);
+        rate.map(|tflops| tflops * 1e12)
+    }
+
+    /// Returns the peak FLOP/s in FP8, if the file has it.
+    pub fn fp8_peak(&self) -> Option<f64> {
+        let peak = self.compute.peak_tflops.get(FP8);
         peak.map(|tflops| tflops * 1e12)
     }
 

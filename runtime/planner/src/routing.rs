@@ -83,17 +83,29 @@ impl Routing {
             let exponent = exponent.to_string();
             return Err(RoutingError::Exponent { exponent });
         }
-        let by_rank: Vec<f64> = (1..=experts).map(|i| (i as f64).powf(-exponent)).collect();
-        // A token chooses no expert twice, so an expert gets at most one row of each.
-        let shares = at_most_one(&by_rank, top_k.min(experts) as f64);
-        let stride = apart(experts);
-        let mut rows = vec![0.0; experts];
-        for (i, share) in shares.into_iter().enumerate() {
-            // Spread the popular experts, or a contiguous placement would put all of them on the
-            // first ranks.
-            rows[i * stride % experts] = share * tokens as f64;
+        let rows = zipf_shares(experts, top_k, exponent);
+        let rows = rows.into_iter().map(|share| share * tokens as f64);
+        Ok(Routing::alike(tokens, rows.collect(), top_k))
+    }
+
+    /// Returns the expected rows of a layer, as [`zipf`](Routing::zipf) has them. Where a token
+    /// takes as many experts from each of several groups (`select = { per-group = n }`), the law
+    /// is that of each group, so all groups have equally many rows.
+    ///
+    /// # Errors
+    /// [`RoutingError::Exponent`].
+    pub fn zipf_of(spec: &LayerSpec, tokens: u64, exponent: f64) -> Result<Routing, RoutingError> {
+        let (experts, top_k) = (spec.shape.experts, spec.shape.top_k);
+        match group_rule(spec) {
+            Some((GroupRule::OfEach(each), size)) if experts.is_multiple_of(size) => {
+                let mut routing = Routing::zipf(tokens, size, each, exponent)?;
+                // One group's rows are those of all: tokens choose in each as if it were alone.
+                routing.rows[0] = routing.rows[0].repeat(experts / size);
+                routing.top_k = top_k;
+                Ok(routing)
+            }
+            _ => Routing::zipf(tokens, experts, top_k, exponent),
         }
-        Ok(Routing::alike(tokens, rows, top_k))
     }
 
     /// Returns counted rows: those of each rank for each expert, and its tokens.
@@ -244,6 +256,21 @@ impl Routing {
     }
 }
 
+/// Returns the expected rows of each expert for one token.
+fn zipf_shares(experts: usize, top_k: usize, exponent: f64) -> Vec<f64> {
+    let by_rank: Vec<f64> = (1..=experts).map(|i| (i as f64).powf(-exponent)).collect();
+    // A token chooses no expert twice, so an expert gets at most one row of each.
+    let shares = at_most_one(&by_rank, top_k.min(experts) as f64);
+    let stride = apart(experts);
+    let mut spread = vec![0.0; experts];
+    for (i, share) in shares.into_iter().enumerate() {
+        // Spread the popular experts, or a contiguous placement would put all of them on the
+        // first ranks.
+        spread[i * stride % experts] = share;
+    }
+    spread
+}
+
 /// Returns parts in proportion to `weights` that add up to `total`, none above one.
 fn at_most_one(weights: &[f64], total: f64) -> Vec<f64> {
     let mut shares = vec![0.0; weights.len()];
@@ -306,6 +333,24 @@ mod tests {
         let even = Routing::zipf(100, 8, 2, 0.0).unwrap();
         assert_eq!(even, Routing::even(100, 8, 2));
         assert!(Routing::zipf(1, 8, 2, f64::NAN).is_err());
+    }
+
+    #[test]
+    fn every_group_has_its_experts_of_a_token() {
+        let spec = LayerSpec::from_toml(
+            "shape = { model_dim = 8, hidden_dim = 8, experts = 12, top_k = 4 }
+             router = { select = { per-group = 4 } }",
+        );
+        let spec = spec.unwrap();
+        let routing = Routing::zipf_of(&spec, 1000, 1.2).unwrap();
+        let groups: Vec<f64> = routing.rows(0).chunks(3).map(|g| g.iter().sum()).collect();
+        assert!(groups.iter().all(|rows| (rows - 1000.0).abs() < 1e-6));
+        assert!(!routing.is_even() && routing.rows(0).iter().all(|n| *n <= 1000.0));
+        assert_eq!((routing.top_k(), routing.tokens(0)), (4, 1000.0));
+        // Without that rule some groups have more than others.
+        let free = Routing::zipf(1000, 12, 4, 1.2).unwrap();
+        let first: f64 = free.rows(0)[..3].iter().sum();
+        assert!((first - 1000.0).abs() > 100.0, "{first}");
     }
 
     #[test]

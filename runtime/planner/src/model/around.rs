@@ -37,6 +37,8 @@ struct TokenWork {
     gemm: f64,
     /// FLOP of scores and of their sums, without those that backward repeats.
     scores: f64,
+    /// The values that GEMMs in FP8 cast, forward and backward; `None` where GEMMs keep their type.
+    casts: Option<[f64; 2]>,
     /// Values that other kernels read and write.
     values: f64,
     /// Launches of the pass, however many tokens there are.
@@ -65,10 +67,15 @@ impl Around {
                 gemm: 2.0 * attention.parameters,
                 scores: model.attention_flops(),
                 values: 12.0 * width + 2.0 * turned,
+                casts: Some([
+                    width + attention.outputs as f64,
+                    width + (attention.queries + attention.keys + attention.values) as f64,
+                ]),
                 launches: ATTENTION_LAUNCHES,
             }),
             dense: time(TokenWork {
                 gemm: 2.0 * shape.dense_parameters(),
+                casts: Some([1.0, 2.0].map(|by| width + by * shape.dense_width as f64)),
                 values: 3.0 * shape.dense_width as f64,
                 launches: DENSE_LAUNCHES,
                 ..TokenWork::default()
@@ -91,15 +98,22 @@ impl TokenWork {
         let machine = &model.machine;
         let dtype = model.layer.precision.activations;
         let rate = machine.gemm_rate(dtype);
+        // The output head keeps its type, as recipes do: its errors reach every token's loss.
+        let gemm_rate = match (self.casts, machine.fp8_rate()) {
+            (Some(_), Some(fp8)) if model.fp8 => fp8,
+            _ => rate,
+        };
+        let casts = self.casts.unwrap_or_default();
+        let casts = casts.map(|values| model.cast(tokens * values));
         let bytes = self.values * dtype.size() as f64;
         let memory = tokens * bytes / machine.memory_rate() + self.launches * machine.launch();
-        let gemm = tokens * self.gemm / rate;
+        let gemm = tokens * self.gemm / gemm_rate;
         let scores = tokens * self.scores / rate;
         PartTime {
-            forward: gemm + scores + memory,
+            forward: gemm + scores + memory + casts[0],
             // Two GEMMs for each of forward; of scores, five for two, because backward computes
             // the scores again.
-            backward: 2.0 * gemm + 2.5 * scores + 2.0 * memory,
+            backward: 2.0 * gemm + 2.5 * scores + 2.0 * memory + casts[1],
         }
     }
 }

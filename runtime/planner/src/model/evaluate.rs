@@ -109,7 +109,7 @@ pub(super) fn evaluate(
     let tokens = (model.batch.sequence * model.batch.sequences) as f64;
     let tokens_per_second = tokens / seconds / model.world as f64;
     let flops = tokens_per_second * model.flops_per_token();
-    let peak = model.machine.peak(model.layer.precision.activations);
+    let peak = model.peak();
     Some(ModelPrediction {
         mesh,
         schedule,

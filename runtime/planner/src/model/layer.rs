@@ -4,6 +4,7 @@ use super::scenario::ModelScenario;
 use crate::memory::Memory;
 use crate::{PassTime, Prediction, Routing, Scenario, Simulator, Space, search};
 use moesaic_plan::{CommDtype, Parallel, ShadowModel, SharedExperts, Strategy};
+use moesaic_spec::ExpertForm;
 
 /// The properties that decide what a layer takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -66,7 +67,7 @@ pub(super) fn choices(
     mesh.check(&model.layer).ok()?;
     let scenario = Scenario {
         spec: model.layer.clone(),
-        machine: model.machine.clone(),
+        machine: model.weights_machine(),
         world: mesh.ranks(),
         training: model.training,
         routing: routing(model, key.tokens)?,
@@ -84,7 +85,7 @@ pub(super) fn choices(
     let simulator = Simulator::new(&scenario);
     let costs = |found: &Prediction| {
         let found = simulator.predict(found.mesh, found.strategy).ok()?;
-        Some(LayerCosts::of(&found))
+        Some(LayerCosts::of(&found).with_casts(casts(model, key)))
     };
     let fastest = ranked.best.first()?;
     let is_whole = |found: &&Prediction| {
@@ -99,11 +100,29 @@ pub(super) fn choices(
     })
 }
 
+/// Returns the seconds in which a rank casts the operands of experts' GEMMs to FP8, forward and
+/// backward, if experts have equally many rows.
+fn casts(model: &ModelScenario, key: LayerKey) -> [f64; 2] {
+    let spec = &model.layer;
+    let rows = (key.tokens * spec.shape.top_k) as f64;
+    // Each shard of an expert has all of its rows, and a part of its width.
+    let input = (spec.expert_input_dim() * key.expert_tp) as f64;
+    let output = (spec.expert_output_dim() * key.expert_tp) as f64;
+    let hidden = spec.shape.hidden_dim as f64;
+    // Backward multiplies the gradients of gate and up, each as wide as the hidden layer.
+    let gated = if spec.experts.form == ExpertForm::Plain {
+        1.0
+    } else {
+        2.0
+    };
+    [input + hidden, output + gated * hidden].map(|values| model.cast(rows * values))
+}
+
 fn routing(model: &ModelScenario, tokens: usize) -> Option<Routing> {
     let (experts, top_k) = (model.layer.shape.experts, model.layer.shape.top_k);
     match model.skew {
         0.0 => Some(Routing::even(tokens as u64, experts, top_k)),
-        skew => Routing::zipf(tokens as u64, experts, top_k, skew).ok(),
+        skew => Routing::zipf_of(&model.layer, tokens as u64, skew).ok(),
     }
 }
 
@@ -119,6 +138,16 @@ impl LayerCosts {
             backward: pass("backward"),
             memory: found.memory,
         }
+    }
+}
+
+impl LayerCosts {
+    fn with_casts(mut self, [forward, backward]: [f64; 2]) -> LayerCosts {
+        for (pass, casts) in [(&mut self.forward, forward), (&mut self.backward, backward)] {
+            pass.seconds += casts;
+            pass.compute += casts;
+        }
+        self
     }
 }
 

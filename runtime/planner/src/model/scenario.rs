@@ -23,6 +23,9 @@ pub struct ModelScenario {
     pub batch: Batch,
     /// The exponent of Zipf's law for the rows of experts; 0 where all have equally many.
     pub skew: f64,
+    /// Whether GEMMs with weights multiply in FP8, at the machine's rate for it: all but the output
+    /// head's. Activations, exchanges and memory stay as they are, and each operand is cast.
+    pub fp8: bool,
     /// The bytes that training keeps for each parameter.
     pub state: StateBytes,
     /// The bytes of each rank that no layer may use.
@@ -253,6 +256,35 @@ impl ModelScenario {
             + shape.layers() as f64 * shape.attention.parameters
             + shape.dense_layers as f64 * shape.dense_parameters()
             + shape.head_parameters()
+    }
+
+    /// Returns the machine as GEMMs with weights see it.
+    pub(super) fn weights_machine(&self) -> Machine {
+        let mut machine = self.machine.clone();
+        if let (true, Some(rate)) = (self.fp8, machine.fp8_rate()) {
+            let dtype = self.layer.precision.activations.name();
+            let rates = &mut machine.compute.gemm_tflops;
+            rates.insert(dtype.to_string(), rate / 1e12);
+        }
+        machine
+    }
+
+    /// Returns the seconds of casting values to FP8: each is read once and written twice, by rows
+    /// and by columns, because backward multiplies along the other axis.
+    pub(super) fn cast(&self, values: f64) -> f64 {
+        let bytes = self.layer.precision.activations.size() as f64 + 2.0;
+        let part = f64::from(u8::from(self.fp8));
+        part * values * bytes / self.machine.memory_rate()
+    }
+
+    /// Returns the peak that a model's FLOP use is a fraction of.
+    pub(super) fn peak(&self) -> Option<f64> {
+        // The peak of the units that GEMMs run on: half of FP8's would make a use above one possible.
+        if self.fp8 {
+            self.machine.fp8_peak()
+        } else {
+            self.machine.peak(self.layer.precision.activations)
+        }
     }
 
     /// Returns the FLOP that the model needs for one token: two for each parameter that it is

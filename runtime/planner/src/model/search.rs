@@ -184,6 +184,13 @@ fn meshes(model: &ModelScenario, space: &ModelSpace) -> Vec<ModelMesh> {
 /// The most ranks that share attention, or an expert.
 const MOST_TP: usize = 8;
 
+/// Returns whether parts of the stages have equally many layers, where the embedding, the head and
+/// one more block may stand for a layer each. Interleaved parts run in step, so the longest would
+/// hold up all others; frameworks refuse such a split or ask for a layout by hand.
+fn alike(layers: usize, parts: usize) -> bool {
+    parts <= layers && layers.next_multiple_of(parts) - layers <= 3
+}
+
 fn schedules(
     model: &ModelScenario,
     space: &ModelSpace,
@@ -196,7 +203,7 @@ fn schedules(
     let turns = |parts: &usize| {
         *parts == 1
             || mesh.pp > 1
-                && mesh.pp * parts <= layers
+                && alike(layers, mesh.pp * parts)
                 && micro_batches.is_multiple_of(mesh.pp)
                 && model.training.is_some()
     };
@@ -214,4 +221,20 @@ fn schedules(
         }));
     }
     list
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_stages_have_equally_many_layers() {
+        // Published: DeepSeek-V3 in 8 and 16 parts, Qwen3-235B in 24 and 48, Mixtral in 32.
+        for (layers, parts) in [(61, 8), (61, 16), (94, 24), (94, 48), (32, 32)] {
+            assert!(alike(layers, parts), "{layers} {parts}");
+        }
+        for (layers, parts) in [(32, 24), (94, 64), (36, 32), (32, 64)] {
+            assert!(!alike(layers, parts), "{layers} {parts}");
+        }
+    }
 }

@@ -39,6 +39,7 @@ fn model(machine: &str, world: usize) -> ModelScenario {
             sequences: 256,
         },
         skew: 0.0,
+        fp8: false,
         state: StateBytes::default(),
         reserve: 0.0,
     }
@@ -115,6 +116,24 @@ fn what_backward_computes_again_is_not_kept() {
     assert!(all.windows(2).all(|pair| pair[0].seconds < pair[1].seconds));
     let kept = all.map(|found| found.memory.activations);
     assert!(kept.windows(2).all(|pair| pair[0] > pair[1]), "{kept:?}");
+}
+
+#[test]
+fn gemms_in_fp8_take_less_time_and_casts_some() {
+    let model = model("h100-ib", 32);
+    let with = |scenario: &ModelScenario| predict_model(scenario, MESH, PLAIN, None).unwrap();
+    let fp8 = ModelScenario {
+        fp8: true,
+        ..model.clone()
+    };
+    let (wide, narrow) = (with(&model), with(&fp8));
+    assert!(narrow.seconds < wide.seconds && narrow.mfu < wide.mfu);
+    assert_eq!(narrow.memory.weights, wide.memory.weights);
+    // Casts take memory traffic: at the rate of 16 bits nothing but them would be left.
+    let mut slow = fp8;
+    let rates = &mut slow.machine.compute.gemm_tflops;
+    rates.insert("fp8".to_string(), rates["bf16"]);
+    assert!(with(&slow).seconds > wide.seconds);
 }
 
 #[test]

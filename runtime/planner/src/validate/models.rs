@@ -39,7 +39,21 @@ struct Published {
     sequences: usize,
     #[serde(default)]
     tokens_per_second: Option<f64>,
-    tflops: f64,
+    /// Model TFLOP/s as the source counts them; without it, tokens per second times our FLOP.
+    #[serde(default)]
+    tflops: Option<f64>,
+    /// Whether GEMMs multiply in FP8.
+    #[serde(default)]
+    fp8: bool,
+    /// Whether exchanges of one micro-batch run while another computes.
+    #[serde(default)]
+    overlap_batches: bool,
+    /// The bytes of a gradient; 4 if the source does not say.
+    #[serde(default)]
+    gradient_bytes: Option<f64>,
+    /// The release, where another than the file's first is compared.
+    #[serde(default)]
+    release: Option<String>,
     role: Role,
     #[serde(default)]
     known_miss: Option<String>,
@@ -103,7 +117,15 @@ const RESERVE: f64 = 4.0 * 1024.0 * 1024.0 * 1024.0;
 
 impl Published {
     fn name(&self) -> String {
-        format!("{} on {} {}", self.model, self.world, self.machine)
+        let format = if self.fp8 { ", FP8" } else { "" };
+        let release = self
+            .release
+            .as_deref()
+            .map_or(String::new(), |of| format!(", {of}"));
+        format!(
+            "{} on {} {}{format}{release}",
+            self.model, self.world, self.machine
+        )
     }
 
     fn mesh(&self) -> ModelMesh {
@@ -128,6 +150,7 @@ impl Published {
         let wrong = |error: HfError| ReadError::Other(format!("{}: {error}", model.name));
         let layers = moe_layers(&model.config).map_err(wrong)?;
         let layer = layers.first().copied().unwrap_or(0);
+        let state = StateBytes::default();
         Ok(ModelScenario {
             layer: import(&model.config, layer).map_err(wrong)?.spec,
             shape: model_shape(&model.config).map_err(wrong)?,
@@ -139,7 +162,11 @@ impl Published {
                 sequences: self.sequences,
             },
             skew: 0.0,
-            state: StateBytes::default(),
+            fp8: self.fp8,
+            state: StateBytes {
+                gradient: self.gradient_bytes.unwrap_or(state.gradient),
+                ..state
+            },
             reserve: RESERVE,
         })
     }
@@ -154,9 +181,11 @@ impl Published {
 
     /// Returns the published model TFLOP/s, by the FLOP of a token that a plan counts.
     fn tflops(&self, scenario: &ModelScenario) -> f64 {
-        match (self.counted, self.tokens_per_second) {
-            (Some(_), Some(rate)) => rate * scenario.flops_per_token() / 1e12,
-            _ => self.tflops,
+        let ours = |rate: f64| rate * scenario.flops_per_token() / 1e12;
+        let by_tokens = self.tokens_per_second.map_or(0.0, ours);
+        match (self.counted, self.tflops) {
+            (None, Some(tflops)) => tflops,
+            _ => by_tokens,
         }
     }
 
@@ -173,7 +202,11 @@ impl Published {
 
     /// Returns the place of the published mesh among all that fit.
     fn rank(&self, data: &Data) -> Result<MeshRank, ReadError> {
-        let ranked = search_model(&self.scenario(data)?, &ModelSpace::default());
+        let space = ModelSpace {
+            overlap_batches: self.overlap_batches,
+            ..ModelSpace::default()
+        };
+        let ranked = search_model(&self.scenario(data)?, &space);
         let place = ranked
             .best
             .iter()
@@ -199,7 +232,7 @@ impl Published {
                 micro_batch: self.micro_batch,
                 virtual_stages: self.virtual_stages,
                 recompute,
-                overlap_batches: false,
+                overlap_batches: self.overlap_batches,
             };
             predict_model(scenario, self.mesh(), schedule, None)
         };
@@ -229,13 +262,14 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         report.checks.push(point.check(&row));
         rows.push((row, point.known_miss.is_some()));
         // The published pair of rates says what was counted as FLOP of a token.
-        counts.extend(point.tokens_per_second.map(|rate| Row {
+        let pair = point.tokens_per_second.zip(point.tflops);
+        counts.extend(pair.map(|(rate, tflops)| Row {
             point: point.name(),
             role: Role::HeldOut,
-            measured: point.tflops,
+            measured: tflops,
             predicted: rate * point.counted_flops(&scenario) / 1e12,
         }));
-        if let Some(count) = counts.last().filter(|_| point.tokens_per_second.is_some()) {
+        if let Some(count) = counts.last().filter(|_| pair.is_some()) {
             let claim = format!("{}: FLOP of a token to 1 %", count.point);
             let error = count.error();
             report
@@ -256,7 +290,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     ));
     let rows = rows.into_iter().map(|(row, _)| row).collect();
     for (name, rows) in [
-        ("whole models, training in bf16", rows),
+        ("whole models, training", rows),
         ("FLOP of their tokens, by published tokens/s", counts),
     ] {
         report.tables.push(Table {

@@ -259,19 +259,28 @@ impl RoutedExperts {
     /// routers other than linear ones, and where weights follow from more than the chosen experts;
     /// [`ReplayError::Spec`] if a table router cannot have the layer's other options.
     pub fn replay(&self, spec: &LayerSpec, layer: usize) -> Result<Replay, ReplayError> {
-        let (wanted, found) = (spec.shape.top_k, self.shape.top_k);
         let ids = self.layer(layer)?;
+        let replayed = self.spec(spec)?;
+        let (experts, top_k) = (spec.routed_experts(), spec.shape.top_k);
+        check_ids(&ids, experts, |place| (place / top_k, layer))?;
+        check_twice(&ids, top_k, layer)?;
+        Ok(Replay {
+            spec: replayed,
+            table: Tensor::owned(&[self.shape.tokens, top_k], ids),
+        })
+    }
+
+    /// Returns the spec of [`replay`](RoutedExperts::replay), which all layers of the record share:
+    /// kernels for it can be compiled ahead of a run.
+    ///
+    /// # Errors
+    /// [`ReplayError::TopK`], [`ReplayError::Router`] and [`ReplayError::Spec`].
+    pub fn spec(&self, spec: &LayerSpec) -> Result<LayerSpec, ReplayError> {
+        let (wanted, found) = (spec.shape.top_k, self.shape.top_k);
         if wanted != found {
             return Err(ReplayError::TopK { wanted, found });
         }
-        let experts = spec.routed_experts();
-        check_ids(&ids, experts, |place| (place / wanted, layer))?;
-        check_twice(&ids, wanted, layer)?;
-        let tokens = self.shape.tokens;
-        Ok(Replay {
-            spec: looked_up(spec, tokens)?,
-            table: Tensor::owned(&[tokens, wanted], ids),
-        })
+        looked_up(spec, self.shape.tokens)
     }
 }
 
