@@ -3,7 +3,7 @@
 
 use super::Case;
 use super::cases::{of_type, small};
-use super::layers::engines;
+use super::layers::{engines, shipped};
 use super::quick;
 use moesaic::reference::{Weights, numbers};
 use moesaic::spec::{
@@ -229,18 +229,39 @@ fn nan_stays_in_its_column() {
     }
 }
 
-/// Fewer columns than a panel has: packing repeats the last one.
+/// Fewer columns than a panel has: packing repeats the last one. gcc 12 has made a wrong loop of it,
+/// with the flags that people get.
 #[test]
 fn a_panel_is_wider_than_the_matrix() {
-    for engine in engines() {
-        for (i, format) in ["fp8", "int8-g128", "int8", "fp8-row"]
+    for engine in shipped() {
+        for (i, format) in ["fp8-row", "fp8", "int8-g128", "int8"]
             .into_iter()
             .enumerate()
         {
-            let mut spec = of_type(DType::Bf16, small(63, 2 + i, 2, 1));
+            let mut spec = of_type(DType::Bf16, small([6, 63][i % 2], 2 + i, 2, 1));
             spec.experts.form = ExpertForm::Plain;
             spec.precision.expert_activations = [None, Some(ActivationFormat::Int8)][i % 2];
             Stored::random(&spec, format, 5, i as u64).check(&engine);
+        }
+    }
+}
+
+/// Packing looks for NaN in bytes and writes words of the same record. gcc 12 has left the words out,
+/// with the flags that people get.
+#[test]
+fn second_scales_lie_beside_bytes() {
+    let custom = |text: &str| serde_json::from_str(&format!(r#"{{"custom":{{{text}}}}}"#)).unwrap();
+    let e4m3 = r#""code":"e4m3","block":[3,8],"scale":"int8","second":0,"offset":"zero""#;
+    let uint8 = r#""code":"uint8","block":[2,96],"scale":"e4m3","second":192,"offset":"zero""#;
+    for engine in shipped() {
+        for (i, (format, [d, h])) in [(e4m3, [7, 64]), (uint8, [384, 63])]
+            .into_iter()
+            .enumerate()
+        {
+            let mut spec = of_type([DType::F16, DType::Bf16][i], small(d, h, 2, 1));
+            spec.precision.experts = Some(custom(format));
+            spec.precision.experts_down = Some(WeightFormat::named("int8").expect("a name"));
+            Stored::sampled(spec, 5, i as u64).check(&engine);
         }
     }
 }
