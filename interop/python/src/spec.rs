@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 
 /// The spec of a layer.
 ///
-/// Spec(source) reads TOML text, a dict of the same keys, or the file of a `pathlib.Path`. `str(spec)` is its canonical text, which is equal for equal layers.
+/// Spec(source) reads TOML text, a dict of the same keys, or the file of a `pathlib.Path`.
+/// `str(spec)` is its canonical text, which is equal for equal layers.
 #[pyclass(frozen, module = "moesaic", str = "{text}")]
 #[derive(Clone)]
 pub struct Spec {

@@ -163,6 +163,14 @@ fn an_entry_that_is_not_exported_is_found() {
     contains(&error, &["does not export `missing`"]);
 }
 
+/// As gcc 12 has made kernels whose stores it took for dead.
+#[test]
+fn an_entry_that_only_returns_is_found() {
+    let text = "void scale(void *const *args, long first, long last, long grid_x) {}";
+    let error = compile(text, vec![scale_entry()]).unwrap_err().to_string();
+    contains(&error, &["`scale`", "left out what it does", "MOESAIC_CC"]);
+}
+
 #[test]
 fn a_crashing_compiler_is_said_to_have_crashed() {
     contains(

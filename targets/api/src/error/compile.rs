@@ -114,6 +114,15 @@ pub enum BinaryReason {
         /// The symbol of the entry.
         symbol: String,
     },
+    /// A kernel returns and does nothing else.
+    #[error(
+        "`{symbol}` only returns: the compiler left out what it does; use another compiler by \
+         MOESAIC_CC, and please report this one"
+    )]
+    Empty {
+        /// The symbol of the entry.
+        symbol: String,
+    },
     /// A kernel was compiled for waves of another size.
     #[error("`{symbol}` has waves of {found} lanes, moesaic emits for {expected} on {arch}")]
     Wave {
