@@ -285,7 +285,7 @@ fn zero_points_meet_scales_of_e4m3() {
 /// Groups of rows have sizes that follow from a call's tokens; each has a kernel of its own.
 #[test]
 fn a_token_has_the_same_bits_in_calls_of_any_size() {
-    for engine in engines() {
+    for engine in shipped() {
         for (i, format) in ["q4_0", "int4-g64", "nvfp4"].into_iter().enumerate() {
             let mut spec = small(160, 96, 1, 1);
             spec.precision.expert_activations = [None, Some(ActivationFormat::Int8)][i % 2];
