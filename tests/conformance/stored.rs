@@ -246,11 +246,16 @@ fn a_panel_is_wider_than_the_matrix() {
     }
 }
 
+/// The format of a table in a spec.
+fn custom(fields: &str) -> Option<WeightFormat> {
+    let format = serde_json::from_str(&format!(r#"{{"custom":{{{fields}}}}}"#));
+    Some(format.expect("a format"))
+}
+
 /// Packing looks for NaN in bytes and writes words of the same record. gcc 12 has left the words out,
 /// with the flags that people get.
 #[test]
 fn second_scales_lie_beside_bytes() {
-    let custom = |text: &str| serde_json::from_str(&format!(r#"{{"custom":{{{text}}}}}"#)).unwrap();
     let e4m3 = r#""code":"e4m3","block":[3,8],"scale":"int8","second":0,"offset":"zero""#;
     let uint8 = r#""code":"uint8","block":[2,96],"scale":"e4m3","second":192,"offset":"zero""#;
     for engine in shipped() {
@@ -259,7 +264,7 @@ fn second_scales_lie_beside_bytes() {
             .enumerate()
         {
             let mut spec = of_type([DType::F16, DType::Bf16][i], small(d, h, 2, 1));
-            spec.precision.experts = Some(custom(format));
+            spec.precision.experts = custom(format);
             spec.precision.experts_down = Some(WeightFormat::named("int8").expect("a name"));
             Stored::sampled(spec, 5, i as u64).check(&engine);
         }
@@ -272,11 +277,9 @@ fn zero_points_meet_scales_of_e4m3() {
     for engine in engines() {
         let code = ["uint4", "int8", "e2m1"];
         for (i, code) in code.into_iter().enumerate() {
-            let text = format!(
-                r#"{{"custom":{{"code":"{code}","block":[1,16],"scale":"e4m3","second":0,"offset":"zero"}}}}"#
-            );
+            let fields = r#","block":[1,16],"scale":"e4m3","second":0,"offset":"zero""#;
             let mut spec = of_type([DType::Bf16, DType::F32][i % 2], small(48, 33, 2, 1));
-            spec.precision.experts = Some(serde_json::from_str(&text).unwrap());
+            spec.precision.experts = custom(&format!(r#""code":"{code}"{fields}"#));
             Stored::sampled(spec, 9, i as u64).check(&engine);
         }
     }

@@ -83,7 +83,7 @@ pub struct RunArgs {
     /// The tokens, a safetensors file
     #[arg(long, value_name = "FILE", required_unless_present = "random")]
     input: Option<PathBuf>,
-    /// How many tokens --random draws; 16 if not given
+    /// Draw this many tokens with --random; 16 if not given
     #[arg(long, value_name = "N", requires = "random", conflicts_with = "input")]
     tokens: Option<usize>,
     /// The results, a safetensors file

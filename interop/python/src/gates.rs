@@ -32,9 +32,9 @@ pub struct GateLayer {
 pub struct GateState(Saved);
 
 enum Saved {
-    /// Of every layer on all tokens.
+    /// Every layer ran on all tokens.
     Each(MultiSaved),
-    /// Of one layer for each token.
+    /// Each token ran by one layer.
     ByToken(SavedByToken),
 }
 
