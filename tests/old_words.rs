@@ -41,6 +41,7 @@ pub const OLD_WORDS: &[(&str, &str, &str)] = &[
     ("ranks", "mesh_routes", "`mesh_all_to_all`"),
     // Kernels: vLLM, CUTLASS, NVIDIA, AMD, JAX.
     ("kernels", "copy engine*", "TMA"),
+    ("kernels", "*_copy_engine*", "`tma`"),
     ("kernels", "matrix unit*", "tensor cores, matrix cores"),
     ("kernels", "ordinary unit*", "CUDA cores, SIMT"),
     ("kernels", "tile_dies", "`xcd_swizzle`"),

@@ -10,7 +10,7 @@ use moesaic::spec::{
     ActivationFormat, Biases, ExpertForm, LayerSpec, WEIGHT_FORMATS, WeightFormat,
 };
 use moesaic::{DType, Engine, EngineError, Layer, OpenError, Recompute, Training};
-use moesaic_harness::thorough::takes;
+use moesaic_harness::thorough::{in_turns, takes};
 
 /// A layer of codes, and the case of the layer that it stands for.
 pub struct Stored {
@@ -92,7 +92,7 @@ fn every_format_is_the_layer_of_its_numbers() {
     for (n, engine) in engines().into_iter().enumerate() {
         for (i, format) in WEIGHT_FORMATS.iter().enumerate() {
             // A compiler runs for each layer: formats take turns with shapes and types.
-            for turn in (0..2).filter(|turn| takes(*turn, 2)) {
+            for turn in in_turns(0, 0..2) {
                 let j = n + i + 2 * turn;
                 let (spec, tokens) = shapes()[j % 5].clone();
                 let dtype = [DType::F32, DType::Bf16, DType::F16][(i + j) % 3];

@@ -18,7 +18,7 @@ use moesaic::train::mesh::parts;
 use moesaic::train::migrate::prepare;
 use moesaic::train::{AdamW, masters, update};
 use moesaic::{DType, Engine, EngineError, Layer, LayerOptions, Recompute};
-use moesaic_harness::thorough::{self, takes};
+use moesaic_harness::thorough::{self, in_turns, takes};
 
 const RECOMPUTE: [Recompute; 3] = [Recompute::None, Recompute::Hidden, Recompute::All];
 
@@ -74,7 +74,7 @@ impl Stored {
 fn every_format_is_trained_through() {
     for (n, engine) in engines().into_iter().enumerate() {
         for (i, format) in WEIGHT_FORMATS.iter().enumerate() {
-            if !takes(n + i, 2) {
+            if !takes(n + i, 3) {
                 continue;
             }
             let (spec, tokens) = shapes()[(n + i) % 5].clone();
@@ -91,7 +91,7 @@ fn every_format_is_trained_through() {
 fn random_layers_are_trained_through() {
     for (n, engine) in engines().into_iter().enumerate() {
         let mut compared = 0;
-        let step = if thorough::is_on() { 5 } else { 10 };
+        let step = if thorough::is_on() { 5 } else { 15 };
         for (i, spec) in testing::quantized().enumerate().skip(n).step_by(step) {
             let mut spec = quiet(spec);
             // Rounding has no gradient.
@@ -143,7 +143,7 @@ fn changes() -> Vec<LayerSpec> {
 #[test]
 fn what_flows_back_is_right() {
     for (n, engine) in engines().into_iter().enumerate() {
-        for (i, spec) in changes().into_iter().enumerate() {
+        for (i, spec) in in_turns(n, changes().into_iter().enumerate()) {
             let format = ["mxfp4", "fp8", "q4_k", "uint4-g32"][(n + i) % 4];
             // In f32 no rounding crosses the clamp.
             let dtype = match spec.experts.clamp {
@@ -238,7 +238,8 @@ fn emulated_cpus_train_through_codes() {
         .enumerate()
     {
         let engine = simulated::open(target);
-        for (i, format) in WEIGHT_FORMATS.iter().enumerate().skip(n % 3).step_by(3) {
+        let formats = WEIGHT_FORMATS.iter().enumerate();
+        for (i, format) in in_turns(n / 2, formats.skip(n % 3).step_by(3)) {
             let dtype = [DType::Bf16, DType::F32][i % 4 / 3];
             let (spec, tokens) = shapes()[i % 4].clone();
             Stored::random(&of_type(dtype, spec), format.name, tokens.min(33), i as u64)

@@ -118,14 +118,19 @@ fn report(mutant: &Mutant, case: &Case, engine: &Engine) -> Option<String> {
     Some(text(&*caught).unwrap_or_default())
 }
 
+/// Kernels that are as they should be are compiled once for all mutants.
+fn compiler(target: &str) -> Kept {
+    let target: Target = target.parse().expect("a target");
+    Kept(needed(Tool::of(target), Compilers::default().get(target)))
+}
+
 /// Returns the difference between the expected and the actual report, if any.
 fn missed(mutant: &'static Mutant) -> Option<String> {
     let what = format!("{} on {}", mutant.mistake, mutant.target);
     let spec = LayerSpec::from_toml(mutant.layer)
         .unwrap_or_else(|e| panic!("{what}: {}", e.render(mutant.layer, false)));
     let case = Case::random(&spec, mutant.tokens, 11);
-    let target: Target = mutant.target.parse().expect("a target");
-    let inner = Kept(needed(Tool::of(target), Compilers::default().get(target)));
+    let inner = compiler(mutant.target);
     let planting = Arc::new(Planting { inner, mutant });
     let engine = Engine::open_with(mutant.target, options(), planting).expect("a simulator");
     match report(mutant, &case, &engine) {
@@ -158,7 +163,8 @@ fn the_kernels_as_they_are_pass() {
         }
         seen.push(key);
         let spec = LayerSpec::from_toml(mutant.layer).expect("it is valid");
-        let engine = Engine::open(mutant.target, EngineOptions::default()).expect("a simulator");
+        let compiler = Arc::new(compiler(mutant.target));
+        let engine = Engine::open_with(mutant.target, options(), compiler).expect("a simulator");
         hold(mutant, &Case::random(&spec, mutant.tokens, 11), &engine);
     }
 }

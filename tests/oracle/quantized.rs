@@ -254,7 +254,7 @@ fn ascending(ids: &Tensor<'_>, top_k: usize) -> Vec<Vec<i64>> {
 fn published_formats_run() {
     let cases = entries("formats");
     assert_eq!(cases.len(), 24);
-    let as_numbers = run_as_numbers_and_codes(&engine(), &cases);
+    let as_numbers = run_as_numbers_and_codes([&hurried(), &engine()], &cases);
     let [(only, dequantized)] = as_numbers.as_slice() else {
         panic!("no codes: {as_numbers:?}");
     };
@@ -267,28 +267,32 @@ fn files_of_gguf_py_run() {
     let mut cases = entries("gguf");
     cases.retain(|path| path.is_dir());
     assert_eq!(cases.len(), 15);
-    let as_numbers = run_as_numbers_and_codes(&hurried(), &cases);
+    let as_numbers = run_as_numbers_and_codes([&hurried(), &hurried()], &cases);
     assert_eq!(as_numbers.len(), 11, "{as_numbers:?}");
     let floats = as_numbers.iter().all(|(_, dequantized)| !dequantized);
     assert!(floats, "{as_numbers:?}");
 }
 
-/// Runs layers of fixtures. Returns those that do not run as codes, each with whether it has some.
-fn run_as_numbers_and_codes(engine: &Engine, cases: &[PathBuf]) -> Vec<(String, bool)> {
+/// Runs layers of fixtures, on one engine as numbers and on one as codes. Returns those that do
+/// not run as codes, each with whether it has some.
+fn run_as_numbers_and_codes(
+    [of_numbers, of_codes]: [&Engine; 2],
+    cases: &[PathBuf],
+) -> Vec<(String, bool)> {
     let mut as_numbers = Vec::new();
     for case in cases.iter().map(|dir| Published::open(dir)) {
         let tokens = 0..case.x.shape[0];
         let (codes, dequantized) = case.as_codes();
-        let run = |import: &Import, how: &str| {
+        let run = |engine: &Engine, import: &Import, how: &str| {
             let reader = LayerReader::of_import(import, &case.from.1, LoadOptions::default());
             let layer = engine.layer(&import.spec, &reader.unwrap()).unwrap();
             let input = case.input(tokens.clone());
             let outputs = layer.forward(input.reading(&["y", "topk_ids"])).unwrap();
             case.check(tokens.clone(), &outputs.into_tensors(), how);
         };
-        run(&case.from.0, "as numbers");
+        run(of_numbers, &case.from.0, "as numbers");
         match &codes {
-            Some(codes) => run(codes, "as codes"),
+            Some(codes) => run(of_codes, codes, "as codes"),
             None => as_numbers.push((case.what, dequantized)),
         }
     }

@@ -9,15 +9,20 @@ fn here() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Runs cargo in a folder and gives what it prints. The profile is that of this crate, and so is
-/// the folder of what is built: candle is not compiled twice.
+/// Where cargo built this test, in `PROFILE/deps` of it.
+fn build_folder() -> PathBuf {
+    let test = std::env::current_exe().expect("a program knows where it lies");
+    let folder = test.ancestors().nth(3).expect("cargo built it");
+    folder.to_path_buf()
+}
+
+/// Runs cargo in a folder and gives what it prints. It builds where it built this test: candle is
+/// not compiled twice.
 fn cargo(folder: &Path, words: &[&str]) -> String {
     let output = Command::new(env!("CARGO"))
         .args(words)
         .current_dir(folder)
-        .env("CARGO_TARGET_DIR", here().join("target"))
-        .env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only")
-        .env("CARGO_PROFILE_DEV_OPT_LEVEL", "0")
+        .env("CARGO_TARGET_DIR", build_folder())
         .env_remove("RUSTFLAGS")
         .output()
         .expect("cargo runs");
@@ -27,7 +32,7 @@ fn cargo(folder: &Path, words: &[&str]) -> String {
 }
 
 /// A project with the dependencies of a program that trains a layer in candle, in the versions
-/// that this crate is tested with.
+/// and with the profile that this crate is tested with.
 fn new_project(folder: &Path) -> PathBuf {
     cargo(
         folder,
@@ -42,6 +47,11 @@ fn new_project(folder: &Path) -> PathBuf {
     let candle = ["candle-core@0.11", "--no-default-features"];
     cargo(&project, &[&add[..], &candle[..]].concat());
     fs::copy(here().join("Cargo.lock"), project.join("Cargo.lock")).expect("it can be copied");
+    let manifest = fs::read_to_string(here().join("Cargo.toml")).expect("it can be read");
+    let profile = manifest.find("[profile.dev]").expect("it has a profile");
+    let own = project.join("Cargo.toml");
+    let text = fs::read_to_string(&own).expect("cargo wrote it");
+    fs::write(&own, text + &manifest[profile..]).expect("it can be written");
     project
 }
 
@@ -51,11 +61,7 @@ fn a_new_project_trains_the_op() {
     let project = new_project(folder.path());
     let program = here().join("examples/train.rs");
     fs::copy(program, project.join("src/main.rs")).unwrap();
-    let debug = "profile.dev.package.\"*\".debug=false";
-    let printed = cargo(
-        &project,
-        &["run", "--quiet", "--offline", "--config", debug],
-    );
+    let printed = cargo(&project, &["run", "--quiet", "--offline"]);
     cargo(
         &project,
         &[

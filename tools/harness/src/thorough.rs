@@ -15,3 +15,10 @@ pub fn is_on() -> bool {
 pub fn takes(n: usize, of: usize) -> bool {
     n.is_multiple_of(of) || is_on()
 }
+
+/// Iterates over the half of `all` that this run takes with value `n` of something else: with the
+/// next value it takes the other half. Over all of them if this run takes all combinations.
+pub fn in_turns<T>(n: usize, all: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    let numbered = all.into_iter().enumerate();
+    numbered.filter_map(move |(i, one)| takes(n + i, 2).then_some(one))
+}

@@ -7,6 +7,7 @@ use moesaic_harness::gemm::Gemms;
 use moesaic_harness::plans::only;
 use moesaic_harness::rows::{Rows, Spread};
 use moesaic_harness::specs::{layer, with};
+use moesaic_harness::thorough::in_turns;
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::PlanOptions;
 use moesaic_spec::*;
@@ -178,8 +179,9 @@ fn weights_are_read_once() {
         slots: Slots::OfRow(8),
     };
     for (i, dtype) in TYPES.into_iter().enumerate() {
-        for (experts, form) in [(2, form(i)), (8, form(i + 1))] {
-            for target in ["sim:sm_80", "sim:sm_90a"] {
+        let cases = [(2, form(i)), (8, form(i + 1))];
+        for (j, (experts, form)) in cases.into_iter().enumerate() {
+            for target in in_turns(i + j, ["sim:sm_80", "sim:sm_90a"]) {
                 let gemms = cuda(&whole(experts, dtype, form), target);
                 for tokens in COUNTS {
                     reader.check(&gemms, tokens, &check_requests);
@@ -193,9 +195,10 @@ fn weights_are_read_once() {
 /// see bytes, but of lanes that only read along.
 #[test]
 fn amd_weights_are_read_once() {
-    for target in MFMA {
+    for (n, target) in MFMA.into_iter().enumerate() {
         for (i, dtype) in TYPES.into_iter().enumerate() {
-            for (experts, edge, form) in [(4, 32, form(i)), (64, 16, form(i + 1))] {
+            let cases = [(4, 32, form(i)), (64, 16, form(i + 1))];
+            for (experts, edge, form) in in_turns(n + i, cases) {
                 let gemms = amd(&whole(experts, dtype, form), target);
                 // Every lane takes the rows of its place in each `edge` of 64.
                 let reader = Reader {
@@ -212,10 +215,10 @@ fn amd_weights_are_read_once() {
 }
 
 /// Weights and rows, so many bytes, are asked for 16 bytes at a time; no lanes meet in a bank.
-fn check_requests(rng_key: &KernelCounters, bytes: u64) {
-    let wide = rng_key.global_widths[4] * 16 * 32;
-    assert!(wide >= bytes, "{bytes} bytes: {rng_key:?}");
-    assert_eq!(rng_key.shared.bank_conflicts(), 0, "{rng_key:?}");
+fn check_requests(counters: &KernelCounters, bytes: u64) {
+    let wide = counters.global_widths[4] * 16 * 32;
+    assert!(wide >= bytes, "{bytes} bytes: {counters:?}");
+    assert_eq!(counters.shared.bank_conflicts(), 0, "{counters:?}");
 }
 
 /// The properties of a block: threads, lines of weights, and loads of slots.
@@ -252,18 +255,18 @@ impl Reader {
         for spread in [Spread::One, Spread::Random] {
             gemms.check_call(tokens, spread);
             let rows = Rows::new(spec, tokens, spread);
-            let rng_key = gemms.harness.take_counters();
-            assert_eq!(rng_key.len(), 2, "kernels of many are not launched");
-            for (rng_key, (product, columns)) in
-                rng_key.iter().zip(products(spec, &rows, self.lines))
+            let launched = gemms.harness.take_counters();
+            assert_eq!(launched.len(), 2, "kernels of many are not launched");
+            for (counters, (product, columns)) in
+                launched.iter().zip(products(spec, &rows, self.lines))
             {
                 let target = gemms.harness.plan.target;
                 let what = format!("{target}, {tokens} tokens {spread:?}, {spec:?}");
-                let read = product.factors() + self.indices(&product, rng_key.blocks);
-                assert_eq!(rng_key.global_loads.bytes, read, "read, {what}");
+                let read = product.factors() + self.indices(&product, counters.blocks);
+                assert_eq!(counters.global_loads.bytes, read, "read, {what}");
                 let written = rows.count() as u64 * columns * size(spec);
-                assert_eq!(rng_key.global_stores.bytes, written, "written, {what}");
-                also(rng_key, product.factors());
+                assert_eq!(counters.global_stores.bytes, written, "written, {what}");
+                also(counters, product.factors());
             }
         }
     }

@@ -31,7 +31,7 @@ fn hopper(spec: &LayerSpec, seed: u64) -> Gemms {
 /// Inner widths with and without a tail, outer widths below, at and above a
 /// tile, one of them odd; experts and top-k for both heights of a tile.
 #[test]
-fn any_width_that_the_copy_engine_takes() {
+fn any_width_that_tma_takes() {
     let cases = [
         ([64, 40, 136], [1, 1]),
         ([72, 264, 65], [3, 2]),

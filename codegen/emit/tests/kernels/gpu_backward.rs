@@ -3,6 +3,7 @@
 
 use moesaic_harness::plans::planned;
 use moesaic_harness::specs::{biased, external as spec, limited, with};
+use moesaic_harness::thorough::in_turns;
 use moesaic_harness::{Harness, backward, specs};
 use moesaic_kernel::DType;
 use moesaic_plan::{PlanOptions, Recompute, Training};
@@ -52,9 +53,10 @@ fn types_and_awkward_widths() {
     // One text for warps of 32, by both simulators in turn.
     let [fibers, waves, ptx] = TARGETS;
     let warps = [fibers, ptx].into_iter().cycle();
-    for (((d, h), (weights, activations)), warps) in widths.into_iter().zip(types).zip(warps) {
+    let cases = widths.into_iter().zip(types).zip(warps);
+    for (i, (((d, h), (weights, activations)), warps)) in cases.enumerate() {
         let spec = typed(spec(d, h, 5, 2), weights, activations);
-        for target in [warps, waves] {
+        for target in in_turns(i, [warps, waves]) {
             run(target, &spec, &[0, 33, 150]);
         }
     }

@@ -4,7 +4,7 @@
 use moesaic_emit::{emit, emit_layer};
 use moesaic_harness::kept::Kept;
 use moesaic_harness::specs::{self, spec};
-use moesaic_harness::thorough::takes;
+use moesaic_harness::thorough::in_turns;
 use moesaic_kernel::{DType, KernelSource, Stem, Target};
 use moesaic_plan::{KernelPlan, LayerPlan, PlanOptions, Training, plan};
 use moesaic_spec::*;
@@ -196,10 +196,8 @@ fn compile_all(compiler: &dyn Compiler, backend: &str, archs: &[&str], shared: u
     let mut done = BTreeSet::new();
     for (n, arch) in archs.iter().enumerate() {
         let target = format!("{backend}:{arch}");
-        for (i, spec) in [mixtral(), qwen3()].iter().enumerate() {
-            if takes(n + i, 2) {
-                compile(compiler, spec, &target, shared, &mut done);
-            }
+        for spec in in_turns(n, [mixtral(), qwen3()]) {
+            compile(compiler, &spec, &target, shared, &mut done);
         }
     }
     for (spec, arch) in options().iter().zip(archs.iter().cycle()) {
@@ -253,12 +251,6 @@ fn gemm_layers(dtype: DType) -> Vec<LayerSpec> {
 fn halves<'a>(archs: &'a [&str]) -> impl Iterator<Item = (&'a str, DType)> {
     let types = [DType::Bf16, DType::F16].into_iter().cycle();
     archs.iter().copied().zip(types)
-}
-
-/// Half of the layers for each architecture, and the other half for the next.
-fn in_turns(arch: usize, specs: Vec<LayerSpec>) -> impl Iterator<Item = LayerSpec> {
-    let all = specs.into_iter().enumerate();
-    all.filter_map(move |(i, spec)| takes(arch + i, 2).then_some(spec))
 }
 
 #[test]
@@ -390,7 +382,7 @@ fn clang_compiles_every_matrix_gemm_of_training() {
     let types = [DType::Bf16, DType::F16, DType::F32];
     for (first, arch) in ["gfx90a", "gfx942", "gfx950", "gfx1100"].iter().enumerate() {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
-        for i in (0..4).filter(|i| takes(first + i, 2)) {
+        for i in in_turns(first, 0..4) {
             let spec = gemm_layers(types[(first + i) % 3]).swap_remove(i);
             let plan = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
             for source in gemms(&plan) {

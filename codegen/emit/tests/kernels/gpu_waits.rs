@@ -4,6 +4,7 @@
 use crate::gpu_compile::{deepseek_v3, mixtral};
 use moesaic_emit::emit;
 use moesaic_harness::kept::Kept;
+use moesaic_harness::thorough::in_turns;
 use moesaic_kernel::Target;
 use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_target::{CompileOptions, Compiler};
@@ -51,9 +52,9 @@ fn early(code: &[u8]) -> Vec<&'static str> {
 #[test]
 fn nothing_is_touched_before_the_wait() {
     let compiler = Kept::new(testing::nvrtc());
-    for arch in ["sm_90a", "sm_120a"] {
+    for (n, arch) in ["sm_90a", "sm_120a"].into_iter().enumerate() {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
-        for spec in [mixtral(), deepseek_v3()] {
+        for spec in in_turns(n, [mixtral(), deepseek_v3()]) {
             let forward = plan(&spec, target, &PlanOptions::default()).unwrap();
             let training = PlanOptions::training(Training::default());
             let both = [forward, plan(&spec, target, &training).unwrap()];

@@ -24,7 +24,7 @@ fn hopper(spec: &LayerSpec, seed: u64) -> BackwardGemms {
 
 /// Widths with and without tails, below, at and above a tile.
 #[test]
-fn any_width_that_the_copy_engine_takes() {
+fn any_width_that_tma_takes() {
     let cases = [
         ([64, 40, 136], [1, 1]),
         ([72, 264, 64], [3, 2]),

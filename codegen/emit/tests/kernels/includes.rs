@@ -2,6 +2,7 @@
 //! leaves out a part that it uses, whatever the layer.
 
 use moesaic_emit::emit_layer;
+use moesaic_harness::thorough::in_turns;
 use moesaic_kernel::Target;
 use moesaic_plan::{Both, CommDtype, LayerPlan, Parallel, PlanOptions, Training, plan, plan_rank};
 use moesaic_spec::LayerSpec;
@@ -125,7 +126,7 @@ fn between_nodes(spec: &LayerSpec, target: Target) -> LayerPlan {
 fn check(target: &str, known: &BTreeSet<&str>, seeds: std::ops::Range<u64>) {
     let target: Target = target.parse().unwrap();
     let mut seen = BTreeSet::new();
-    for spec in seeds.map(sample).chain([p_norm_alone()]) {
+    for spec in in_turns(0, seeds).map(sample).chain([p_norm_alone()]) {
         let plans = [
             plan(&spec, target, &PlanOptions::default()),
             plan(&spec, target, &PlanOptions::training(Training::default())),

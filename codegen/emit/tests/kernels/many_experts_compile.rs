@@ -3,6 +3,7 @@
 
 use moesaic_emit::emit;
 use moesaic_harness::kept::Kept;
+use moesaic_harness::thorough::in_turns;
 use moesaic_kernel::{Stem, Target};
 use moesaic_plan::{PlanOptions, Training, plan};
 use moesaic_spec::*;
@@ -60,9 +61,9 @@ fn layers() -> Vec<LayerSpec> {
 }
 
 fn check(compiler: &dyn Compiler, targets: &[&str], shared: u32) {
-    for target in targets {
+    for (n, target) in targets.iter().enumerate() {
         let target: Target = target.parse().unwrap();
-        for spec in layers() {
+        for spec in in_turns(n, layers()) {
             let plan = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
             let routing = |kernel: &&moesaic_plan::KernelPlan| ROUTING.contains(&kernel.stem());
             for kernel in plan.kernels.iter().filter(routing) {
