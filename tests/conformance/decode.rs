@@ -8,6 +8,7 @@ use super::simulated::{SIMULATORS, open};
 use moesaic::plan::DECODE_TOKENS;
 use moesaic::spec::{LayerSpec, SharedExpert, SharedGate};
 use moesaic::{DType, Engine};
+use moesaic_harness::thorough::in_turns;
 
 const MANY: usize = DECODE_TOKENS as usize + 6;
 
@@ -57,17 +58,15 @@ fn shared_of(hidden_dim: usize) -> SharedExpert {
 }
 
 /// Widths of whole lines, of pieces, and odd ones; a shared expert that is multiplied in the
-/// launch of the routed ones, one in its own, and none.
-fn on(target: &str) {
+/// launch of the routed ones, one in its own, and none. Targets, numbered, take turns.
+fn on(target: &str, turn: usize) {
     let engine = open(target);
     for (i, dtype) in [DType::Bf16, DType::F32, DType::F16]
         .into_iter()
         .enumerate()
     {
-        for (j, (d, h, e, k)) in [(128, 64, 8, 2), (70, 90, 5, 3), (37, 21, 40, 4)]
-            .into_iter()
-            .enumerate()
-        {
+        let shapes = [(128, 64, 8, 2), (70, 90, 5, 3), (37, 21, 40, 4)];
+        for (j, (d, h, e, k)) in in_turns(turn + i, shapes.into_iter().enumerate()) {
             let mut spec = of_type(dtype, small(d, h, e, k));
             spec.experts.bias = (j == 1).into();
             let shared = [Some(h / 2), Some(h + 1), None][j];
@@ -79,33 +78,31 @@ fn on(target: &str) {
 
 #[test]
 fn sm_80_gives_a_token_the_same_bytes_in_any_company() {
-    on("sim:sm_80");
+    on("sim:sm_80", 0);
 }
 
 #[test]
 fn sm_90a_gives_a_token_the_same_bytes_in_any_company() {
-    on("sim:sm_90a");
+    on("sim:sm_90a", 1);
 }
 
 #[test]
 fn gfx942_gives_a_token_the_same_bytes_in_any_company() {
-    on("sim:gfx942");
+    on("sim:gfx942", 1);
 }
 
 /// The gate of a shared expert, of one logit or of two with biases, is made with the router's
 /// logits, which have biases or none; experts fill their tiles, or do not.
 #[test]
 fn a_shared_gate_comes_along() {
-    for target in SIMULATORS {
+    for (n, target) in SIMULATORS.into_iter().enumerate() {
         let engine = open(target);
         for (i, gate) in [SharedGate::Sigmoid, SharedGate::Residual]
             .into_iter()
             .enumerate()
         {
-            for (j, (experts, bias)) in [(5, true), (33, false), (64, i == 0)]
-                .into_iter()
-                .enumerate()
-            {
+            let routers = [(5, true), (33, false), (64, i == 0)];
+            for (j, (experts, bias)) in in_turns(n + i, routers.into_iter().enumerate()) {
                 let mut spec = of_type(DType::Bf16, small(70, 24, experts, 2));
                 spec.router.bias = bias;
                 spec.shared = vec![SharedExpert {

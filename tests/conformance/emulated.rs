@@ -15,7 +15,7 @@ const NEON_BF16: &str = "sim:neonbf16";
 
 #[test]
 fn neon_agrees_on_random_specs() {
-    random_specs(NEON);
+    random_specs(NEON, 1);
 }
 
 #[test]
@@ -40,7 +40,7 @@ fn neon_trains_shapes() {
 
 #[test]
 fn neon_trains_options() {
-    options(NEON);
+    options(NEON, 1);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 use super::cases::{trained_options, trained_shapes};
 use super::simulated::{SIMULATORS, open};
 use moesaic::Recompute;
+use moesaic_harness::thorough::in_turns;
 
 /// Sizes that fit no tile, and sizes that tensor cores and matrix cores take,
 /// in every type.
@@ -14,12 +15,12 @@ pub fn shapes(target: &str) {
     each.for_each(|case| case.check_training(&engine, Recompute::None));
 }
 
-/// Everything that changes what flows back, in every recompute mode.
-pub fn options(target: &str) {
+/// Everything that changes what flows back, in every recompute mode; simulators, numbered, take
+/// turns.
+pub fn options(target: &str, turn: usize) {
     let engine = open(target);
-    let cases = trained_options();
-    let each = cases.iter();
-    each.for_each(|(case, recompute)| case.check_training(&engine, *recompute));
+    let each = in_turns(turn, trained_options());
+    each.for_each(|(case, recompute)| case.check_training(&engine, recompute));
 }
 
 #[test]
@@ -39,15 +40,15 @@ fn gfx942_trains_shapes() {
 
 #[test]
 fn sm_80_trains_options() {
-    options(SIMULATORS[0]);
+    options(SIMULATORS[0], 0);
 }
 
 #[test]
 fn sm_90a_trains_options() {
-    options(SIMULATORS[1]);
+    options(SIMULATORS[1], 1);
 }
 
 #[test]
 fn gfx942_trains_options() {
-    options(SIMULATORS[2]);
+    options(SIMULATORS[2], 0);
 }
