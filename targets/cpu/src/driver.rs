@@ -1,7 +1,7 @@
 //! Runs a compiler program.
 
 use moesaic_kernel::CpuIsa;
-use moesaic_target::{CompileError, CompilerReason};
+use moesaic_target::{CompileError, CompilerReason, script};
 use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -79,6 +79,11 @@ impl Driver {
 
     pub(crate) fn leading_args(&self) -> &[String] {
         &self.args
+    }
+
+    /// Returns a word for the scripts through which the compiler is called.
+    pub(crate) fn scripts(&self) -> Option<String> {
+        script::scripts(&self.program, &self.args)
     }
 
     /// Returns the program and its leading arguments, as a person would type
