@@ -135,6 +135,8 @@ pub fn start() -> ExitCode {
     log::start(console);
     report_defects(console);
     #[cfg(unix)]
+    signals::report_too_large_files();
+    #[cfg(unix)]
     if !cli.command.hears_signals() {
         signals::clean_up_at_the_end();
     }

@@ -1,4 +1,5 @@
-//! Signals that end this process: it removes its temporary folders first.
+//! Signals that end this process: it removes its temporary folders first. A write behind the limit
+//! on the sizes of files is an error instead.
 
 use moesaic::target::scratch;
 use std::fs::File;
@@ -25,6 +26,16 @@ extern "C" fn heard(signal: libc::c_int) {
     unsafe { libc::write(PIPE.load(Ordering::SeqCst), (&raw const byte).cast(), 1) };
 }
 
+/// Does nothing, so that the write which went behind the limit returns an error.
+extern "C" fn passed(_: libc::c_int) {}
+
+/// Makes a write behind the limit on the sizes of files (`ulimit -f`) an error, as one on a full
+/// disk is: the signal would end the process and leave half a file. Programs that this one starts
+/// have the signal's default effect, which is why it has a handler and is not ignored.
+pub fn report_too_large_files() {
+    listen(libc::SIGXFSZ, passed);
+}
+
 /// Makes signals that end this process remove its temporary folders first. If the pipe or the
 /// thread cannot be made, signals keep their default effect.
 pub fn clean_up_at_the_end() {
@@ -38,7 +49,7 @@ pub fn clean_up_at_the_end() {
         }
     });
     if waiting.is_ok() {
-        SIGNALS.into_iter().for_each(listen);
+        SIGNALS.into_iter().for_each(|signal| listen(signal, heard));
     }
 }
 
@@ -68,7 +79,7 @@ fn pipe() -> io::Result<File> {
 }
 
 /// Installs the handler, unless `nohup` or a shell's `&` has made this process ignore the signal.
-fn listen(signal: libc::c_int) {
+fn listen(signal: libc::c_int, handler: extern "C" fn(libc::c_int)) {
     // SAFETY: an action is plain bits, and the all-zero action is one without flags and mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     // SAFETY: the action lives here, and is only written.
@@ -76,7 +87,7 @@ fn listen(signal: libc::c_int) {
     if known != 0 || action.sa_sigaction == libc::SIG_IGN {
         return;
     }
-    action.sa_sigaction = heard as extern "C" fn(libc::c_int) as libc::sighandler_t;
+    action.sa_sigaction = handler as libc::sighandler_t;
     // System calls in flight go on until the signals thread ends the process, so that no other
     // thread reports an interrupted call as a failure of its own.
     action.sa_flags = libc::SA_RESTART;

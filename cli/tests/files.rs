@@ -383,3 +383,36 @@ fn shards_know_their_rank() {
     assert!(few.stderr.contains("in the part of rank") && !few.stderr.contains("Some("));
     assert_eq!(few.code, 2, "{}", few.stderr);
 }
+
+/// A file that would pass the limit of `ulimit -f` is an error, and no end by a signal that leaves
+/// a part of it.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_file_larger_than_the_limit_is_an_error() {
+    let all = Spared::new();
+    let mut call = command();
+    call.current_dir(all.small.dir.path());
+    let shard = "experts shard --spec small.toml --weights w.safetensors --ranks 1 -o ranks";
+    call.args(shard.split(' '));
+    let limited = || {
+        let limit = libc::rlimit {
+            rlim_cur: 100,
+            rlim_max: 100,
+        };
+        // SAFETY: the limit lives here. What runs the tests may ignore the signal.
+        let refused = unsafe {
+            libc::signal(libc::SIGXFSZ, libc::SIG_DFL);
+            libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit)
+        };
+        if refused == 0 {
+            Ok(())
+        } else {
+            Err(std::io::Error::last_os_error())
+        }
+    };
+    // SAFETY: between fork and exec only system calls are made.
+    unsafe { std::os::unix::process::CommandExt::pre_exec(&mut call, limited) };
+    finish(&mut call).fails(1, &["cannot write", "ranks/rank-0.safetensors"]);
+    let left = contents(&all.small.dir.path().join("ranks"));
+    assert!(left.is_empty(), "{left:?}");
+}

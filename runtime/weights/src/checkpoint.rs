@@ -2,12 +2,13 @@
 
 use crate::WeightsError;
 use crate::gguf::{self, Gguf, Kind};
+use crate::regular;
 use moesaic_kernel::DType;
 use moesaic_spec::hf::parse_json;
 use moesaic_tensor::{Bytes, Map, SourceError, Tensor, WeightSource};
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::{self, File};
+use std::fs;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -341,7 +342,7 @@ impl WeightSource for Checkpoint {
 
 impl Shard {
     fn open(file: PathBuf) -> Result<Shard, WeightsError> {
-        let handle = File::open(&file).map_err(WeightsError::io(&file))?;
+        let handle = regular::open(&file)?;
         let length = handle.metadata().map_err(WeightsError::io(&file))?.len();
         // An empty file cannot be mapped, and a shorter one has no header length.
         if length < 8 {

@@ -47,6 +47,13 @@ pub enum WeightsError {
         source: io::Error,
     },
 
+    /// The path is a pipe, a device or the like.
+    #[error("{path} is no regular file, and others cannot be mapped: copy its contents to one", path = .path.display())]
+    NotRegular {
+        /// The path.
+        path: PathBuf,
+    },
+
     /// The file is truncated, or its content does not match its name.
     #[error("{file} is damaged: {reason}", file = .file.display())]
     Corrupt {

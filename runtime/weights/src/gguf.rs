@@ -2,12 +2,13 @@
 
 use crate::WeightsError;
 use crate::gguf_header::{Header, Info, read_header};
+use crate::regular;
 use moesaic_kernel::DType;
 use moesaic_spec::format::Blocks;
 use moesaic_spec::gguf::{Metadata, NUMBERS, TensorInfo, number_id};
 use moesaic_tensor::Map;
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -105,8 +106,8 @@ pub(crate) fn unread(id: u32) -> String {
 /// Returns true if the file begins as GGUF files do.
 pub(crate) fn is_gguf(path: &Path) -> bool {
     let mut start = [0; 4];
-    let file = File::open(path).and_then(|mut file| file.read_exact(&mut start));
-    file.is_ok() && start == *MAGIC
+    let file = regular::open(path).is_ok_and(|mut file| file.read_exact(&mut start).is_ok());
+    file && start == *MAGIC
 }
 
 /// Returns the files of the model at a path: all shards if the file is one of several, or those of
@@ -183,16 +184,10 @@ impl Gguf {
             metadata: Metadata::default(),
         };
         let files = files_of(path);
-        let several = files.len() > 1;
+        let count = files.len();
         for (at, file) in files.into_iter().enumerate() {
             let header = found.add(&file)?;
-            let said = header.split_count.unwrap_or(1);
-            // A renamed part would otherwise look like a whole model with most tensors missing.
-            if !several && said > 1 {
-                let reason = format!(
-                    "it is one of {said} shards; name it as llama.cpp does, \
-                     NAME-00001-of-{said:05}.gguf, beside the others"
-                );
+            if let Err(reason) = header.check_shard(at, count) {
                 return Err(WeightsError::Corrupt { file, reason });
             }
             // llama.cpp writes the metadata into the first file only.
@@ -204,7 +199,7 @@ impl Gguf {
     }
 
     fn add(&mut self, file: &Path) -> Result<Header, WeightsError> {
-        let handle = File::open(file).map_err(WeightsError::io(file))?;
+        let handle = regular::open(file)?;
         let map = Map::new(&handle).map_err(WeightsError::io(file))?;
         let corrupt = |reason: String| WeightsError::Corrupt {
             file: file.to_path_buf(),

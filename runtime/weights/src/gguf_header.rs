@@ -11,8 +11,29 @@ use std::ops::Range;
 pub(crate) struct Header {
     pub values: BTreeMap<String, Value>,
     pub infos: Vec<Info>,
-    /// `split.count`: the number of shards of the model.
-    pub split_count: Option<u64>,
+}
+
+impl Header {
+    /// Refuses a file that says it is another one than the shard with index `at` of `count` files.
+    pub fn check_shard(&self, at: usize, count: usize) -> Result<(), String> {
+        let said = |key| match self.values.get(key) {
+            Some(Value::Int(number)) => usize::try_from(*number).ok(),
+            _ => None,
+        };
+        match (said("split.count"), said("split.no")) {
+            // A renamed part would otherwise look like a whole model with most tensors missing.
+            (Some(said), _) if said > 1 && said != count => Err(format!(
+                "it is one of {said} shards; name it as llama.cpp does, \
+                 NAME-00001-of-{said:05}.gguf, beside the others"
+            )),
+            (_, Some(said)) if said != at => Err(format!(
+                "by its name it is shard {}, and by its key `split.no` shard {}",
+                at + 1,
+                said.saturating_add(1)
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// The shape and place of a tensor.
@@ -66,6 +87,10 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
         let key = from.text()?;
         let kind = from.u32()?;
         let value = from.value(kind)?;
+        // Which of the two was meant is unknowable.
+        if values.contains_key(&key) {
+            return Err(format!("its header has `{key}` twice"));
+        }
         values.insert(key, value);
     }
     let mut entries = Vec::new();
@@ -85,15 +110,25 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
         let placed = place(entry, data, alignment, file.len() as u64);
         placed.map_err(|reason| format!("tensor `{name}` {reason}"))
     });
-    let split_count = match values.get("split.count") {
-        Some(Value::Int(count)) => u64::try_from(*count).ok(),
-        _ => None,
-    };
-    Ok(Header {
-        infos: infos.collect::<Result<_, _>>()?,
-        values,
-        split_count,
-    })
+    let infos = infos.collect::<Result<Vec<_>, _>>()?;
+    check_apart(&infos)?;
+    Ok(Header { values, infos })
+}
+
+/// Refuses tensors that share bytes, because at least one of them is not what its name says.
+fn check_apart(infos: &[Info]) -> Result<(), String> {
+    let mut by_place: Vec<&Info> = infos.iter().filter(|info| !info.bytes.is_empty()).collect();
+    by_place.sort_by_key(|info| info.bytes.start);
+    let shared = by_place
+        .windows(2)
+        .find(|pair| pair[1].bytes.start < pair[0].bytes.end);
+    match shared {
+        None => Ok(()),
+        Some(pair) => Err(format!(
+            "tensors `{}` and `{}` share bytes",
+            pair[0].name, pair[1].name
+        )),
+    }
 }
 
 /// Returns the place of the tensor in a file of `length` bytes whose tensors begin at `data`.

@@ -26,6 +26,7 @@ mod quantize;
 mod quantized;
 mod reader;
 mod recipe;
+mod regular;
 mod stored;
 mod stray;
 mod view;

@@ -200,6 +200,28 @@ fn damaged_files_are_errors() {
     assert!(matches!(error, WeightsError::Corrupt { .. }), "{error}");
 }
 
+/// A pipe is refused at once: opening it would wait for a writer.
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_refused_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let pipe = dir.path().join("model.safetensors");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status();
+    assert!(made.unwrap().success());
+    let (done, opened) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let files = Checkpoint::files_of(&pipe);
+        done.send((files, Checkpoint::open(&pipe))).unwrap();
+    });
+    let seconds = std::time::Duration::from_secs(20);
+    let (_, refused) = opened.recv_timeout(seconds).expect("it waits for a writer");
+    let refused = refused.unwrap_err();
+    assert!(
+        matches!(refused, WeightsError::NotRegular { .. }),
+        "{refused}"
+    );
+}
+
 #[test]
 fn shards_and_their_index() {
     let dir = tempfile::tempdir().unwrap();

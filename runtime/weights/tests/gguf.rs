@@ -134,6 +134,16 @@ fn shards_fused_halves_and_alignments_change_nothing() {
     for path in [name(1), name(2), shards.path().to_path_buf()] {
         assert_eq!(load(&path), whole);
     }
+    let third = shards.path().join("m-00001-of-00003.gguf");
+    for (number, file) in [(1, &first), (2, &second), (3, &File::default())] {
+        file.write(&shards.path().join(format!("m-{number:05}-of-00003.gguf")));
+    }
+    let said = Checkpoint::open(&third).unwrap_err().to_string();
+    assert!(said.contains("it is one of 2 shards"), "{said}");
+    second.number("split.no", 0);
+    second.write(&name(2));
+    let said = Checkpoint::open(name(1)).unwrap_err().to_string();
+    assert!(said.contains("by its key `split.no` shard 1"), "{said}");
     let alone = shards.path().join("alone.gguf");
     first.write(&alone);
     let said = Checkpoint::open(&alone).unwrap_err().to_string();
@@ -187,6 +197,24 @@ fn headers_that_lie_are_one_error() {
     endless.write(&path);
     let said = Checkpoint::open(&path).unwrap_err().to_string();
     assert!(said.contains("more than there can be"), "{said}");
+    let mut twice = qwen2();
+    twice.number("qwen2moe.expert_used_count", 2);
+    twice.write(&path);
+    let said = Checkpoint::open(&path).unwrap_err().to_string();
+    assert!(
+        said.contains("`qwen2moe.expert_used_count` twice"),
+        "{said}"
+    );
+    // The router's size is 32 bytes, and the next tensor begins where it ends.
+    let mut bytes = whole.clone();
+    let name = b"blk.0.ffn_gate_exps.weight";
+    let at = bytes.windows(name.len()).position(|at| at == name).unwrap();
+    let offset = at + name.len() + 4 + 3 * 8 + 4;
+    assert_eq!(bytes[offset], 32);
+    bytes[offset] = 0;
+    fs::write(&path, bytes).unwrap();
+    let said = Checkpoint::open(&path).unwrap_err().to_string();
+    assert!(said.contains("share bytes"), "{said}");
     let mut torn = qwen2();
     torn.tensors[1].2 = 2;
     torn.write(&path);

@@ -17,6 +17,7 @@ mod error;
 #[cfg(feature = "gpu")]
 pub mod gpu;
 pub mod scratch;
+pub mod script;
 mod stream;
 
 pub use args::{ArgBlock, MAP_BYTES, MapBytes, gpu_grid};

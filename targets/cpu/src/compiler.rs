@@ -17,6 +17,7 @@ use std::time::Instant;
 pub struct CpuCompiler {
     driver: Driver,
     version: OnceLock<String>,
+    scripts: OnceLock<Option<String>>,
 }
 
 impl CpuCompiler {
@@ -56,20 +57,30 @@ impl CpuCompiler {
     /// program has not changed since. From then on, [`Compiler::compile`] alone
     /// runs the compiler.
     pub fn recall(&self, identity: &Identity) -> bool {
-        let same = self.driver.leading_args().is_empty() && identity.is_current(self.program());
+        let same = !self.is_launcher() && identity.is_current(self.program());
         same && self.version.set(identity.version.clone()).is_ok()
     }
 
     /// Returns the identity to remember for the next process. Runs the compiler
     /// once if its version is not known yet. The result is `None` if the
     /// compiler does not tell its version, or if it is a launcher such as
-    /// `ccache gcc`, whose file does not change along with the compiler behind
-    /// it.
+    /// `ccache gcc` or a script, whose file does not change along with the
+    /// compiler behind it.
     pub fn identity(&self) -> Option<Identity> {
-        if !self.driver.leading_args().is_empty() || self.version() == UNKNOWN {
+        if self.is_launcher() || self.version() == UNKNOWN {
             return None;
         }
         Identity::new(self.program(), self.version().to_string())
+    }
+
+    fn is_launcher(&self) -> bool {
+        !self.driver.leading_args().is_empty() || self.scripts().is_some()
+    }
+
+    fn scripts(&self) -> Option<&str> {
+        self.scripts
+            .get_or_init(|| self.driver.scripts())
+            .as_deref()
     }
 
     fn version(&self) -> &str {
@@ -197,6 +208,7 @@ impl From<Driver> for CpuCompiler {
         CpuCompiler {
             driver,
             version: OnceLock::new(),
+            scripts: OnceLock::new(),
         }
     }
 }
@@ -222,6 +234,7 @@ impl Compiler for CpuCompiler {
             .iter()
             .filter(|arg| !arg.contains('/'));
         let mut words = vec![format!("{};", self.version())];
+        words.extend(self.scripts().map(str::to_string));
         words.extend(leading.cloned());
         words.extend(flags::compile_flags(isa).iter().map(ToString::to_string));
         words.push(format!("{}-{}", flags::arch_of(isa), std::env::consts::OS));

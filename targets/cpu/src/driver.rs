@@ -1,13 +1,14 @@
 //! Runs a compiler program.
 
+use crate::child::{self, NoOutput};
+use crate::flags;
 use moesaic_kernel::CpuIsa;
-use moesaic_target::{CompileError, CompilerReason};
+use moesaic_target::{CompileError, CompilerReason, SharedError, script};
 use std::ffi::OsStr;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Output, Stdio};
-
-use crate::flags;
+use std::time::Duration;
 
 /// Names inside the compile directory. They are relative, so neither the binary
 /// nor a message holds a path of this machine.
@@ -16,6 +17,11 @@ const OBJECT: &str = "kernel.o";
 pub(crate) const MAIN: &str = "main.c";
 const MAIN_OBJECT: &str = "main.o";
 pub(crate) const BINARY: &str = "kernel.so";
+
+/// Time limit of a question about the version.
+const QUESTION: Duration = Duration::from_secs(20);
+/// Time limit of a compile, which takes seconds.
+const COMPILE: Duration = Duration::from_secs(300);
 
 /// Variables that would change the output or write files elsewhere.
 const CLEARED: [&str; 7] = [
@@ -81,6 +87,11 @@ impl Driver {
         &self.args
     }
 
+    /// Returns a word for the scripts through which the compiler is called.
+    pub(crate) fn scripts(&self) -> Option<String> {
+        script::scripts(&self.program, &self.args)
+    }
+
     /// Returns the program and its leading arguments, as a person would type
     /// them.
     pub(crate) fn spelling(&self) -> String {
@@ -105,28 +116,29 @@ impl Driver {
     }
 
     /// Asks for product, version and machine; returns one line without paths.
-    pub(crate) fn version(&self) -> io::Result<String> {
+    pub(crate) fn version(&self) -> Result<String, NoOutput> {
         let args: &[&str] = match self.kind {
             Kind::Cc => &["-v"],
             Kind::Zig => &["version"],
         };
-        let output = self.command(None, args).output()?;
+        let output = child::output(&mut self.command(None, args), QUESTION)?;
         let text = both_streams(&output);
         match self.kind {
             Kind::Zig if output.status.success() => Some(format!("zig {}", text.trim())),
             Kind::Cc if output.status.success() => version_line(&text),
             _ => None,
         }
-        .ok_or_else(|| io::Error::other(format!("`{}` does not say its version", self.spelling())))
+        .ok_or_else(|| {
+            let said = format!("`{}` does not say its version", self.spelling());
+            NoOutput::System(io::Error::other(said))
+        })
     }
 
     /// Builds the texts in `dir` into `BINARY`; returns the compiler's output.
     pub(crate) fn build(&self, dir: &Path, isa: CpuIsa, form: Form) -> Result<String, Failure> {
         let mut log = String::new();
         for args in self.steps(isa, form) {
-            let output = self
-                .command(Some(dir), &args)
-                .output()
+            let output = child::output(&mut self.command(Some(dir), &args), COMPILE)
                 .map_err(Failure::NotRun)?;
             log.push_str(&both_streams(&output));
             if !output.status.success() {
@@ -204,8 +216,8 @@ fn zig_steps(flags: &[&str], isa: CpuIsa, form: Form) -> Vec<Vec<String>> {
 /// A build without a binary.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The program could not be started.
-    NotRun(io::Error),
+    /// The program could not be started, or did not end.
+    NotRun(NoOutput),
     /// The program failed with this output.
     Exited(ExitStatus, String),
 }
@@ -221,7 +233,10 @@ impl Failure {
         };
         let target = moesaic_kernel::Target::Cpu(isa).to_string();
         match self {
-            Failure::NotRun(error) => failed(CompilerReason::NotStarted(error.into())),
+            Failure::NotRun(NoOutput::System(error)) => {
+                failed(CompilerReason::NotStarted(error.into()))
+            }
+            Failure::NotRun(error) => failed(CompilerReason::Other(SharedError::new(error))),
             Failure::Exited(status, log) => match Verdict::of(status, &log) {
                 Verdict::Crashed(how) => failed(CompilerReason::Crashed {
                     how,

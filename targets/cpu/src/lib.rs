@@ -20,6 +20,7 @@
 
 mod affinity;
 mod caches;
+mod child;
 mod compiler;
 mod device;
 mod driver;

@@ -2,7 +2,7 @@
 
 use crate::child::{self, ChildError};
 use moesaic_kernel::RocmArch;
-use moesaic_target::Scratch;
+use moesaic_target::{Scratch, script};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::io;
@@ -194,7 +194,10 @@ impl Clang {
 
     /// Returns everything that decides the output.
     pub fn fingerprint(&self, arch: RocmArch) -> String {
-        format!("{} {}", self.facts.version, flags(arch).join(" "))
+        let scripts = script::scripts(&self.tool.program, &[]);
+        let version = std::iter::once(self.facts.version.clone());
+        let words: Vec<String> = version.chain(scripts).chain(flags(arch)).collect();
+        words.join(" ")
     }
 
     /// Returns the command that compiles `file` of its working folder to

@@ -3,7 +3,7 @@
 use crate::memory;
 use moesaic_cpu::CpuCompiler;
 use moesaic_kernel::{CpuIsa, KernelSource, SimArch, Target};
-use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler};
+use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, script};
 use std::path::Path;
 
 /// The text that each kernel is linked to.
@@ -57,13 +57,6 @@ fn launcher(target: Target) -> String {
     )
 }
 
-/// Computes a number that distinguishes launchers: FNV-1a.
-fn hash(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
-}
-
 impl Compiler for EmulatedCompiler {
     fn backend(&self) -> &'static str {
         "sim"
@@ -75,7 +68,8 @@ impl Compiler for EmulatedCompiler {
 
     fn fingerprint(&self, target: Target) -> String {
         let compiler = self.cross.fingerprint(target.hardware());
-        format!("{compiler}; launcher {:016x}", hash(&launcher(target)))
+        let launcher = script::hash(launcher(target).as_bytes());
+        format!("{compiler}; launcher {launcher:016x}")
     }
 
     fn targets(&self) -> Vec<Target> {

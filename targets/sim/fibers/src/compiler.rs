@@ -206,6 +206,7 @@ impl Compiler for FiberCompiler {
 
     fn fingerprint(&self, _: Target) -> String {
         let mut words = vec![format!("fibers {};", self.version())];
+        words.extend(self.tool.scripts());
         words.extend(self.tool.leading().map(str::to_string));
         words.extend(flags(self.version()).iter().map(ToString::to_string));
         words.push(format!(

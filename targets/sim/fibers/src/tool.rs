@@ -1,6 +1,6 @@
 //! Finds a C++ compiler on the machine and runs it.
 
-use moesaic_target::CompileError;
+use moesaic_target::{CompileError, script};
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -57,6 +57,11 @@ impl Tool {
     pub(crate) fn leading(&self) -> impl Iterator<Item = &str> {
         let words = self.leading.iter().map(String::as_str);
         words.filter(|word| !word.contains('/'))
+    }
+
+    /// Returns a word for the scripts through which the compiler is called.
+    pub(crate) fn scripts(&self) -> Option<String> {
+        script::scripts(&self.program, &self.leading)
     }
 
     /// Returns product, version and machine as one line.
