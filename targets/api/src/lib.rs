@@ -10,6 +10,7 @@
 
 mod args;
 mod artifact;
+pub mod child;
 mod compiler;
 mod counters;
 mod device;

@@ -84,11 +84,8 @@ impl CpuCompiler {
     }
 
     fn version(&self) -> &str {
-        self.version.get_or_init(|| {
-            self.driver
-                .version()
-                .unwrap_or_else(|_| UNKNOWN.to_string())
-        })
+        self.version
+            .get_or_init(|| self.driver.version().unwrap_or_else(|| UNKNOWN.to_string()))
     }
 
     /// Compiles any C text; `symbols` are the functions it must export.

@@ -1,13 +1,12 @@
 //! Runs a compiler program.
 
-use crate::child::{self, NoOutput};
 use crate::flags;
 use moesaic_kernel::CpuIsa;
+use moesaic_target::child::{self, ChildError, ChildFailure};
 use moesaic_target::{CompileError, CompilerReason, SharedError, script};
 use std::ffi::OsStr;
-use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Output, Stdio};
+use std::process::{Command, ExitStatus};
 use std::time::Duration;
 
 /// Names inside the compile directory. They are relative, so neither the binary
@@ -116,33 +115,29 @@ impl Driver {
     }
 
     /// Asks for product, version and machine; returns one line without paths.
-    pub(crate) fn version(&self) -> Result<String, NoOutput> {
+    pub(crate) fn version(&self) -> Option<String> {
         let args: &[&str] = match self.kind {
             Kind::Cc => &["-v"],
             Kind::Zig => &["version"],
         };
-        let output = child::output(&mut self.command(None, args), QUESTION)?;
-        let text = both_streams(&output);
+        let done = child::run(&mut self.command(None, args), QUESTION).ok()?;
+        let text = done.said();
         match self.kind {
-            Kind::Zig if output.status.success() => Some(format!("zig {}", text.trim())),
-            Kind::Cc if output.status.success() => version_line(&text),
+            Kind::Zig if done.status.success() => Some(format!("zig {}", text.trim())),
+            Kind::Cc if done.status.success() => version_line(&text),
             _ => None,
         }
-        .ok_or_else(|| {
-            let said = format!("`{}` does not say its version", self.spelling());
-            NoOutput::System(io::Error::other(said))
-        })
     }
 
     /// Builds the texts in `dir` into `BINARY`; returns the compiler's output.
     pub(crate) fn build(&self, dir: &Path, isa: CpuIsa, form: Form) -> Result<String, Failure> {
         let mut log = String::new();
         for args in self.steps(isa, form) {
-            let output = child::output(&mut self.command(Some(dir), &args), COMPILE)
-                .map_err(Failure::NotRun)?;
-            log.push_str(&both_streams(&output));
-            if !output.status.success() {
-                return Err(Failure::Exited(output.status, log));
+            let done = child::run(&mut self.command(Some(dir), &args), COMPILE);
+            let done = done.map_err(Failure::NotRun)?;
+            log.push_str(&done.said());
+            if !done.status.success() {
+                return Err(Failure::Exited(done.status, log));
             }
         }
         Ok(log)
@@ -158,11 +153,7 @@ impl Driver {
 
     fn command<S: AsRef<OsStr>>(&self, dir: Option<&Path>, args: &[S]) -> Command {
         let mut command = Command::new(&self.program);
-        command
-            .args(&self.args)
-            .args(args)
-            .stdin(Stdio::null())
-            .env("LC_ALL", "C");
+        command.args(&self.args).args(args).env("LC_ALL", "C");
         for name in CLEARED {
             command.env_remove(name);
         }
@@ -217,7 +208,7 @@ fn zig_steps(flags: &[&str], isa: CpuIsa, form: Form) -> Vec<Vec<String>> {
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// The program could not be started, or did not end.
-    NotRun(NoOutput),
+    NotRun(ChildError),
     /// The program failed with this output.
     Exited(ExitStatus, String),
 }
@@ -233,10 +224,10 @@ impl Failure {
         };
         let target = moesaic_kernel::Target::Cpu(isa).to_string();
         match self {
-            Failure::NotRun(NoOutput::System(error)) => {
-                failed(CompilerReason::NotStarted(error.into()))
-            }
-            Failure::NotRun(error) => failed(CompilerReason::Other(SharedError::new(error))),
+            Failure::NotRun(error) => failed(match error.failure {
+                ChildFailure::Start(error) => CompilerReason::NotStarted(error.into()),
+                _ => CompilerReason::Other(SharedError::new(error)),
+            }),
             Failure::Exited(status, log) => match Verdict::of(status, &log) {
                 Verdict::Crashed(how) => failed(CompilerReason::Crashed {
                     how,
@@ -319,10 +310,6 @@ fn signal(status: ExitStatus) -> Option<i32> {
 #[cfg(not(unix))]
 fn signal(_: ExitStatus) -> Option<i32> {
     None
-}
-
-fn both_streams(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
 /// Shortens a log to a length that you can act on: a wrong macro can repeat

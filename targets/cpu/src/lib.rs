@@ -20,7 +20,6 @@
 
 mod affinity;
 mod caches;
-mod child;
 mod compiler;
 mod device;
 mod driver;

@@ -1,11 +1,10 @@
 //! A clang with the AMDGPU target and the LLVM linker.
 
-use crate::child::{self, ChildError};
 use moesaic_kernel::RocmArch;
-use moesaic_target::{Scratch, script};
+use moesaic_target::child::{self, ChildError};
+use moesaic_target::script;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -86,9 +85,6 @@ pub struct ClangFacts {
 /// A program that is no clang for AMD GPUs.
 #[derive(Debug, thiserror::Error)]
 pub enum ClangError {
-    /// There is no folder for its output.
-    #[error(transparent)]
-    Scratch(#[from] io::Error),
     /// It did not answer.
     #[error(transparent)]
     Child(#[from] ChildError),
@@ -152,9 +148,8 @@ impl ClangTool {
     }
 
     fn ask(&self, args: &[&str]) -> Result<String, ClangError> {
-        let folder = Scratch::new()?;
-        let done = child::run(self.command().args(args), folder.path(), ASK)?;
-        let text = done.stdout + &done.stderr;
+        let done = child::run(self.command().args(args), ASK)?;
+        let text = done.said();
         if done.status.success() {
             Ok(text)
         } else {

@@ -1,12 +1,12 @@
 //! Compiles HIP text to a code object.
 
-use crate::child::{self, Finished};
 use crate::clang::{ClangFacts, ClangTool, OUTPUT};
 use crate::code_object::{CodeObjectKernel, read_code_object};
 use crate::find::{self, Refused};
 use crate::hiprtc::Hiprtc;
 use crate::tool::Tool;
 use moesaic_kernel::{KernelSource, Language, RocmArch, Target};
+use moesaic_target::child::{self, Finished};
 use moesaic_target::{
     Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, KernelReport,
     Report, Scratch, SharedError,
@@ -157,7 +157,7 @@ impl RocmCompiler {
             status,
             stdout,
             stderr,
-        } = child::run(&mut command, folder, self.limit)
+        } = child::run(command.current_dir(folder), self.limit)
             .map_err(|error| self.failed(source, CompilerReason::Other(SharedError::new(error))))?;
         let log = format!("{stderr}{stdout}").trim().to_string();
         match status.code() {

@@ -5,11 +5,10 @@
 //! work in the copy. A program whose `main` does not call that function first
 //! gets no HIPRTC.
 
-use crate::child::{self, ChildError};
 use crate::clang::{COMMON, OUTPUT, UNROLL};
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_kernel::RocmArch;
-use moesaic_target::Scratch;
+use moesaic_target::child::{self, ChildError};
 use object::{Object, ObjectSection};
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::io;
@@ -138,8 +137,7 @@ impl Hiprtc {
             return Err(HiprtcError::NotHooked);
         }
         let program = std::env::current_exe()?;
-        let folder = Scratch::new()?;
-        let done = child::run(Command::new(&program).env(ROLE, "name"), folder.path(), ASK)?;
+        let done = child::run(Command::new(&program).env(ROLE, "name"), ASK)?;
         if !done.status.success() {
             return Err(HiprtcError::Ended {
                 ending: child::ending(done.status),

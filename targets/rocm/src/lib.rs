@@ -7,7 +7,6 @@
 //!
 //! This crate is an internal part of `moesaic` and changes without notice.
 
-mod child;
 mod clang;
 mod code_object;
 mod compiler;

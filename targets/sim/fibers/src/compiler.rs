@@ -3,6 +3,7 @@
 use crate::image;
 use crate::tool::{self, BINARY, Failure, SOURCE, Tool};
 use moesaic_kernel::{KernelSource, SimArch, Target};
+use moesaic_target::child::ChildFailure;
 use moesaic_target::{
     Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, Report,
     Scratch, SharedError,
@@ -125,7 +126,11 @@ impl FiberCompiler {
         use std::os::unix::process::ExitStatusExt;
         let (status, log) = match failure {
             Failure::NotRun(error) => {
-                return self.failed(source, CompilerReason::NotStarted(error.into()));
+                let reason = match error.failure {
+                    ChildFailure::Start(error) => CompilerReason::NotStarted(error.into()),
+                    _ => CompilerReason::Other(SharedError::new(error)),
+                };
+                return self.failed(source, reason);
             }
             Failure::Exited(status, log) => (status, trim(&log)),
         };

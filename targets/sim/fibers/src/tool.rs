@@ -1,10 +1,11 @@
 //! Finds a C++ compiler on the machine and runs it.
 
+use moesaic_target::child::{self, ChildError};
 use moesaic_target::{CompileError, script};
 use std::ffi::{OsStr, OsString};
-use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitStatus, Output, Stdio};
+use std::process::{Command, ExitStatus};
+use std::time::Duration;
 
 const ADVICE: &str = "install a C++ compiler (g++ or clang++), set MOESAIC_CXX to one, \
                       or run `moesaic toolchain install c`";
@@ -14,6 +15,11 @@ const ADVICE: &str = "install a C++ compiler (g++ or clang++), set MOESAIC_CXX t
 pub(crate) const SOURCE: &str = "kernel.cpp";
 pub(crate) const BINARY: &str = "kernel.so";
 const OBJECT: &str = "kernel.o";
+
+/// Time limit of a question about the version.
+const QUESTION: Duration = Duration::from_secs(20);
+/// Time limit of a compile, which takes seconds.
+const COMPILE: Duration = Duration::from_secs(300);
 
 /// Variables that would change the output or write files elsewhere.
 const CLEARED: [&str; 5] = [
@@ -36,7 +42,7 @@ pub(crate) struct Tool {
 
 /// A failed run.
 pub(crate) enum Failure {
-    NotRun(io::Error),
+    NotRun(ChildError),
     Exited(ExitStatus, String),
 }
 
@@ -67,9 +73,9 @@ impl Tool {
     /// Returns product, version and machine as one line.
     pub(crate) fn version(&self) -> Option<String> {
         let args: &[&str] = if self.zig { &["version"] } else { &["-v"] };
-        let output = self.command(None, args).output().ok()?;
-        let text = both_streams(&output);
-        match (output.status.success(), self.zig) {
+        let done = child::run(&mut self.command(None, args), QUESTION).ok()?;
+        let text = done.said();
+        match (done.status.success(), self.zig) {
             (true, true) => Some(format!("zig {}", text.trim())),
             (true, false) => version_line(&text),
             (false, _) => None,
@@ -81,11 +87,11 @@ impl Tool {
     pub(crate) fn build(&self, dir: &Path, flags: &[&str]) -> Result<String, Failure> {
         let mut log = String::new();
         for args in self.steps(flags) {
-            let output = self.command(Some(dir), &args).output();
-            let output = output.map_err(Failure::NotRun)?;
-            log.push_str(&both_streams(&output));
-            if !output.status.success() {
-                return Err(Failure::Exited(output.status, log));
+            let done = child::run(&mut self.command(Some(dir), &args), COMPILE);
+            let done = done.map_err(Failure::NotRun)?;
+            log.push_str(&done.said());
+            if !done.status.success() {
+                return Err(Failure::Exited(done.status, log));
             }
         }
         Ok(log)
@@ -111,7 +117,7 @@ impl Tool {
     fn command<S: AsRef<OsStr>>(&self, dir: Option<&Path>, args: &[S]) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.leading).args(args);
-        command.stdin(Stdio::null()).env("LC_ALL", "C");
+        command.env("LC_ALL", "C");
         CLEARED.iter().for_each(|name| {
             command.env_remove(name);
         });
@@ -192,10 +198,6 @@ fn is_program(path: &Path) -> bool {
     use std::os::unix::fs::PermissionsExt;
     let meta = path.metadata();
     meta.is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
-}
-
-fn both_streams(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
 /// Returns `gcc version 12.2.0 (Debian …), x86_64-linux-gnu` from the output of
