@@ -53,6 +53,9 @@ def test_arguments_that_cannot_be_say_what_to_change(tmp_path):
     for value in ([1.0], x.numpy(), x.to_sparse()):
         with pytest.raises(moesaic.InvalidError, match="expected a dense"):
             moe(value)
+    for group in (1, "world"):
+        with pytest.raises(moesaic.InvalidError, match="a process group of torch.distributed"):
+            MoE(SPEC, group=group)
     with pytest.raises(moesaic.InvalidError, match="pathlib.Path"):
         MoE("layer.toml")
     path = pathlib.Path(tmp_path, "layer.toml")

@@ -94,6 +94,9 @@ class Over:
         gradients: str,
         timeout: float,
     ) -> None:
+        outside = group is dist.GroupMember.NON_GROUP_MEMBER  # `join` says so
+        if not outside and not isinstance(group, dist.ProcessGroup):
+            raise InvalidError(f"group = {group!r}: give a process group of torch.distributed")
         if gradients not in ("mean", "sum"):
             raise InvalidError(f"gradients = {gradients!r}: take 'mean' or 'sum'")
         self.group, self.size = group, dist.get_world_size(group)

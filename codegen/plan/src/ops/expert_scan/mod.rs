@@ -167,7 +167,7 @@ fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
 pub fn row_limit(spec: &LayerSpec, factor: f64, tokens: u64) -> i64 {
     let share = tokens.div_ceil(spec.shape.experts as u64) as f64;
     // The cast cuts off the fraction, as `int` does in Tutel's formula.
-    let rows = spec.shape.top_k as i64 * (factor.abs() * share) as i64;
+    let rows = (spec.shape.top_k as i64).saturating_mul((factor.abs() * share) as i64);
     match factor {
         // `!i64::MIN` is the largest number: no limit but the largest count, as a factor of 0 has
         // it in Tutel.
@@ -227,5 +227,7 @@ mod tests {
         assert_eq!([0.0, -0.0].map(limit), [i64::MIN; 2]);
         assert_eq!(!limit(0.0), i64::MAX);
         assert_eq!(row_limit(&spec, 1.0, 0), 0);
+        // A call with as many tokens is refused later, by its input.
+        assert_eq!(row_limit(&spec, 1.0, u64::MAX), i64::MAX);
     }
 }
