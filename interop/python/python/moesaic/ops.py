@@ -262,7 +262,8 @@ def gradients(
     with selected(of.place):
         bound.backward(int(state), x.shape[0], call.addresses(), few)
     pairs = zip(found, weights)
-    return dx, dtopk, [g if g is None else g.to(w.dtype) for g, w in pairs]
+    own = [g if g is None or g.dtype is w.dtype else g.to(w.dtype) for g, w in pairs]
+    return dx, dtopk, own
 
 
 def _draw(of: Compiled, training: bool) -> tuple[int, ...]:
