@@ -15,7 +15,8 @@ static moesaic_tensor i32(const char *name, int32_t *data, size_t dims, const in
 }
 
 // Evaluates the layers of a model, each of which writes its experts into the record.
-static moesaic_record *recorded(moesaic_engine *engine, moesaic_spec *spec, weights made, float *x) {
+static moesaic_record *recorded(moesaic_engine *engine, moesaic_spec *spec, weights made,
+                                float *x) {
   int32_t ids[T * LAYERS * K];
   const int64_t rows[] = {T, D}, own[] = {T, K}, all[] = {T, LAYERS, K};
   const int64_t strides[] = {LAYERS * K, 1}, router[] = {E, D};

@@ -98,7 +98,7 @@ def test_a_call_is_on_the_current_stream(monkeypatch):
 
 def test_tensors_of_two_devices_are_refused(monkeypatch):
     moe = MoE(SPEC, device="meta")
-    with pytest.raises(moesaic.InvalidError, match="router.weight. is on meta, its layer on the CPU"):
+    with pytest.raises(moesaic.InvalidError, match="is on meta, its layer on the CPU"):
         moe(torch.randn(2, 16))
     with pytest.raises(moesaic.InvalidError, match="x is on meta"):
         MoE(SPEC)(torch.randn(2, 16, device="meta"))

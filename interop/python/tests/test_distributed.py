@@ -349,7 +349,8 @@ class Scaled(torch.nn.Module):
 
     def __init__(self, model_dim, num_experts_per_device, sharded_count):
         super().__init__()
-        self.matrices = torch.nn.Parameter(torch.randn(num_experts_per_device, model_dim, model_dim))
+        matrices = torch.randn(num_experts_per_device, model_dim, model_dim)
+        self.matrices = torch.nn.Parameter(matrices)
 
     def forward(self, x, ctx):
         return torch.bmm(x, self.matrices).relu()

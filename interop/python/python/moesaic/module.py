@@ -225,7 +225,8 @@ class MoE(nn.Module):
     def pack(self) -> PackedLayer:
         """Copies the weights into a layer for inference alone, faster where calls have few tokens.
 
-        It computes on the CPU, and takes and gives arrays by DLPack. Later changes of the weights do not reach it.
+        It computes on the CPU, and takes and gives arrays by DLPack. Later changes of the weights
+        do not reach it.
         """
         if self._over is not None:
             raise InvalidError("a layer over ranks is not packed: its part alone is no layer")
