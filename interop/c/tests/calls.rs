@@ -522,22 +522,20 @@ fn wrong_calls_of_shared_experts_are_refused() {
         ok(run(&[x.c(), all.c()]));
         ok(forward(bank, T, &[x.c(), y.c()]));
         assert_eq!(all.values, [y.values.clone(), y.values.clone()].concat());
-        let mut numbers = [0i32, 2, 1];
-        let ids = Tensor {
+        let (mut wrong, mut right) = ([0i32, 2, 1], [0i32, 0, 1]);
+        let list = |numbers: &mut [i32; T]| Tensor {
             name: c"router_ids".as_ptr(),
             data: numbers.as_mut_ptr().cast(),
             dtype: Dtype::I32 as c_int,
             dims: 1,
-            shape: [T as i64].as_ptr(),
+            shape: &(T as i64),
             strides: null(),
         };
+        let (no_ids, ids) = (list(&mut wrong), list(&mut right));
         refused(run(&[x.c(), all.c(), ids]), "expected [3, 8]");
-        refused(run(&[x.c(), y.c(), ids]), "`router_ids`");
-        numbers[1] = 0;
-        refused(
-            run(&[x.c(), y.c(), Tensor { dtype: 0, ..ids }]),
-            "expected i32",
-        );
+        refused(run(&[x.c(), y.c(), no_ids]), "`router_ids`");
+        let floats = Tensor { dtype: 0, ..ids };
+        refused(run(&[x.c(), y.c(), floats]), "expected i32");
         ok(run(&[x.c(), y.c(), ids]));
         let mut numbers = [0.0; 32];
         let name = c"router.weight".as_ptr();
