@@ -251,9 +251,10 @@ impl Engine {
             }
         };
         let own = device.info().target;
-        let target = match name.contains(':') {
-            true => resolve_target(name)?,
-            false => own,
+        let target = if name.contains(':') {
+            resolve_target(name)?
+        } else {
+            own
         };
         runs(&*device, target)?;
         let compiler = compiler(target, &options)?;
