@@ -12,14 +12,9 @@ pub(crate) fn device(backend: &str) -> DeviceError {
     }
 }
 
-fn advice(feature: &str) -> String {
-    format!("add it to the dependency in Cargo.toml: features = [\"{feature}\"]")
-}
-
 /// Stand-ins for the simulators, which this build lacks.
 #[cfg(not(feature = "sim"))]
 pub(crate) mod simulators {
-    use super::advice;
     use moesaic_kernel::SimArch;
     use moesaic_target::{CompileError, Compiler, Device, DeviceError};
     use moesaic_toolchain::Registry;
@@ -33,7 +28,7 @@ pub(crate) mod simulators {
         Err(CompileError::NoCompiler {
             backend: "sim".to_string(),
             tried: "none, moesaic was built without its feature `sim`".to_string(),
-            advice: advice("sim"),
+            advice: "add it to the dependency in Cargo.toml: features = [\"sim\"]".to_string(),
         })
     }
 }

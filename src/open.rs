@@ -11,6 +11,7 @@ use moesaic_kernel::{CpuCaches, Target};
 use moesaic_target::{
     CompileError, CompileOptions, Compiler, Device, DeviceError, UnavailableReason,
 };
+use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
@@ -221,6 +222,45 @@ impl Engine {
         Ok(Engine::build(device, target, options, compiler))
     }
 
+    /// Opens an engine as [`Engine::open`] does, on a stream of another library, such as PyTorch.
+    /// Raw calls then run in that stream's order. `stream` is the driver's handle, `CUstream` or
+    /// `hipStream_t`; null is the default stream.
+    ///
+    /// # Safety
+    /// The handle is null or a stream of the GPU `options.ordinal`, and lives as long as the engine
+    /// and its layers. Nobody captures the stream during a call.
+    ///
+    /// # Errors
+    /// The same as [`Engine::open`]; a target that has no streams is [`OpenError::Device`].
+    pub unsafe fn on_stream(
+        name: &str,
+        stream: *mut c_void,
+        options: EngineOptions,
+    ) -> Result<Engine, OpenError> {
+        let ordinal = options.ordinal;
+        let device = match name.split(':').next().unwrap_or(name) {
+            // SAFETY: the caller vouches for the stream.
+            "cuda" => unsafe { cuda_on(ordinal, stream) }?,
+            // SAFETY: as above.
+            "rocm" => unsafe { rocm_on(ordinal, stream) }?,
+            other => {
+                return Err(OpenError::Device(DeviceError::Unsupported {
+                    backend: other.to_string(),
+                    asked: "a stream of another library".to_string(),
+                }));
+            }
+        };
+        let own = device.info().target;
+        let target = if name.contains(':') {
+            resolve_target(name)?
+        } else {
+            own
+        };
+        runs(&*device, target)?;
+        let compiler = compiler(target, &options)?;
+        Ok(Engine::build(device, target, options, compiler))
+    }
+
     fn build(
         device: Arc<dyn Device>,
         target: Target,
@@ -306,6 +346,34 @@ fn cpu_device(options: &EngineOptions) -> Result<Arc<dyn Device>, DeviceError> {
 #[cfg(feature = "cuda")]
 fn cuda_device(ordinal: usize) -> Result<Arc<dyn Device>, DeviceError> {
     Ok(Arc::new(moesaic_cuda::CudaDevice::open(ordinal)?))
+}
+
+/// # Safety
+/// As [`Engine::on_stream`].
+#[cfg(feature = "cuda")]
+unsafe fn cuda_on(ordinal: usize, stream: *mut c_void) -> Result<Arc<dyn Device>, DeviceError> {
+    // SAFETY: the caller vouches for the stream.
+    let device = unsafe { moesaic_cuda::CudaDevice::on_handle(ordinal, stream) };
+    Ok(Arc::new(device?))
+}
+
+#[cfg(not(feature = "cuda"))]
+unsafe fn cuda_on(_: usize, _: *mut c_void) -> Result<Arc<dyn Device>, DeviceError> {
+    Err(crate::missing::device("cuda"))
+}
+
+/// # Safety
+/// As [`Engine::on_stream`].
+#[cfg(feature = "rocm")]
+unsafe fn rocm_on(ordinal: usize, stream: *mut c_void) -> Result<Arc<dyn Device>, DeviceError> {
+    // SAFETY: the caller vouches for the stream.
+    let device = unsafe { moesaic_rocm::HipDevice::on_handle(ordinal, stream) };
+    Ok(Arc::new(device?))
+}
+
+#[cfg(not(feature = "rocm"))]
+unsafe fn rocm_on(_: usize, _: *mut c_void) -> Result<Arc<dyn Device>, DeviceError> {
+    Err(crate::missing::device("rocm"))
 }
 
 #[cfg(feature = "cuda")]

@@ -274,6 +274,17 @@ pub use moesaic_engine::SaveReason;
 /// ```
 #[doc(inline)]
 pub use moesaic_tensor::TensorError;
+/// Doors to other languages check memory of their callers by these, before kernels read it:
+///
+/// ```
+/// use moesaic::{DType, TensorKind, check_kind};
+///
+/// let found = TensorKind { dtype: DType::F32, shape: &[3, 8] };
+/// let wanted = TensorKind { dtype: DType::F32, shape: &[5, 8] };
+/// let error = check_kind(found, wanted).unwrap_err();
+/// assert_eq!(error.to_string(), "has shape [3, 8], expected [5, 8]");
+/// ```
+pub use moesaic_tensor::{TensorKind, check_kind};
 
 /// The routing decision of a call, copied to the host for [`Statistics`].
 ///

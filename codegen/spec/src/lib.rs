@@ -16,6 +16,7 @@ pub mod expression;
 pub mod format;
 pub mod gguf;
 pub mod hf;
+mod indices;
 pub mod keys;
 mod limits;
 mod loss;
@@ -39,6 +40,7 @@ pub use biases::Biases;
 pub use capacity::{Capacity, CapacityMode, CapacityOrder, FactorError};
 pub use diagnostic::{Problem, Related, SpecError};
 pub use expression::{Expression, ExpressionError};
+pub use indices::IndexError;
 pub use limits::*;
 pub use loss::*;
 pub use router_kind::{

@@ -1,5 +1,5 @@
 // Layers that share experts: shared [TARGET] [CACHE]. A second layer over the experts of a first,
-// then two routers over one set of experts. Prints results and gradients.
+// then two routers over one set of experts, on all tokens and on some each. Prints results and gradients.
 #include "common.h"
 
 enum { T = 3, D = 32, E = 4, ROUTERS = 2, ELEMENTS = 4 * 32 * 48 };
@@ -51,6 +51,28 @@ static void share_a_bank(moesaic_engine *engine, float *x) {
   moesaic_spec_free(specs[1]);
 }
 
+// Each token runs by one of the routers.
+static void route_by_token(moesaic_multi_gate *gates, float *x) {
+  int32_t numbers[T] = {1, 0, 1};
+  float y[T * D], dx[T * D], gradient[E * D];
+  const int64_t rows[] = {T, D}, tokens[] = {T};
+  moesaic_tensor ids = f32("router_ids", NULL, 1, tokens);
+  ids.data = numbers;
+  ids.dtype = MOESAIC_DTYPE_I32;
+  moesaic_tensor tensors[] = {f32("x", x, 2, rows), ids, f32("y", y, 2, rows)};
+  moesaic_call call = {T, tensors, 3, 0};
+  check(moesaic_multi_gate_forward(gates, &call));
+  print_bits(stdout, "y by token", y, T * D);
+  moesaic_multi_saved *saved;
+  check(moesaic_multi_gate_forward_train(gates, &call, NULL, &saved));
+  moesaic_tensor back[] = {f32("dy", y, 2, rows), f32("dx", dx, 2, rows)};
+  check(moesaic_multi_gate_backward(gates, saved, back, 2, 0));
+  print_bits(stdout, "dx by token", dx, T * D);
+  check(moesaic_multi_gate_gradient(gates, 1, "router.weight", gradient, E * D));
+  print_bits(stdout, "gradient", gradient, E * D);
+  moesaic_multi_saved_free(saved);
+}
+
 static void share_by_routers(moesaic_engine *engine, float *x) {
   moesaic_spec *spec;
   check(moesaic_spec_from_toml(FIRST, &spec));
@@ -83,8 +105,9 @@ static void share_by_routers(moesaic_engine *engine, float *x) {
     check(moesaic_multi_gate_gradient(gates, gate, "router.weight", gradient, E * D));
     print_bits(stdout, "gradient", gradient, E * D);
   }
-  moesaic_multi_gate_free(gates);
   moesaic_multi_saved_free(saved);
+  route_by_token(gates, x);
+  moesaic_multi_gate_free(gates);
   moesaic_spec_free(spec);
 }
 

@@ -103,6 +103,9 @@ typedef struct moesaic_multi_gate moesaic_multi_gate;
 // The state that a training call of a moesaic_multi_gate keeps for backward.
 typedef struct moesaic_multi_saved moesaic_multi_saved;
 
+// The experts that every layer of a model chose for each token.
+typedef struct moesaic_record moesaic_record;
+
 // The state that a training call keeps for backward.
 typedef struct moesaic_saved moesaic_saved;
 
@@ -126,8 +129,10 @@ typedef struct moesaic_engine_options {
   size_t device;
   // Not 0: never compile, so a kernel that the cache lacks is an error.
   int strict;
-  // Must be NULL: a stream of yours is refused, because engines launch into streams of their
-  // own. Synchronize yours before a call, and moesaic_engine_synchronize after it.
+  // A stream of yours on the GPU, a CUstream or hipStream_t, for the targets "cuda" and "rocm":
+  // calls run in its order. It must live as long as the engine and its layers, and nobody may
+  // capture it during a call. CU_STREAM_LEGACY is CUDA's default stream. NULL: the engine makes a
+  // stream of its own.
   void *stream;
 } moesaic_engine_options;
 
@@ -486,6 +491,10 @@ int moesaic_multi_gate_in_one_pass(const struct moesaic_multi_gate *gates);
 // Evaluates every layer on the same tokens. Tensors are in host memory on any device: inputs as
 // those of moesaic_forward, and outputs with the number G of routers before the sizes that they
 // have there, such as "y" [G, T, output_dim] or "topk_ids" [G, T, K].
+//
+// With the input "router_ids" [T] i32 each token runs by the router of that number alone, such as
+// one for each modality, and outputs have the sizes that they have for moesaic_forward. "counts"
+// then are sums over the routers.
 enum moesaic_status moesaic_multi_gate_forward(const struct moesaic_multi_gate *gates,
                                                const struct moesaic_call *call);
 
@@ -499,9 +508,9 @@ enum moesaic_status moesaic_multi_gate_forward_train(const struct moesaic_multi_
 
 // Runs backward of a training call, of every layer. `tensors` are in host memory: "dy" [G, T,
 // output_dim], and the results that you want, "dx" [G, T, model_dim] and "grad.topk_weights" [G,
-// T, K], the part of each router: the gradient of x is their sum. Gradients of weights stay in the
-// layers (moesaic_multi_gate_gradient), those of experts summed over the routers. They are
-// overwritten, or with `accumulate` not 0 added to.
+// T, K], the part of each router: the gradient of x is their sum. After a call with "router_ids"
+// they have no G. Gradients of weights stay in the layers (moesaic_multi_gate_gradient), those of
+// experts summed over the routers. They are overwritten, or with `accumulate` not 0 added to.
 enum moesaic_status moesaic_multi_gate_backward(const struct moesaic_multi_gate *gates,
                                                 const struct moesaic_multi_saved *saved,
                                                 const struct moesaic_tensor *tensors,
@@ -532,6 +541,37 @@ void moesaic_multi_gate_free(struct moesaic_multi_gate *gates);
 
 // Frees a state; NULL is allowed.
 void moesaic_multi_saved_free(struct moesaic_multi_saved *saved);
+
+// Makes a record of "routed_experts" [tokens, layers, K], i32, in host memory, which is copied.
+// Calls write one where you want it: in each layer name "topk_ids" at `layer * K` elements into the
+// array, with the strides {layers * K, 1}. Free it by moesaic_record_free.
+enum moesaic_status moesaic_record_open(const struct moesaic_tensor *routed_experts,
+                                        struct moesaic_record **out);
+
+// Reads a record from an .npy file, as vLLM sends and NumPy saves it. Free it by
+// moesaic_record_free.
+enum moesaic_status moesaic_record_read(const char *file, struct moesaic_record **out);
+
+// Writes a record as an .npy file, of the smallest integers that hold its ids.
+enum moesaic_status moesaic_record_write(const struct moesaic_record *record, const char *file);
+
+// Writes the sizes of a record: `sizes` has room for tokens, layers and K.
+enum moesaic_status moesaic_record_sizes(const struct moesaic_record *record, size_t *sizes);
+
+// Makes the spec of a layer that takes its experts from layer `layer` of a record, and writes the
+// weight "router.table" [tokens, K] that it then has to `count` elements at `table`. All other
+// weights are those of `spec`. Calls of such a layer take "token_ids" [T] i32, rows of the record;
+// weights of the experts, and the gradients of the router, follow from its own logits. Free the spec
+// by moesaic_spec_free.
+enum moesaic_status moesaic_record_replay(const struct moesaic_record *record,
+                                          const struct moesaic_spec *spec,
+                                          size_t layer,
+                                          int32_t *table,
+                                          size_t count,
+                                          struct moesaic_spec **out);
+
+// Frees a record; NULL is allowed.
+void moesaic_record_free(struct moesaic_record *record);
 
 #ifdef __cplusplus
 }  // extern "C"

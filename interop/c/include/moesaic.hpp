@@ -101,6 +101,8 @@ private:
   detail::Handle<moesaic_engine, moesaic_engine_free> handle_;
 };
 
+class Record;
+
 // The description of a layer.
 class Spec {
 public:
@@ -123,6 +125,7 @@ public:
   const moesaic_spec *c() const { return handle_.get(); }
 
 private:
+  friend class Record;
   explicit Spec(moesaic_spec *made) : handle_(made) {}
   detail::Handle<moesaic_spec, moesaic_spec_free> handle_;
 };
@@ -264,6 +267,38 @@ public:
 private:
   explicit Layer(moesaic_layer *made) : handle_(made) {}
   detail::Handle<moesaic_layer, moesaic_layer_free> handle_;
+};
+
+// The experts that every layer of a model chose for each token.
+class Record {
+public:
+  // [tokens, layers, K], i32.
+  explicit Record(const Tensor &routed_experts) {
+    moesaic_record *made = nullptr;
+    moesaic_tensor one = routed_experts.c();
+    check(moesaic_record_open(&one, &made));
+    handle_.reset(made);
+  }
+  static Record read(const std::string &file) {
+    moesaic_record *made = nullptr;
+    check(moesaic_record_read(file.c_str(), &made));
+    return Record(made);
+  }
+  void write(const std::string &file) const { check(moesaic_record_write(c(), file.c_str())); }
+  // The spec of a layer that chooses by the record, and its weight "router.table" [tokens, K].
+  Spec replay(const Spec &spec, std::size_t layer, std::vector<std::int32_t> &table) const {
+    std::size_t sizes[3];
+    check(moesaic_record_sizes(c(), sizes));
+    table.resize(sizes[0] * sizes[2]);
+    moesaic_spec *made = nullptr;
+    check(moesaic_record_replay(c(), spec.c(), layer, table.data(), table.size(), &made));
+    return Spec(made);
+  }
+  const moesaic_record *c() const { return handle_.get(); }
+
+private:
+  explicit Record(moesaic_record *made) : handle_(made) {}
+  detail::Handle<moesaic_record, moesaic_record_free> handle_;
 };
 
 // The state of a training call of several routers.

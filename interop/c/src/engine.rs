@@ -30,8 +30,10 @@ pub struct EngineOptions {
     pub device: usize,
     /// Not 0: never compile, so a kernel that the cache lacks is an error.
     pub strict: c_int,
-    /// Must be NULL: a stream of yours is refused, because engines launch into streams of their
-    /// own. Synchronize yours before a call, and moesaic_engine_synchronize after it.
+    /// A stream of yours on the GPU, a CUstream or hipStream_t, for the targets "cuda" and "rocm":
+    /// calls run in its order. It must live as long as the engine and its layers, and nobody may
+    /// capture it during a call. CU_STREAM_LEGACY is CUDA's default stream. NULL: the engine makes a
+    /// stream of its own.
     pub stream: *mut c_void,
 }
 
@@ -51,7 +53,7 @@ impl Default for EngineOptions {
 /// Opens an engine. `options` may be NULL. Free it by moesaic_engine_free.
 ///
 /// # Safety
-/// `options` is NULL or valid; `out` is valid for a write.
+/// `options` is NULL or valid, and its stream as it says; `out` is valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn moesaic_engine_open(
     options: *const EngineOptions,
@@ -67,18 +69,13 @@ pub unsafe extern "C" fn moesaic_engine_open(
 }
 
 /// # Safety
-/// The texts are NULL or end in NUL.
+/// The texts are NULL or end in NUL, the stream is as [`EngineOptions`] says.
 unsafe fn open(options: EngineOptions) -> Result<Engine, Failure> {
     // SAFETY: the caller vouches for the texts.
     let (target, cache) = unsafe {
         let target = optional_text(options.target, "target")?;
         (target, optional_text(options.cache, "cache")?)
     };
-    if !options.stream.is_null() {
-        let problem = "is a stream of yours, which no target takes: leave it NULL, synchronize \
-                       yours before a call, and call moesaic_engine_synchronize after it";
-        return Err(Failure::argument("stream", problem));
-    }
     let store = match cache {
         None => Some(Arc::new(Store::open_default())),
         Some("") => None,
@@ -91,10 +88,30 @@ unsafe fn open(options: EngineOptions) -> Result<Engine, Failure> {
         ordinal: options.device,
         ..Settings::default()
     };
-    let engine = moesaic::Engine::open(target.unwrap_or("auto"), settings);
+    let target = target.unwrap_or("auto");
+    let engine = match options.stream.is_null() {
+        true => moesaic::Engine::open(target, settings),
+        false => {
+            check_streams(target)?;
+            // SAFETY: the caller vouches for the stream.
+            unsafe { moesaic::Engine::on_stream(target, options.stream, settings) }
+        }
+    };
     let engine = engine.map_err(moesaic::Error::from)?;
     let target = CString::new(engine.target().to_string()).unwrap_or_default();
     Ok(Engine { engine, target })
+}
+
+/// Refuses a stream for a target that has none.
+fn check_streams(target: &str) -> Result<(), Failure> {
+    match target.split(':').next() {
+        Some("cuda" | "rocm") => Ok(()),
+        _ => {
+            let problem =
+                format!("is a GPU's, and the target `{target}`: name \"cuda\" or \"rocm\"");
+            Err(Failure::argument("stream", problem))
+        }
+    }
 }
 
 /// Returns the target of an engine's kernels, such as "cpu:avx512". Valid as long as the engine;

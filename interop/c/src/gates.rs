@@ -9,8 +9,8 @@ use crate::pointers::{Out, borrow, free, slice, text};
 use crate::spec::Spec;
 use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor, read_weights};
-use moesaic::experts::{MultiGate as Gates, MultiSaved as Kept};
-use moesaic::{Bytes, Input, Tensors};
+use moesaic::experts::{MultiGate as Gates, MultiSaved as Kept, SavedByToken};
+use moesaic::{Bytes, DType, EngineError, Input, Output, Tensors};
 use std::ffi::{c_char, c_int};
 
 /// Makes a layer whose routed experts are those of `bank`, in the same memory. Router, projections
@@ -80,8 +80,25 @@ pub struct MultiGate {
 
 /// The state that a training call of a moesaic_multi_gate keeps for backward.
 pub struct MultiSaved {
-    saved: Kept,
+    saved: By,
     tokens: usize,
+}
+
+enum By {
+    /// Every layer ran on all tokens.
+    Layer(Kept),
+    /// Each token ran by one layer.
+    Token(SavedByToken),
+}
+
+/// The name of the input with the number of each token's router.
+const ROUTER_IDS: &str = "router_ids";
+
+/// The tensors of a call, checked.
+struct Prepared<'a> {
+    input: Input<'a>,
+    router_ids: Option<Vec<i32>>,
+    results: Vec<Given<'a>>,
 }
 
 impl MultiGate {
@@ -101,9 +118,13 @@ impl MultiGate {
         })
     }
 
-    /// Returns the shape of a tensor that each layer has: the layers', then its own.
-    fn of_all(&self, tensor: &Described, tokens: usize) -> Vec<usize> {
-        let mut shape = vec![self.count()];
+    /// Returns the shape of a tensor that each layer has: the layers', then its own. Where each
+    /// token runs by one layer, there is one.
+    fn shape(&self, tensor: &Described, tokens: usize, by_token: bool) -> Vec<usize> {
+        let mut shape = match by_token {
+            true => Vec::new(),
+            false => vec![self.count()],
+        };
         shape.extend(tensor.shape(tokens));
         shape
     }
@@ -116,7 +137,7 @@ impl MultiGate {
         &self,
         tokens: usize,
         given: Vec<Given<'a>>,
-    ) -> Result<(Input<'a>, Vec<Given<'a>>), Failure> {
+    ) -> Result<Prepared<'a>, Failure> {
         let most = i32::MAX as usize;
         if tokens > most {
             let problem = format!("is {tokens}, a call takes at most {most}");
@@ -126,6 +147,15 @@ impl MultiGate {
             tokens,
             tensors: Tensors::new(),
             capacity_factor: None,
+        };
+        let (ids, given): (Vec<_>, Vec<_>) = given.into_iter().partition(|g| g.name == ROUTER_IDS);
+        let router_ids = match ids.first() {
+            None => None,
+            Some(ids) => {
+                ids.check(DType::I32, &[tokens])?;
+                // SAFETY: the caller vouches for it.
+                Some(unsafe { ids.host() }.to_vec().unwrap_or_default())
+            }
         };
         let mut results = Vec::new();
         for given in given {
@@ -138,14 +168,19 @@ impl MultiGate {
                     input.insert(given.name, unsafe { given.host() });
                 }
                 Role::Output => {
-                    given.check(tensor.dtype, &self.of_all(tensor, tokens))?;
+                    let shape = self.shape(tensor, tokens, router_ids.is_some());
+                    given.check(tensor.dtype, &shape)?;
                     given.check_distinct()?;
                     results.push(given);
                 }
                 _ => return Err(Failure::tensor(given.name, "is not of such a call")),
             }
         }
-        Ok((input, results))
+        Ok(Prepared {
+            input,
+            router_ids,
+            results,
+        })
     }
 }
 
@@ -222,6 +257,10 @@ pub unsafe extern "C" fn moesaic_multi_gate_in_one_pass(gates: *const MultiGate)
 /// those of moesaic_forward, and outputs with the number G of routers before the sizes that they
 /// have there, such as "y" [G, T, output_dim] or "topk_ids" [G, T, K].
 ///
+/// With the input "router_ids" [T] i32 each token runs by the router of that number alone, such as
+/// one for each modality, and outputs have the sizes that they have for moesaic_forward. "counts"
+/// then are sums over the routers.
+///
 /// # Safety
 /// `gates` is live, `call` and its tensors are valid.
 #[unsafe(no_mangle)]
@@ -234,8 +273,13 @@ pub unsafe extern "C" fn moesaic_multi_gate_forward(
         let (gates, call) = unsafe { (borrow(gates, "gates")?, borrow(call, "call")?) };
         // SAFETY: as above.
         unsafe {
-            pass(gates, call, |input, names| {
-                Ok((gates.gates.forward(input.reading(names))?, ()))
+            pass(gates, call, |input, ids, names| {
+                let (gates, input) = (&gates.gates, input.reading(names));
+                let outputs = match ids {
+                    None => gates.forward(input)?,
+                    Some(ids) => vec![gates.forward_by_token(input, ids)?],
+                };
+                Ok((outputs, ()))
             })
         }
     })
@@ -261,8 +305,18 @@ pub unsafe extern "C" fn moesaic_multi_gate_forward_train(
             let key = key.as_ref().copied().unwrap_or_default();
             (out, borrow(gates, "gates")?, borrow(call, "call")?, key)
         };
-        let run = |input: &Input<'_>, names: &[&str]| {
-            gates.gates.forward_train(input.reading(names), key.into())
+        let run = |input: &Input<'_>, ids: Option<&[i32]>, names: &[&str]| {
+            let (gates, input, key) = (&gates.gates, input.reading(names), key.into());
+            Ok(match ids {
+                None => {
+                    let (outputs, saved) = gates.forward_train(input, key)?;
+                    (outputs, By::Layer(saved))
+                }
+                Some(ids) => {
+                    let (output, saved) = gates.forward_train_by_token(input, ids, key)?;
+                    (vec![output], By::Token(saved))
+                }
+            })
         };
         // SAFETY: as above.
         let saved = unsafe { pass(gates, call, run) }?;
@@ -279,16 +333,20 @@ pub unsafe extern "C" fn moesaic_multi_gate_forward_train(
 unsafe fn pass<T>(
     gates: &MultiGate,
     call: &Call,
-    run: impl FnOnce(&Input<'_>, &[&str]) -> Result<(Vec<moesaic::Output>, T), moesaic::EngineError>,
+    run: impl FnOnce(&Input<'_>, Option<&[i32]>, &[&str]) -> Result<(Vec<Output>, T), EngineError>,
 ) -> Result<T, Failure> {
     // SAFETY: the caller vouches for the call.
-    let (mut input, results) = unsafe {
+    let Prepared {
+        mut input,
+        router_ids,
+        results,
+    } = unsafe {
         let tensors = slice(call.tensors, call.tensor_count, "tensors")?;
         gates.read(call.tokens, Given::read_all(tensors)?)?
     };
     input.capacity_factor = (call.capacity_factor != 0.0).then_some(call.capacity_factor);
     let names: Vec<&str> = results.iter().map(|given| given.name).collect();
-    let (outputs, result) = run(&input, &names)?;
+    let (outputs, result) = run(&input, router_ids.as_deref(), &names)?;
     let each: Vec<Tensors<'_>> = outputs.into_iter().map(|o| o.into_tensors()).collect();
     for given in &results {
         // SAFETY: the caller vouches for the tensor, whose shape was checked.
@@ -299,9 +357,9 @@ unsafe fn pass<T>(
 
 /// Runs backward of a training call, of every layer. `tensors` are in host memory: "dy" [G, T,
 /// output_dim], and the results that you want, "dx" [G, T, model_dim] and "grad.topk_weights" [G,
-/// T, K], the part of each router: the gradient of x is their sum. Gradients of weights stay in the
-/// layers (moesaic_multi_gate_gradient), those of experts summed over the routers. They are
-/// overwritten, or with `accumulate` not 0 added to.
+/// T, K], the part of each router: the gradient of x is their sum. After a call with "router_ids"
+/// they have no G. Gradients of weights stay in the layers (moesaic_multi_gate_gradient), those of
+/// experts summed over the routers. They are overwritten, or with `accumulate` not 0 added to.
 ///
 /// # Safety
 /// `gates` and `saved` are live, `tensors` has `count` valid tensors.
@@ -324,7 +382,8 @@ pub unsafe extern "C" fn moesaic_multi_gate_backward(
             if !matches!(tensor.role, Role::OutputGradient | Role::InputGradient) {
                 return Err(Failure::tensor(one.name, "is not of a backward pass"));
             }
-            one.check(tensor.dtype, &gates.of_all(tensor, saved.tokens))?;
+            let by_token = matches!(saved.saved, By::Token(_));
+            one.check(tensor.dtype, &gates.shape(tensor, saved.tokens, by_token))?;
         }
         let (dy, results): (Vec<_>, Vec<_>) = given.into_iter().partition(|one| one.name == "dy");
         let dy = dy
@@ -333,15 +392,14 @@ pub unsafe extern "C" fn moesaic_multi_gate_backward(
         results.iter().try_for_each(Given::check_distinct)?;
         // SAFETY: as above.
         let dy = unsafe { dy.host() };
-        let (layers, shape) = (gates.count(), &dy.shape[1..]);
-        let bytes = dy.data.len() / layers;
-        let part = |gate: usize| moesaic::Tensor {
-            dtype: dy.dtype,
-            shape: shape.to_vec(),
-            data: Bytes::from(&dy.data[gate * bytes..(gate + 1) * bytes]),
+        let accumulate = accumulate != 0;
+        let outputs = match &saved.saved {
+            By::Layer(kept) => {
+                let each = of_each(gates.count(), &dy);
+                gates.gates.backward(kept, &each, accumulate)?
+            }
+            By::Token(kept) => vec![gates.gates.backward_by_token(kept, &dy, accumulate)?],
         };
-        let each: Vec<moesaic::Tensor<'_>> = (0..layers).map(part).collect();
-        let outputs = gates.gates.backward(&saved.saved, &each, accumulate != 0)?;
         let each: Vec<Tensors<'_>> = outputs.into_iter().map(|o| o.into_tensors()).collect();
         for given in &results {
             // SAFETY: as above.
@@ -349,6 +407,17 @@ pub unsafe extern "C" fn moesaic_multi_gate_backward(
         }
         Ok(())
     })
+}
+
+/// Returns each layer's part of a tensor [G, ..].
+fn of_each<'a>(layers: usize, all: &'a moesaic::Tensor<'_>) -> Vec<moesaic::Tensor<'a>> {
+    let bytes = all.data.len() / layers;
+    let part = |gate: usize| moesaic::Tensor {
+        dtype: all.dtype,
+        shape: all.shape[1..].to_vec(),
+        data: Bytes::from(&all.data[gate * bytes..(gate + 1) * bytes]),
+    };
+    (0..layers).map(part).collect()
 }
 
 /// Copies the gradient of a weight, f32, to `count` elements of host memory: of router `gate` for a

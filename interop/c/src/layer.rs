@@ -134,24 +134,14 @@ impl Layer {
 
 /// Checks the numbers of a tensor on the host that kernels take for indices.
 pub(crate) fn check_ids(spec: &LayerSpec, given: &Given<'_>) -> Result<(), Failure> {
-    let experts = spec.routed_experts() as i32;
-    let (least, most) = match given.name {
-        "topk_ids" => (-1, experts - 1),
-        "router.table" => (0, experts - 1),
-        "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
-        "active_k" => (0, spec.shape.top_k as i32),
-        _ => return Ok(()),
-    };
+    if !spec.has_indices(given.name) {
+        return Ok(());
+    }
     // SAFETY: the caller of the interface vouches for type and shape, which were checked against
     // the layer's.
     let ids = unsafe { given.host() }.to_vec::<i32>().unwrap_or_default();
-    match ids.iter().position(|id| !(least..=most).contains(id)) {
-        None => Ok(()),
-        Some(at) => {
-            let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
-            Err(Failure::tensor(given.name, problem))
-        }
-    }
+    let checked = spec.check_indices(given.name, &ids);
+    checked.map_err(|error| Failure::tensor(given.name, error))
 }
 
 /// Makes a layer and copies its weights, which you may free afterwards. Compiles what the engine's

@@ -14,6 +14,7 @@ pub mod layer;
 pub mod options;
 pub mod pointers;
 pub mod ranks;
+pub mod replay;
 pub mod spec;
 pub mod status;
 pub mod tensors;

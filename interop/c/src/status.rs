@@ -1,5 +1,6 @@
 //! Status codes, the text of the last error, and the border that no panic crosses.
 
+use moesaic::train::replay::ReplayError;
 use moesaic::{EngineError, OpenError};
 use std::any::Any;
 use std::cell::RefCell;
@@ -50,6 +51,9 @@ pub enum Failure {
     /// A text is no spec.
     #[error("the spec is not valid:\n{0}")]
     Spec(String),
+    /// A record cannot be read, written or replayed.
+    #[error(transparent)]
+    Record(#[from] ReplayError),
     /// Something failed behind this interface.
     #[error(transparent)]
     Below(Box<moesaic::Error>),
@@ -76,6 +80,7 @@ impl Failure {
     pub fn status(&self) -> Status {
         match self {
             Failure::Below(error) => status_of(error),
+            Failure::Record(ReplayError::File { .. }) => Status::Unavailable,
             _ => Status::Invalid,
         }
     }

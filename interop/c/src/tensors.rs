@@ -2,7 +2,7 @@
 
 use crate::pointers::{slice, text};
 use crate::status::Failure;
-use moesaic::{Bytes, DType};
+use moesaic::{Bytes, DType, TensorKind, check_kind};
 use std::ffi::{c_char, c_int, c_void};
 
 /// The type of a tensor's elements.
@@ -173,15 +173,12 @@ impl<'a> Given<'a> {
 
     /// Checks type and sizes against those that the layer needs.
     pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), Failure> {
-        if self.dtype != dtype {
-            let problem = format!("is {}, expected {dtype}", self.dtype);
-            return Err(Failure::tensor(self.name, problem));
-        }
-        if self.shape != shape {
-            let problem = format!("has shape {:?}, expected {shape:?}", self.shape);
-            return Err(Failure::tensor(self.name, problem));
-        }
-        Ok(())
+        let found = TensorKind {
+            dtype: self.dtype,
+            shape: &self.shape,
+        };
+        let checked = check_kind(found, TensorKind { dtype, shape });
+        checked.map_err(|problem| Failure::tensor(self.name, problem))
     }
 
     /// Returns the elements on the host, borrowed if they lie packed, else as a packed copy.

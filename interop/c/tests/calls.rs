@@ -7,6 +7,7 @@ use moesaic_c::gates::*;
 use moesaic_c::layer::*;
 use moesaic_c::options::LayerOptions;
 use moesaic_c::ranks::*;
+use moesaic_c::replay::*;
 use moesaic_c::spec::*;
 use moesaic_c::status::moesaic_last_error;
 use moesaic_c::tensors::{Dtype, Tensor};
@@ -365,8 +366,11 @@ fn handles_and_texts_that_cannot_be_are_refused() {
         (options.target, options.stream) = (c"cpu".as_ptr(), (&raw mut engine).cast());
         refused(
             moesaic_engine_open(&options, &mut engine),
-            "argument `stream` is a stream",
+            "argument `stream` is a GPU's, and the target `cpu`",
         );
+        options.target = c"cuda".as_ptr();
+        let status = moesaic_engine_open(&options, &mut engine);
+        assert_eq!(status, Status::Unavailable, "{}", last());
         refused(
             moesaic_engine_open(&options, null_mut()),
             "argument `out` is NULL",
@@ -517,7 +521,22 @@ fn wrong_calls_of_shared_experts_are_refused() {
         refused(run(&[all.c()]), "`x`");
         ok(run(&[x.c(), all.c()]));
         ok(forward(bank, T, &[x.c(), y.c()]));
-        assert_eq!(all.values, [y.values.clone(), y.values].concat());
+        assert_eq!(all.values, [y.values.clone(), y.values.clone()].concat());
+        let (mut wrong, mut right) = ([0i32, 2, 1], [0i32, 0, 1]);
+        let list = |numbers: &mut [i32; T]| Tensor {
+            name: c"router_ids".as_ptr(),
+            data: numbers.as_mut_ptr().cast(),
+            dtype: Dtype::I32 as c_int,
+            dims: 1,
+            shape: &(T as i64),
+            strides: null(),
+        };
+        let (no_ids, ids) = (list(&mut wrong), list(&mut right));
+        refused(run(&[x.c(), all.c(), ids]), "expected [3, 8]");
+        refused(run(&[x.c(), y.c(), no_ids]), "`router_ids`");
+        let floats = Tensor { dtype: 0, ..ids };
+        refused(run(&[x.c(), y.c(), floats]), "expected i32");
+        ok(run(&[x.c(), y.c(), ids]));
         let mut numbers = [0.0; 32];
         let name = c"router.weight".as_ptr();
         let gradient = moesaic_multi_gate_gradient(gates, 2, name, numbers.as_mut_ptr(), 32);
@@ -526,5 +545,51 @@ fn wrong_calls_of_shared_experts_are_refused() {
         moesaic_multi_saved_free(null_mut());
         moesaic_layer_free(unbound);
         moesaic_layer_free(bank);
+    }
+}
+
+#[test]
+fn records_that_cannot_be_are_refused() {
+    let opened = Opened::new(SPEC);
+    let (mut record, mut spec) = (null_mut(), null_mut());
+    let mut ids = [0i32, 1, 2, 3, 1, 1];
+    let shape = [1i64, 3, 2];
+    let list = Tensor {
+        name: c"routed_experts".as_ptr(),
+        data: ids.as_mut_ptr().cast(),
+        dtype: Dtype::I32 as c_int,
+        dims: 3,
+        shape: shape.as_ptr(),
+        strides: null(),
+    };
+    let mut table = [0i32; 2];
+    // SAFETY: the pointers are valid, or such as are refused.
+    unsafe {
+        let flat = Tensor { dims: 2, ..list };
+        refused(moesaic_record_open(&flat, &mut record), "expected [tokens");
+        let floats = Tensor { dtype: 0, ..list };
+        refused(moesaic_record_open(&floats, &mut record), "expected i32");
+        let status = moesaic_record_read(c"/nowhere.npy".as_ptr(), &mut record);
+        assert_eq!(status, Status::Unavailable, "{}", last());
+        ok(moesaic_record_open(&list, &mut record));
+        let mut replay = |layer, count| {
+            moesaic_record_replay(
+                record,
+                opened.spec,
+                layer,
+                table.as_mut_ptr(),
+                count,
+                &mut spec,
+            )
+        };
+        refused(replay(3, 2), "3");
+        refused(replay(2, 2), "twice");
+        refused(replay(1, 1), "argument `count` is 1");
+        ok(replay(1, 2));
+        assert_eq!(table, [2, 3]);
+        refused(moesaic_record_sizes(record, null_mut()), "`sizes` is NULL");
+        moesaic_spec_free(spec);
+        moesaic_record_free(record);
+        moesaic_record_free(null_mut());
     }
 }

@@ -3,6 +3,7 @@
 
 use moesaic::collectives::{Call, threads};
 use moesaic::spec::canonical_tensors;
+use moesaic::train::replay::{RoutedExperts, TABLE};
 use moesaic::{
     Engine, EngineOptions, Input, Layer, LayerOptions, LayerSpec, Mesh, Output, Parallel, RngKey,
     Tensor, Tensors, Training,
@@ -232,13 +233,55 @@ fn expected_shared() -> String {
     let dy: Vec<Tensor<'_>> = outputs.iter().map(|output| output.y().clone()).collect();
     let back = gates.backward(&saved, &dy, false).unwrap();
     text += &bits("dx", &all(&back, "dx"));
-    for layer in gates.layers() {
-        text += &bits(
-            "gradient",
-            &layer.gradient("router.weight").unwrap().to_f32(),
-        );
-    }
-    text
+    let gradient = |gate: usize| gates.layers()[gate].gradient("router.weight").unwrap();
+    text += &bits("gradient", &gradient(0).to_f32());
+    text += &bits("gradient", &gradient(1).to_f32());
+    let ids = [1, 0, 1];
+    let by_token = gates.forward_by_token(&Input::new(3, &x), &ids).unwrap();
+    text += &bits("y by token", &by_token.y().to_f32());
+    let run = gates.forward_train_by_token(&Input::new(3, &x), &ids, RngKey::default());
+    let (output, saved) = run.unwrap();
+    let back = gates.backward_by_token(&saved, output.y(), false).unwrap();
+    text += &bits("dx by token", &back.get("dx").unwrap().to_f32());
+    text + &bits("gradient", &gradient(1).to_f32())
+}
+
+/// Returns the text that `replay.c` prints, of the Rust face.
+fn expected_replay() -> String {
+    let (engine, spec) = (engine(), LayerSpec::from_toml(RANKS).unwrap());
+    let (mut weights, x) = (weights(&spec), wave(5 * 32, 0));
+    let chosen = |number: usize| {
+        let mut own = weights.clone();
+        let router = Tensor::owned(&[4, 32], wave(4 * 32, 20 + number));
+        own.insert("router.weight", router);
+        let layer = engine.layer(&spec, &own).unwrap();
+        let input = Input::new(5, &x);
+        let routed = layer.route(input.reading(&["topk_ids"])).unwrap();
+        routed.get("topk_ids").unwrap().to_vec().unwrap()
+    };
+    let record = RoutedExperts::of_layers(5, 2, &[chosen(0), chosen(1)]).unwrap();
+    let replay = record.replay(&spec, 1).unwrap();
+    weights.insert(TABLE, replay.table);
+    let layer = engine.training_layer(&replay.spec, &weights, Training::default());
+    let layer = layer.unwrap();
+    let places = [4, 0, 2];
+    let rows = places.map(|place| &x[place as usize * 32..][..32]).concat();
+    let input = Input::new(3, &rows).with_token_ids(&places);
+    let run = layer.forward_train(input.reading(&["y", "topk_ids"]), RngKey::default());
+    let (output, saved) = run.unwrap();
+    layer.backward(&saved, output.y(), false).unwrap();
+    let ids: Vec<i32> = output.get("topk_ids").unwrap().to_vec().unwrap();
+    let own = record.layer(1).unwrap();
+    let wanted = places.map(|place| &own[place as usize * 2..][..2]).concat();
+    assert_eq!(ids, wanted);
+    let ids: Vec<String> = ids.iter().map(|id| format!(" {id}")).collect();
+    let gradient = layer.gradient("router.weight").unwrap().to_f32();
+    format!(
+        "record of 5 tokens, 2 layers, 2 experts\nexperts{}\n{}{}",
+        ids.concat(),
+        bits("y", &output.y().to_f32()),
+        bits("gradient", &gradient)
+    )
 }
 
 #[test]
@@ -268,6 +311,7 @@ fn nothing_leaks_and_no_memory_is_misused() {
     assert!(losses[0] > losses[1] && losses[1] > losses[2], "{losses:?}");
     assert!(example(&folder, "ranks", &[]).contains("rank 1 of 2"));
     assert_eq!(example(&folder, "shared", &[]), expected_shared());
+    assert_eq!(example(&folder, "replay", &[]), expected_replay());
     if !is_there("valgrind") {
         return eprintln!("no valgrind here: only AddressSanitizer has looked");
     }
@@ -282,6 +326,7 @@ fn nothing_leaks_and_no_memory_is_misused() {
     let folder = built("valgrind", &[]);
     assert_eq!(example(&folder, "forward", &valgrind), expected_forward());
     assert_eq!(example(&folder, "shared", &valgrind), expected_shared());
+    assert_eq!(example(&folder, "replay", &valgrind), expected_replay());
 }
 
 #[test]

@@ -9,7 +9,7 @@ fn the_header_is_that_of_the_sources() {
     let builder = cbindgen::Builder::new().with_config(config);
     let sources = [
         "status", "tensors", "info", "engine", "spec", "ranks", "options", "layer", "calls",
-        "gates",
+        "gates", "replay",
     ];
     let builder = sources.iter().fold(builder, |builder, name| {
         builder.with_src(folder.join(format!("src/{name}.rs")))

@@ -5,14 +5,13 @@
 Microseconds of CPU time of the calling thread, the least of several samples: all on one thread.
 """
 
-import time
-
 import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import moesaic
 import moesaic.transformers
+from timing import least
 
 # Width, hidden width, experts, K; and calls of a sample.
 SHAPES = [((64, 32, 8, 2), 20), ((512, 256, 32, 4), 3)]
@@ -33,23 +32,11 @@ def block(implementation, width, hidden, experts, top_k):
     return made
 
 
-def least(call, calls):
-    """Returns microseconds per call."""
-    call()
-    best = float("inf")
-    for _ in range(SAMPLES):
-        start = time.thread_time_ns()
-        for _ in range(calls):
-            call()
-        best = min(best, time.thread_time_ns() - start)
-    return best / calls / 1e3
-
-
 def measure(made, x, calls):
     leaf, dy, parameters = x.clone().requires_grad_(), torch.randn_like(x), list(made.parameters())
     with torch.no_grad():
-        forward = least(lambda: made(x), calls)
-    both = least(lambda: torch.autograd.grad(made(leaf), [leaf, *parameters], dy), calls)
+        forward = least(lambda: made(x), calls, SAMPLES)
+    both = least(lambda: torch.autograd.grad(made(leaf), [leaf, *parameters], dy), calls, SAMPLES)
     return forward, both
 
 

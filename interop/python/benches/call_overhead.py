@@ -8,26 +8,14 @@ same calls from Rust; what is left is the door's. Each number is the least of se
 other work on the machine only adds.
 """
 
-import time
-
 import torch
 
 import moesaic
 from moesaic import MoE
+from timing import least
 
 SPEC = "shape = { model_dim = 16, hidden_dim = 16, experts = 2, top_k = 1 }"
 REPEATS = 40
-
-
-def least(call, calls):
-    """Returns microseconds per call."""
-    best = float("inf")
-    for _ in range(REPEATS):
-        start = time.thread_time_ns()
-        for _ in range(calls):
-            call()
-        best = min(best, time.thread_time_ns() - start)
-    return best / calls / 1e3
 
 
 def rows(tokens):
@@ -54,8 +42,7 @@ def main():
     print("tokens  call                         us")
     for tokens in (0, 1):
         for name, call in rows(tokens):
-            call()
-            print(f"{tokens:6}  {name:<24} {least(call, 500):6.2f}", flush=True)
+            print(f"{tokens:6}  {name:<24} {least(call, 500, REPEATS):6.2f}", flush=True)
 
 
 if __name__ == "__main__":

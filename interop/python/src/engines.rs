@@ -1,18 +1,71 @@
-//! The engine of the process, and the layers that its calls share.
+//! The engines of the process, and the layers that their calls share.
 
 use crate::errors::{Failure, without_gil};
 use moesaic::{Engine, EngineOptions, Layer, LayerSpec, Training};
 use pyo3::prelude::*;
 use pyo3::types::{PyCFunction, PyDict};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The choices that open an engine.
-#[derive(Clone)]
+/// Where calls run: a backend, such as "cpu" or "cuda", the number of the GPU, and the driver's
+/// handle of the stream, null for its default one.
+#[derive(Clone, PartialEq, Eq, Hash, FromPyObject)]
+pub struct Place {
+    #[pyo3(item(0))]
+    backend: String,
+    #[pyo3(item(1))]
+    ordinal: usize,
+    #[pyo3(item(2))]
+    stream: usize,
+}
+
+impl Place {
+    /// This machine's CPU.
+    pub fn cpu() -> Place {
+        Place::of("cpu")
+    }
+
+    /// The first device of a backend, on its default stream.
+    pub fn of(backend: &str) -> Place {
+        Place {
+            backend: backend.to_string(),
+            ordinal: 0,
+            stream: 0,
+        }
+    }
+
+    /// Opens the engine.
+    fn open(&self, settings: &Settings) -> Result<Engine, Failure> {
+        // Threads of its own, never those that engines of a process share: a child of `fork` would
+        // find its parent's there.
+        let every = || std::thread::available_parallelism().map_or(1, usize::from);
+        let options = EngineOptions {
+            threads: Some(settings.threads.unwrap_or_else(every)),
+            ordinal: self.ordinal,
+            ..EngineOptions::default()
+        };
+        let chosen = settings.targets.get(&self.backend);
+        let target = chosen.unwrap_or(&self.backend);
+        if !GPUS.contains(&self.backend.as_str()) {
+            return Ok(Engine::open(target, options)?);
+        }
+        let stream = std::ptr::with_exposed_provenance_mut(self.stream);
+        // SAFETY: torch keeps its streams for the life of the process. Its side of the package
+        // refuses a call while the stream is captured.
+        Ok(unsafe { Engine::on_stream(target, stream, options) }?)
+    }
+}
+
+/// The backends whose calls run on a stream of torch's.
+const GPUS: [&str; 2] = ["cuda", "rocm"];
+
+/// The choices that open engines.
+#[derive(Clone, Default)]
 struct Settings {
-    target: String,
+    /// The target of a backend, where it is not the best one.
+    targets: BTreeMap<String, String>,
     /// `None` takes one thread per processor of the process.
     threads: Option<usize>,
 }
@@ -25,15 +78,18 @@ struct Opened {
     layers: Arc<Mutex<HashMap<String, Arc<Layer>>>>,
 }
 
-/// The settings, and the engine once there is one.
+/// The settings, and the engines that there are.
 struct Process {
-    settings: Option<Settings>,
-    opened: Option<Opened>,
+    settings: Settings,
+    opened: Vec<(Place, Opened)>,
 }
 
 static PROCESS: Mutex<Process> = Mutex::new(Process {
-    settings: None,
-    opened: None,
+    settings: Settings {
+        targets: BTreeMap::new(),
+        threads: None,
+    },
+    opened: Vec::new(),
 });
 
 /// How often settings were chosen, or this process forked from another.
@@ -60,46 +116,42 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the engine, which the first call opens. A child of `fork` opens one of its own, because
-/// the threads of its parent's stayed behind.
-fn opened() -> Result<Opened, Failure> {
+/// Returns the engine of a place, which the first call there opens. A child of `fork` opens engines
+/// of its own, because the threads of its parent's stayed behind.
+fn opened(place: &Place) -> Result<Opened, Failure> {
     let process = std::process::id();
     let mut state = lock(&PROCESS);
-    if let Some(opened) = state.opened.take_if(|opened| opened.process != process) {
-        // Dropping it would wait for threads that this process does not have.
-        std::mem::forget(opened);
-    }
-    if let Some(opened) = &state.opened {
+    let foreign = |(_, opened): &mut (Place, Opened)| opened.process != process;
+    // Dropping them would wait for threads that this process does not have.
+    state
+        .opened
+        .extract_if(.., foreign)
+        .for_each(std::mem::forget);
+    if let Some((_, opened)) = state.opened.iter().find(|(known, _)| known == place) {
         return Ok(opened.clone());
     }
-    let Settings { target, threads } = state.settings.clone().unwrap_or(Settings {
-        target: "cpu".to_string(),
-        threads: None,
-    });
-    // Threads of its own, never those that engines of a process share: a child of `fork` would
-    // find its parent's there.
-    let every = || std::thread::available_parallelism().map_or(1, usize::from);
-    let options = EngineOptions {
-        threads: Some(threads.unwrap_or_else(every)),
-        ..EngineOptions::default()
-    };
     let opened = Opened {
         process,
-        engine: Engine::open(&target, options)?,
+        engine: place.open(&state.settings)?,
         layers: Arc::default(),
     };
-    state.opened = Some(opened.clone());
+    state.opened.push((place.clone(), opened.clone()));
     Ok(opened)
 }
 
-/// Returns the engine of the process.
+/// Returns the engine of the process's CPU.
 pub fn engine() -> Result<Engine, Failure> {
-    Ok(opened()?.engine)
+    engine_at(&Place::cpu())
 }
 
-/// Returns the layer of a spec that has no weights of its own. Equal texts share one.
-pub fn layer(spec: &LayerSpec, text: &str) -> Result<Arc<Layer>, Failure> {
-    let opened = opened()?;
+/// Returns the engine of a place.
+pub fn engine_at(place: &Place) -> Result<Engine, Failure> {
+    Ok(opened(place)?.engine)
+}
+
+/// Returns the layer of a spec that has no weights of its own. Equal texts share one at each place.
+pub fn layer(spec: &LayerSpec, text: &str, place: &Place) -> Result<Arc<Layer>, Failure> {
+    let opened = opened(place)?;
     if let Some(layer) = lock(&opened.layers).get(text) {
         return Ok(layer.clone());
     }
@@ -125,10 +177,10 @@ impl Held {
     ///
     /// # Errors
     /// As [`layer`].
-    pub fn new(spec: &LayerSpec, text: &str) -> Result<(Held, Arc<Layer>), Failure> {
+    pub fn new(spec: &LayerSpec, text: &str, place: &Place) -> Result<(Held, Arc<Layer>), Failure> {
         // Read first: settings chosen meanwhile make this one old, not new.
         let changes = CHANGES.load(Ordering::Acquire);
-        let layer = layer(spec, text)?;
+        let layer = layer(spec, text, place)?;
         let held = Held {
             layer: ManuallyDrop::new(layer.clone()),
             process: std::process::id(),
@@ -154,41 +206,45 @@ impl Drop for Held {
     }
 }
 
-/// Chooses the target and the number of threads of layers that are made from now on.
+/// Chooses a target and the number of threads of layers that are made from now on.
 ///
-/// target: "cpu", or a name such as "cpu:avx2". None keeps what was chosen.
+/// target: "cpu" or a name such as "cpu:avx2", for tensors on the CPU; one such as "cuda:sm_90a" or
+/// "rocm:gfx942", for tensors on such a GPU, whose own is the default. None keeps what was chosen.
 /// threads: the number of threads, the caller included. None keeps what was chosen.
 #[pyfunction]
 #[pyo3(signature = (target=None, threads=None))]
 pub fn configure(target: Option<String>, threads: Option<usize>) -> PyResult<()> {
-    if let Some(target) = target.as_deref().filter(|name| !name.starts_with("cpu")) {
-        let problem = format!(
-            "target `{target}`: this package runs layers on the CPU, so take `cpu` or a name such \
-             as `cpu:avx2`"
-        );
-        return Err(Failure::Invalid(problem).into());
-    }
     if threads == Some(0) {
         return Err(Failure::Invalid("0 threads: take 1 or more".to_string()).into());
     }
+    let chosen = target.map(|name| Ok((backend(&name)?, name)));
+    let chosen = chosen.transpose().map_err(Failure::Invalid)?;
     let mut state = lock(&PROCESS);
-    let old = state.settings.take();
-    let default = || "cpu".to_string();
-    state.settings = Some(Settings {
-        target: target.unwrap_or_else(|| old.as_ref().map_or_else(default, |s| s.target.clone())),
-        threads: threads.or(old.and_then(|s| s.threads)),
-    });
+    state.settings.targets.extend(chosen);
+    state.settings.threads = threads.or(state.settings.threads);
     CHANGES.fetch_add(1, Ordering::Release);
     // Layers in use keep the engine that they were made on.
-    if let Some(opened) = state.opened.take()
-        && opened.process != std::process::id()
-    {
-        std::mem::forget(opened);
+    for (_, opened) in state.opened.drain(..) {
+        if opened.process != std::process::id() {
+            std::mem::forget(opened);
+        }
     }
     Ok(())
 }
 
-/// Returns the engine's target, device and threads, and its kernels so far by where they came from.
+/// Returns the backend of a target's name.
+fn backend(name: &str) -> Result<String, String> {
+    let found = name.split(':').next().unwrap_or(name);
+    if found == "cpu" || GPUS.contains(&found) {
+        return Ok(found.to_string());
+    }
+    Err(format!(
+        "target `{name}`: take `cpu`, `cuda`, `rocm`, or a name with an architecture, such as \
+         `cpu:avx2` or `cuda:sm_90a`"
+    ))
+}
+
+/// Returns the target, device and threads of the CPU's engine, and its kernels so far by where they came from.
 #[pyfunction]
 pub fn engine_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let engine = without_gil(py, engine)?;
@@ -212,7 +268,7 @@ mod tests {
     fn chosen_settings_reach_layers_in_use() {
         let text = "shape = { model_dim = 4, hidden_dim = 4, experts = 2, top_k = 1 }";
         let spec = LayerSpec::from_toml(text).unwrap();
-        let (held, layer) = Held::new(&spec, text).ok().unwrap();
+        let (held, layer) = Held::new(&spec, text, &Place::cpu()).ok().unwrap();
         assert!(Arc::ptr_eq(held.current().unwrap(), &layer));
         configure(None, None).unwrap();
         assert!(held.current().is_none());
@@ -234,7 +290,7 @@ mod tests {
         let owning = engine().unwrap().layer(&spec, &weights).unwrap();
         let wanted = owning.forward(&Input::new(3, &x)).unwrap().y().to_f32();
 
-        let layer = layer(&spec, text).ok().unwrap();
+        let layer = layer(&spec, text, &Place::cpu()).ok().unwrap();
         let mut y = vec![0f32; 3 * 8];
         let mut tensors = vec![
             ("x", Ptr(x.as_ptr() as u64)),

@@ -4,15 +4,13 @@ use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
 use crate::key::Key;
-use crate::packed::{arrays, check_process, read_input};
+use crate::packed::{Arrays, Inputs, arrays, check_process};
 use crate::ranks::{Mesh, strategy};
 use crate::spec::Spec;
 use moesaic::experts::{MultiGate, MultiSaved, SavedByToken};
 use moesaic::{DType, Input, LayerOptions, Output, Tensors, Training};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
-
-type Arrays<'py> = BTreeMap<String, Bound<'py, PyAny>>;
 
 /// Layers that differ in their routers and share experts: one pass over the experts runs all, where
 /// `in_one_pass` says so.
@@ -97,12 +95,11 @@ impl GateLayer {
         router_ids: Option<Bound<'_, PyAny>>,
         inputs: Option<Arrays<'_>>,
     ) -> PyResult<Vec<BTreeMap<String, Array>>> {
-        let x = Imported::new("x", &x)?;
-        let others = imported(&inputs.unwrap_or_default())?;
+        let given = Inputs::new(&x, inputs, capacity_factor)?;
         let ids = routers_of_tokens(router_ids)?;
         let each = without_gil(py, || {
             check_process(self.process)?;
-            let input = read_input(&self.spec, &x, &others, capacity_factor)?;
+            let input = given.read(&self.spec)?;
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
             Ok(match &ids {
                 None => self.gates.forward(input.reading(&names))?,
@@ -127,11 +124,10 @@ impl GateLayer {
         inputs: Option<Arrays<'_>>,
     ) -> PyResult<(Vec<BTreeMap<String, Array>>, GateState)> {
         let ids = routers_of_tokens(router_ids)?;
-        let x = Imported::new("x", &x)?;
-        let others = imported(&inputs.unwrap_or_default())?;
+        let given = Inputs::new(&x, inputs, capacity_factor)?;
         let (each, saved) = without_gil(py, || {
             check_process(self.process)?;
-            let input = read_input(&self.spec, &x, &others, capacity_factor)?;
+            let input = given.read(&self.spec)?;
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
             self.train(input, &names, ids.as_deref(), rng_key)
         })?;

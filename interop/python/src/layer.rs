@@ -1,10 +1,10 @@
 //! Layers whose calls bring the addresses of all tensors, weights included.
 
-use crate::engines::{self, Held};
+use crate::engines::{self, Held, Place};
 use crate::errors::{Failure, without_gil};
 use crate::key::Key;
 use crate::spec::Spec;
-use crate::states;
+use crate::states::{self, State};
 use crate::tensors::{Given, Ids, check};
 use moesaic::plan::{LayerPlan, Role};
 use moesaic::target::Ptr;
@@ -18,21 +18,22 @@ use std::sync::{Arc, OnceLock};
 #[pyclass(frozen, module = "moesaic")]
 pub struct Layer {
     spec: Spec,
+    place: Place,
 }
 
 #[pymethods]
 impl Layer {
     /// Compiles the layer, or finds it compiled.
     #[new]
-    fn new(py: Python<'_>, spec: &Bound<'_, Spec>) -> PyResult<Layer> {
+    fn new(py: Python<'_>, spec: &Bound<'_, Spec>, place: Place) -> PyResult<Layer> {
         let spec = spec.get().clone();
         if spec.spec.precision.experts.is_some() {
             let problem = "experts of `precision.experts` are codes, which kernels read packed: \
                            make a PackedLayer of the spec";
             return Err(Failure::Invalid(problem.to_string()).into());
         }
-        without_gil(py, || engines::layer(&spec.spec, &spec.text))?;
-        Ok(Layer { spec })
+        without_gil(py, || engines::layer(&spec.spec, &spec.text, &place))?;
+        Ok(Layer { spec, place })
     }
 
     /// Returns the layer with these weights, (name, address, dtype, shape) each, for calls that
@@ -43,7 +44,7 @@ impl Layer {
         weights: Vec<Given>,
         names: Vec<String>,
     ) -> PyResult<BoundLayer> {
-        without_gil(py, || BoundLayer::new(&self.spec, &weights, names))
+        without_gil(py, || BoundLayer::new(self, &weights, names))
     }
 
     /// Returns the number of states for backward that are alive in the process.
@@ -55,12 +56,13 @@ impl Layer {
 
 /// A layer with weights where their owner has them.
 ///
-/// A call brings the addresses of its other tensors: contiguous, on the CPU, of the types and
-/// shapes of the spec, alive until it returns; what backward reads, until then. Its weights must
-/// still lie where they lay.
+/// A call brings the addresses of its other tensors: contiguous, on the layer's device, of the types
+/// and shapes of the spec, alive until it returns, on a GPU until its stream has passed the call;
+/// what backward reads, until then. Its weights must still lie where they lay.
 #[pyclass(frozen, module = "moesaic")]
 pub struct BoundLayer {
     spec: Spec,
+    place: Place,
     held: Held,
     /// The tensors of a call: first those that it brings, then the weights.
     names: Vec<String>,
@@ -73,8 +75,9 @@ pub struct BoundLayer {
 }
 
 impl BoundLayer {
-    fn new(spec: &Spec, given: &[Given], mut names: Vec<String>) -> Result<BoundLayer, Failure> {
-        let (held, layer) = Held::new(&spec.spec, &spec.text)?;
+    fn new(of: &Layer, given: &[Given], mut names: Vec<String>) -> Result<BoundLayer, Failure> {
+        let Layer { spec, place } = of;
+        let (held, layer) = Held::new(&spec.spec, &spec.text, place)?;
         let plan = layer.plan();
         let weights = check(&layer, 0, given)?.tensors;
         if let Some(name) = names.iter().find(|name| plan.tensor(name).is_none()) {
@@ -88,6 +91,7 @@ impl BoundLayer {
             ids: ids.collect(),
             weights: weights.into_iter().map(|(_, address)| address).collect(),
             spec: spec.clone(),
+            place: place.clone(),
             held,
             names,
             brought,
@@ -99,7 +103,7 @@ impl BoundLayer {
     fn layer(&self) -> Result<Arc<EngineLayer>, Failure> {
         match self.held.current() {
             Some(layer) => Ok(layer.clone()),
-            None => engines::layer(&self.spec.spec, &self.spec.text),
+            None => engines::layer(&self.spec.spec, &self.spec.text, &self.place),
         }
     }
 
@@ -122,22 +126,71 @@ impl BoundLayer {
         Ok(tensors)
     }
 
-    fn evaluate_at(
+    fn evaluated(
         &self,
-        py: Python<'_>,
         tokens: usize,
         addresses: &[u64],
         capacity_factor: Option<f64>,
-    ) -> PyResult<()> {
-        without_gil(py, || {
-            let tensors = self.tensors(tokens, addresses)?;
-            // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds
-            // their memory until this returns, and a CPU's call is over then.
-            let call =
-                unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
-            self.layer()?.forward(call)?;
-            Ok(())
+    ) -> Result<(), Failure> {
+        let tensors = self.tensors(tokens, addresses)?;
+        // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds their
+        // memory until this returns. A CPU's call is over then; torch gives memory of a GPU away in
+        // the order of the stream that the call is on.
+        let call = unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
+        self.layer()?.forward(call)?;
+        Ok(())
+    }
+
+    fn trained(
+        &self,
+        tokens: usize,
+        addresses: &[u64],
+        key: Key,
+        capacity_factor: Option<f64>,
+    ) -> Result<State, Failure> {
+        let layer = self.layer()?;
+        let tensors = self.tensors(tokens, addresses)?;
+        // SAFETY: as in `evaluated`. Backward gets these addresses again: see `needed`.
+        let call = unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
+        let (_, saved) = layer.forward_train(call, key.0)?;
+        Ok(State {
+            needed: self.needed(layer.plan()),
+            layer,
+            place: self.place.clone(),
+            saved,
+            process: std::process::id(),
         })
+    }
+
+    fn differentiated(
+        &self,
+        state: &State,
+        tokens: usize,
+        addresses: &[u64],
+        accumulate: bool,
+    ) -> Result<(), Failure> {
+        let (layer, saved) = (&state.layer, state.saved.tokens());
+        if tokens != saved {
+            let problem = format!("{tokens} tokens, the forward pass had {saved}");
+            return Err(Failure::Invalid(problem));
+        }
+        if state.place != self.place {
+            let problem = "backward runs on another stream than its forward pass".to_string();
+            return Err(Failure::Invalid(problem));
+        }
+        let tensors = self.tensors(tokens, addresses)?;
+        let needed = state.needed.iter();
+        let gradients = layer.plan().tensors.iter();
+        let gradients = gradients.filter(|tensor| tensor.role == Role::WeightGradient);
+        // Without these, backward would read and write where forward's tensors once were.
+        let mut needed = needed.chain(gradients.map(|tensor| &tensor.name));
+        if let Some(missing) = needed.find(|name| !self.has(name)) {
+            return Err(Failure::tensor(missing, "is missing, backward needs it"));
+        }
+        // SAFETY: as in `evaluated`; every address that forward was given is given again.
+        let call = unsafe { RawBackward::new(&tensors) };
+        layer.backward(&state.saved, call, accumulate)?;
+        Ok(())
     }
 
     fn has(&self, name: &str) -> bool {
@@ -160,7 +213,7 @@ impl BoundLayer {
 impl BoundLayer {
     /// Evaluates x to y, which are all that the call brings.
     fn evaluate(&self, py: Python<'_>, tokens: usize, x: u64, y: u64) -> PyResult<()> {
-        self.evaluate_at(py, tokens, &[x, y], None)
+        without_gil(py, || self.evaluated(tokens, &[x, y], None))
     }
 
     /// Evaluates. The call brings inputs and at least the output y.
@@ -172,7 +225,7 @@ impl BoundLayer {
         addresses: Vec<u64>,
         capacity_factor: Option<f64>,
     ) -> PyResult<()> {
-        self.evaluate_at(py, tokens, &addresses, capacity_factor)
+        without_gil(py, || self.evaluated(tokens, &addresses, capacity_factor))
     }
 
     /// Runs a training call and returns the DLPack capsule of a tensor [1] of i64, whose memory
@@ -186,17 +239,10 @@ impl BoundLayer {
         rng_key: Key,
         capacity_factor: Option<f64>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
-        let (layer, saved) = without_gil(py, || {
-            let layer = self.layer()?;
-            let tensors = self.tensors(tokens, &addresses)?;
-            // SAFETY: as in `forward`. Backward gets these addresses again: see `needed`.
-            let call =
-                unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
-            let (_, saved) = layer.forward_train(call, rng_key.0)?;
-            Ok((layer, saved))
+        let state = without_gil(py, || {
+            self.trained(tokens, &addresses, rng_key, capacity_factor)
         })?;
-        let needed = self.needed(layer.plan());
-        states::keep(py, layer, saved, needed)
+        states::keep(py, state)
     }
 
     /// Runs backward of the training call with this state. The call brings dy, whatever forward
@@ -212,24 +258,10 @@ impl BoundLayer {
     ) -> PyResult<()> {
         without_gil(py, || {
             let state = states::find(state)?;
-            let (layer, saved) = (&state.layer, state.saved.tokens());
-            if tokens != saved {
-                let problem = format!("{tokens} tokens, the forward pass had {saved}");
-                return Err(Failure::Invalid(problem));
-            }
-            let tensors = self.tensors(tokens, &addresses)?;
-            let needed = state.needed.iter();
-            let gradients = layer.plan().tensors.iter();
-            let gradients = gradients.filter(|tensor| tensor.role == Role::WeightGradient);
-            // Without these, backward would read and write where forward's tensors once were.
-            let mut needed = needed.chain(gradients.map(|tensor| &tensor.name));
-            if let Some(missing) = needed.find(|name| !self.has(name)) {
-                return Err(Failure::tensor(missing, "is missing, backward needs it"));
-            }
-            // SAFETY: as in `forward`; every address that forward was given is given again.
-            let call = unsafe { RawBackward::new(&tensors) };
-            layer.backward(&state.saved, call, accumulate)?;
-            Ok(())
+            self.differentiated(&state, tokens, &addresses, accumulate)
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -8,6 +8,9 @@ use moesaic::{Engine, Input, Layer, Output, Tensor};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
+/// Arrays of Python's by name.
+pub type Arrays<'py> = BTreeMap<String, Bound<'py, PyAny>>;
+
 /// A layer for inference with weights of its own, in the order that kernels read. Tensors are any
 /// objects with `__dlpack__`, such as NumPy arrays.
 ///
@@ -28,7 +31,7 @@ impl PackedLayer {
     fn new(
         py: Python<'_>,
         spec: &Bound<'_, Spec>,
-        weights: BTreeMap<String, Bound<'_, PyAny>>,
+        weights: Arrays<'_>,
         bank: Option<&Bound<'_, PackedLayer>>,
     ) -> PyResult<PackedLayer> {
         let spec = spec.get().clone();
@@ -65,15 +68,15 @@ impl PackedLayer {
         x: Bound<'_, PyAny>,
         outputs: Vec<String>,
         capacity_factor: Option<f64>,
-        inputs: Option<BTreeMap<String, Bound<'_, PyAny>>>,
+        inputs: Option<Arrays<'_>>,
     ) -> PyResult<BTreeMap<String, Array>> {
-        let x = Imported::new("x", &x)?;
-        let others = imported(&inputs.unwrap_or_default())?;
+        let given = Inputs::new(&x, inputs, capacity_factor)?;
         let output = without_gil(py, || {
             check_process(self.process)?;
-            let input = read_input(&self.spec, &x, &others, capacity_factor)?;
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
-            Ok(self.layer.forward(input.reading(&names))?)
+            Ok(self
+                .layer
+                .forward(given.read(&self.spec)?.reading(&names))?)
         })?;
         Ok(arrays(output))
     }
@@ -108,25 +111,42 @@ pub fn check_process(process: u32) -> Result<(), Failure> {
     ))
 }
 
-/// Returns the input of a call: x [.., model_dim] as rows, and the others.
-///
-/// # Errors
-/// x has another width.
-pub fn read_input<'a>(
-    spec: &Spec,
-    x: &'a Imported,
-    others: &'a [(String, Imported)],
+/// The inputs of a call, as Python gave them.
+pub struct Inputs {
+    x: Imported,
+    others: Vec<(String, Imported)>,
     capacity_factor: Option<f64>,
-) -> Result<Input<'a>, Failure> {
-    let mut tensors = lent(others);
-    let rows = rows(x.tensor(), spec.spec.shape.model_dim)?;
-    let tokens = rows.shape[0];
-    tensors.insert("x", rows);
-    Ok(Input {
-        tokens,
-        tensors,
-        capacity_factor,
-    })
+}
+
+impl Inputs {
+    /// Takes x [.., model_dim] and the others by name.
+    pub fn new(
+        x: &Bound<'_, PyAny>,
+        others: Option<Arrays<'_>>,
+        capacity_factor: Option<f64>,
+    ) -> PyResult<Inputs> {
+        Ok(Inputs {
+            x: Imported::new("x", x)?,
+            others: imported(&others.unwrap_or_default())?,
+            capacity_factor,
+        })
+    }
+
+    /// Returns the input of a layer, with x as rows.
+    ///
+    /// # Errors
+    /// x has another width.
+    pub fn read(&self, spec: &Spec) -> Result<Input<'_>, Failure> {
+        let mut tensors = lent(&self.others);
+        let rows = rows(self.x.tensor(), spec.spec.shape.model_dim)?;
+        let tokens = rows.shape[0];
+        tensors.insert("x", rows);
+        Ok(Input {
+            tokens,
+            tensors,
+            capacity_factor: self.capacity_factor,
+        })
+    }
 }
 
 /// Returns the outputs of a call by name, as Python takes them.

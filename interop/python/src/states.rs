@@ -5,6 +5,7 @@
 //! backward any more, and with it the state.
 
 use crate::dlpack::{Exported, export};
+use crate::engines::Place;
 use crate::errors::Failure;
 use moesaic::{DType, Layer, Saved};
 use pyo3::prelude::*;
@@ -16,11 +17,13 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 /// The state that a training call keeps.
 pub struct State {
     pub layer: Arc<Layer>,
+    /// Where forward ran, and backward has to.
+    pub place: Place,
     pub saved: Saved,
     /// The tensors of the call that backward reads where they lie.
     pub needed: Arc<[String]>,
     /// The process that has it: a child of `fork` has none of its parent's threads.
-    process: u32,
+    pub process: u32,
 }
 
 static STATES: LazyLock<Mutex<HashMap<i64, Arc<State>>>> = LazyLock::new(Mutex::default);
@@ -42,20 +45,8 @@ impl Drop for Holder {
 }
 
 /// Keeps a state, and returns a capsule of a tensor `[1]` of its number.
-pub fn keep<'py>(
-    py: Python<'py>,
-    layer: Arc<Layer>,
-    saved: Saved,
-    needed: Arc<[String]>,
-) -> PyResult<Bound<'py, PyCapsule>> {
+pub fn keep(py: Python<'_>, state: State) -> PyResult<Bound<'_, PyCapsule>> {
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let process = std::process::id();
-    let state = State {
-        layer,
-        saved,
-        needed,
-        process,
-    };
     states().insert(number, Arc::new(state));
     let mut holder = Holder(Box::new(number));
     let exported = Exported {

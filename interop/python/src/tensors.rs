@@ -3,17 +3,38 @@
 use crate::errors::Failure;
 use moesaic::plan::{LayerPlan, Role, TensorPlan};
 use moesaic::target::Ptr;
-use moesaic::{Bytes, DType, Layer, Tensor};
+use moesaic::{Bytes, DType, Layer, LayerSpec, Target, Tensor, TensorKind, check_kind};
 use pyo3::prelude::*;
 
-/// A tensor of a call: a contiguous row-major one on the CPU.
+/// A tensor of a call: a contiguous row-major one on the layer's device.
 #[derive(FromPyObject)]
-pub struct Given(String, u64, String, Vec<u64>);
+pub struct Given(pub String, pub u64, pub String, pub Vec<u64>);
 
 impl Given {
     /// Returns the name.
     pub fn name(&self) -> &str {
         &self.0
+    }
+
+    fn dtype(&self) -> Result<DType, Failure> {
+        let types = [DType::F32, DType::F16, DType::Bf16, DType::I32, DType::I64];
+        let found = types.into_iter().find(|known| known.name() == self.2);
+        found.ok_or_else(|| Failure::tensor(&self.0, "is of no type that layers have"))
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        self.3.iter().map(|size| *size as usize).collect()
+    }
+
+    /// Checks element type and sizes.
+    fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), Failure> {
+        let (found, sizes) = (self.dtype()?, self.shape());
+        let found = TensorKind {
+            dtype: found,
+            shape: &sizes,
+        };
+        let checked = check_kind(found, TensorKind { dtype, shape });
+        checked.map_err(|problem| Failure::tensor(&self.0, problem))
     }
 
     /// Returns the tensor where it lies.
@@ -24,11 +45,8 @@ impl Given {
     /// # Safety
     /// The memory is valid and unchanged for `'b`.
     pub unsafe fn tensor<'b>(&self) -> Result<Tensor<'b>, Failure> {
-        let Given(name, address, dtype, shape) = self;
-        let floats = [DType::F32, DType::F16, DType::Bf16, DType::I32, DType::I64];
-        let found = floats.into_iter().find(|known| known.name() == dtype);
-        let dtype = found.ok_or_else(|| Failure::tensor(name, "is of no type that layers have"))?;
-        let shape: Vec<usize> = shape.iter().map(|size| *size as usize).collect();
+        let Given(_, address, ..) = self;
+        let (dtype, shape) = (self.dtype()?, self.shape());
         let bytes = shape.iter().product::<usize>() * dtype.size();
         let data: &[u8] = match bytes {
             0 => &[],
@@ -55,12 +73,8 @@ impl Given {
     /// # Safety
     /// The memory is valid, and nobody else uses it.
     pub unsafe fn write(&self, from: &Tensor<'_>) -> Result<(), Failure> {
-        let Given(name, address, dtype, shape) = self;
-        let sizes = from.shape.iter().map(|size| *size as u64);
-        if *dtype != from.dtype.to_string() || !sizes.eq(shape.iter().copied()) {
-            let problem = format!("is {dtype} {shape:?}, not {} {:?}", from.dtype, from.shape);
-            return Err(Failure::tensor(name, problem));
-        }
+        self.check(from.dtype, &from.shape)?;
+        let Given(_, address, ..) = self;
         let to = std::ptr::with_exposed_provenance_mut::<u8>(*address as usize);
         // SAFETY: the caller vouches for as many bytes.
         unsafe { std::ptr::copy_nonoverlapping(from.data.as_ptr(), to, from.data.len()) };
@@ -107,11 +121,14 @@ pub fn check_given<'g>(
     given: &'g [Given],
 ) -> Result<Checked<'g>, Failure> {
     let mut tensors = Vec::with_capacity(given.len());
-    for Given(name, address, dtype, shape) in given {
+    for tensor in given {
+        let Given(name, address, ..) = tensor;
         let Some(plan) = layer.tensor(name) else {
             return Err(Failure::tensor(name, "is none of the layer's"));
         };
-        check_kind(plan, tokens, dtype, shape)?;
+        let sizes = plan.shape.iter().map(|size| size.eval(tokens as u64));
+        let sizes: Vec<usize> = sizes.map(|size| size as usize).collect();
+        tensor.check(plan.dtype, &sizes)?;
         if let Some(ids) = Ids::new(layer, tensors.len(), plan) {
             // SAFETY: the Python side passes the address of a tensor that it holds for the call,
             // of the type and shape that were just checked.
@@ -122,50 +139,26 @@ pub fn check_given<'g>(
     Ok(Checked { tensors })
 }
 
-fn check_kind(plan: &TensorPlan, tokens: usize, dtype: &str, shape: &[u64]) -> Result<(), Failure> {
-    let wanted = plan.dtype.to_string();
-    if dtype != wanted {
-        let problem = format!("is {dtype}, expected {wanted}");
-        return Err(Failure::tensor(&plan.name, problem));
-    }
-    let sizes = plan.shape.iter().map(|size| size.eval(tokens as u64));
-    let sizes: Vec<u64> = sizes.collect();
-    if shape != sizes {
-        let problem = format!("has shape {shape:?}, expected {sizes:?}");
-        return Err(Failure::tensor(&plan.name, problem));
-    }
-    Ok(())
-}
-
 /// A tensor of a call whose numbers kernels take for indices.
 pub struct Ids {
     /// Its place among the tensors of the call.
     pub at: usize,
     plan: TensorPlan,
-    least: i32,
-    most: i32,
+    spec: LayerSpec,
 }
 
 impl Ids {
-    /// Returns what is known of a tensor with ids; `None` of any other.
+    /// Returns what is known of a tensor with ids; `None` of any other, and of one on a GPU, where
+    /// looking would be waiting.
     pub fn new(layer: &LayerPlan, at: usize, plan: &TensorPlan) -> Option<Ids> {
-        let spec = &layer.spec;
-        let experts = spec.routed_experts() as i32;
         // An output of the same name has old numbers in it.
         let input = matches!(plan.role, Role::Input | Role::Weight);
-        let (least, most) = match plan.name.as_str() {
-            "topk_ids" if input => (-1, experts - 1),
-            "router.table" => (0, experts - 1),
-            "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
-            "active_k" => (0, spec.shape.top_k as i32),
-            _ => return None,
-        };
-        let plan = plan.clone();
-        Some(Ids {
+        let on_host = matches!(layer.target, Target::Cpu(_));
+        let has_ids = on_host && input && layer.spec.has_indices(&plan.name);
+        has_ids.then(|| Ids {
             at,
-            plan,
-            least,
-            most,
+            plan: plan.clone(),
+            spec: layer.spec.clone(),
         })
     }
 
@@ -177,9 +170,7 @@ impl Ids {
     /// # Safety
     /// A tensor of the plan's type and size for so many tokens must lie at the address.
     pub unsafe fn check(&self, tokens: usize, Ptr(address): Ptr) -> Result<(), Failure> {
-        let Ids {
-            plan, least, most, ..
-        } = self;
+        let Ids { plan, spec, .. } = self;
         let name = &plan.name;
         let count = plan.shape.iter().map(|size| size.eval(tokens as u64));
         let count = count.product::<u64>() as usize;
@@ -196,12 +187,7 @@ impl Ids {
                 count,
             )
         };
-        match ids.iter().position(|id| !(least..=most).contains(&id)) {
-            None => Ok(()),
-            Some(at) => {
-                let problem = format!("has {} at element {at}, expected {least}..={most}", ids[at]);
-                Err(Failure::tensor(name, problem))
-            }
-        }
+        let checked = spec.check_indices(name, ids);
+        checked.map_err(|error| Failure::tensor(name, error))
     }
 }

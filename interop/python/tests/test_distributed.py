@@ -45,7 +45,8 @@ def run_ranks(name):
 
 CASES = [
     "passes", "data_parallel", "fully_sharded", "evaluation", "shards", "draws", "refusals",
-    "foreign", "several_routers",
+    "foreign", "several_routers", "several_shards", "several_draws", "replay", "tutel_experts",
+    "tutel_llama",
 ]
 
 
@@ -271,13 +272,14 @@ def foreign(group, rank):
         close(ours(tokens(rank)), one(tokens(rank)))
 
 
-def several_routers(group, rank):
+def several_routers(group, rank, scale=1, **options):
     from moesaic import MultiGate
 
+    options = options or {"strategy": "overlap_degree=2", "gradients": "sum"}
     torch.manual_seed(0)
     one = MultiGate(SPEC, 3)
     torch.manual_seed(0)
-    over = MultiGate(SPEC, 3, group=group, strategy="overlap_degree=2", gradients="sum")
+    over = MultiGate(SPEC, 3, group=group, **options)
     xs = [tokens(r) for r in range(RANKS)]
     for routers in (None, [torch.arange(len(x)) % 3 for x in xs]):
         inputs = [x.clone().requires_grad_() for x in xs]
@@ -289,12 +291,130 @@ def several_routers(group, rank):
         close(y, wanted[rank])
         y.square().sum().backward()
         close(x.grad, inputs[rank].grad)
-        mesh_part = over.experts._over.part
-        for name in ("experts.gate.weight", "experts.down.weight"):
-            whole = one.experts._weight(name).grad
-            close(over.experts._weight(name).grad, mesh_part(name, whole))
+        check_gradients(one.experts, over.experts, rank, scale)
+        for own, whole in zip(over.routers, one.routers):
+            found = own.weight.grad.clone()
+            torch.distributed.all_reduce(found)
+            close(found, whole.weight.grad)
         one.zero_grad()
         over.zero_grad()
+
+
+def several_shards(group, rank):
+    several_routers(group, rank, expert_tp=2, gradients="sum")
+    several_routers(group, rank, 1 / RANKS, gradients="mean")
+
+
+def several_draws(group, rank):
+    from moesaic import MultiGate
+
+    noisy = SPEC.replace("router = {", "router = { jitter = 0.1, ").replace("losses", "#")
+    torch.manual_seed(0)
+    one = MultiGate(noisy, 2)
+    torch.manual_seed(0)
+    over = MultiGate(noisy, 2, group=group)
+    x, before = tokens(rank), sum(len(tokens(r)) for r in range(rank))
+    y = over(x, rng_key=(1, 2, 3, 0))
+    close(y, one(x, rng_key=(1, 2, 3, before)))
+    assert not torch.equal(y, over(x))
+    y.sum().backward()
+    one(x, rng_key=(1, 2, 3, before)).sum().backward()
+    assert one.routers[0].weight.grad.abs().max() > 0
+    close(over.routers[0].weight.grad, one.routers[0].weight.grad)
+
+
+def replay(group, rank):
+    one, ours = layers(group, strategy="overlap_degree=2")
+    xs = [tokens(r) for r in range(RANKS)]
+    record = torch.randint(0, 6, (20, 2, 1)) + torch.tensor([0, 1])
+    record = record % 6
+    torch.distributed.broadcast(record, 0)
+    places = [torch.arange(len(x)) * 2 + 1 for x in xs]
+    wanted, replayed = one.replay(record, 1), ours.replay(record, 1)
+    inputs = [x.clone().requires_grad_() for x in xs]
+    ys = [wanted(x, token_ids=at.int()) for x, at in zip(inputs, places)]
+    sum(y.square().mean() for y in ys).backward()
+    x = xs[rank].clone().requires_grad_()
+    y, routing = replayed(x, token_ids=places[rank].int(), return_routing=True)
+    assert torch.equal(routing.ids.long(), record[places[rank], 1])
+    y.square().mean().backward()
+    close(y, ys[rank])
+    close(x.grad, inputs[rank].grad)
+    assert replayed.experts.up.weight is ours.experts.up.weight
+    check_gradients(one, ours, rank, 1 / RANKS)
+
+
+class Scaled(torch.nn.Module):
+    """Experts of a caller's own: a matrix for each."""
+
+    def __init__(self, model_dim, num_experts_per_device, sharded_count):
+        super().__init__()
+        matrices = torch.randn(num_experts_per_device, model_dim, model_dim)
+        self.matrices = torch.nn.Parameter(matrices)
+
+    def forward(self, x, ctx):
+        return torch.bmm(x, self.matrices).relu()
+
+
+def tutel_pair(group, kind, count, **options):
+    """Tutel's layer of one process with all experts, and that of the ranks."""
+    from moesaic.compat.tutel import moe_layer
+
+    def made(group, count):
+        torch.manual_seed(0)
+        gate = {"type": "top", "k": 2, "capacity_factor": 4.0}
+        experts = {"type": kind, "num_experts_per_device": count, **options}
+        layer = moe_layer(gate, 24, experts, group=group)
+        torch.manual_seed(1)
+        torch.nn.init.normal_(layer.gates[0].wg.weight)
+        return layer
+
+    alone = [torch.distributed.new_group([r]) for r in range(RANKS)][torch.distributed.get_rank()]
+    total = count * RANKS if count > 0 else RANKS // -count
+    return made(alone, total), made(group, count)
+
+
+def both_of_tutel(one, ours, rank):
+    xs = [torch.randn(6, 24, generator=torch.Generator().manual_seed(r)) for r in range(RANKS)]
+    inputs = [x.clone().requires_grad_() for x in xs]
+    ys = [one(x) for x in inputs]
+    sum(y.square().sum() for y in ys).backward()
+    x = xs[rank].clone().requires_grad_()
+    y = ours(x)
+    y.square().sum().backward()
+    close(y, ys[rank])
+    close(x.grad, inputs[rank].grad)
+    found = ours.gates[0].wg.weight.grad.clone()
+    torch.distributed.all_reduce(found)
+    close(found, one.gates[0].wg.weight.grad)
+
+
+def tutel_experts(group, rank):
+    from moesaic import InvalidError
+
+    one, ours = tutel_pair(group, "custom", 2, module=Scaled)
+    own = slice(2 * rank, 2 * rank + 2)
+    with torch.no_grad():
+        ours.experts.matrices.copy_(one.experts.matrices[own])
+    both_of_tutel(one, ours, rank)
+    close(ours.experts.matrices.grad, one.experts.matrices.grad[own])
+    with pytest.raises(InvalidError, match="'custom' in shards"):
+        tutel_pair(group, "custom", -2, module=Scaled)
+
+
+def tutel_llama(group, rank):
+    for count in (2, -2):
+        one, ours = tutel_pair(group, "llama_ffn", count, hidden_size_per_expert=40)
+        for name in ("W_fc1", "W_fc2", "W_fc3"):
+            whole, own = getattr(one.experts, name), getattr(ours.experts, name)
+            with torch.no_grad():
+                whole.mul_(10)
+                own.copy_(whole.view(RANKS, -1)[rank])
+        both_of_tutel(one, ours, rank)
+        for name in ("W_fc1", "W_fc2", "W_fc3"):
+            whole, own = getattr(one.experts, name), getattr(ours.experts, name)
+            assert own.numel() * RANKS == whole.numel()
+            close(own.grad, whole.grad.view(RANKS, -1)[rank])
 
 
 if __name__ == "__main__":

@@ -174,38 +174,21 @@ impl DeviceLayer {
                 .map_err(|differs| EngineError::input(&tensor.name, differs))?;
         }
         check_counts(&tensor.name, host, input.tokens)?;
-        let Some((least, most)) = self.range(&tensor.name) else {
-            return Ok(host.lend());
-        };
-        let ids: Vec<i32> = host.to_vec().unwrap_or_default();
-        if let Some(at) = ids.iter().position(|id| !(least..=most).contains(id)) {
-            // Ids below -1 come from a training pass of this library alone, so the message does not
-            // offer them.
-            let least = least.max(-1);
-            let reason = InputReason::Range {
-                found: ids[at],
-                at,
-                least,
-                most,
-            };
-            return Err(EngineError::input(&tensor.name, reason));
-        }
-        Ok(Tensor::owned(&shape, ids))
-    }
-
-    /// The least and the most that an input may have, if it has ids.
-    fn range(&self, name: &str) -> Option<(i32, i32)> {
         let spec = &self.plan().spec;
-        Some(match name {
-            "token_ids" => (0, spec.router.table_rows.unwrap_or(0) as i32 - 1),
-            // Below -1: a second expert that training let go.
-            "topk_ids" => (
-                -1 - spec.routed_experts() as i32,
-                spec.routed_experts() as i32 - 1,
-            ),
-            "active_k" => (0, spec.shape.top_k as i32),
-            _ => return None,
-        })
+        if !spec.has_indices(&tensor.name) {
+            return Ok(host.lend());
+        }
+        let ids: Vec<i32> = host.to_vec().unwrap_or_default();
+        spec.check_indices(&tensor.name, &ids).map_err(|error| {
+            let reason = InputReason::Range {
+                found: error.found,
+                at: error.at,
+                least: error.least,
+                most: error.most,
+            };
+            EngineError::input(&tensor.name, reason)
+        })?;
+        Ok(Tensor::owned(&shape, ids))
     }
 }
 

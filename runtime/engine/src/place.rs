@@ -365,15 +365,14 @@ pub(crate) fn checked_table(
     rows: &Tensor<'_>,
     first: usize,
 ) -> Result<Tensor<'static>, EngineError> {
-    let experts = spec.routed_experts() as i32;
     let ids: Vec<i32> = rows.to_vec().unwrap_or_default();
-    match ids.iter().position(|id| !(0..experts).contains(id)) {
-        None => Ok(Tensor::owned(&rows.shape, ids)),
-        Some(at) => {
+    match spec.check_indices(TABLE, &ids) {
+        Ok(()) => Ok(Tensor::owned(&rows.shape, ids)),
+        Err(error) => {
             let reason = WeightReason::NoExpert {
-                found: ids[at],
-                at: first * (ids.len() / rows.shape[0].max(1)) + at,
-                experts,
+                found: error.found,
+                at: first * (ids.len() / rows.shape[0].max(1)) + error.at,
+                experts: spec.routed_experts() as i32,
             };
             Err(EngineError::weight(TABLE, reason))
         }

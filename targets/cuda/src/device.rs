@@ -14,6 +14,7 @@ use moesaic_target::{
     Artifact, Buffer, Device, DeviceError, DeviceInfo, Fault, GpuInfo, Module, RowCopy,
     StreamDevice, UnavailableReason,
 };
+use std::ffi::c_void;
 use std::sync::Arc;
 use vendor::Cuda;
 
@@ -74,6 +75,26 @@ impl CudaDevice {
         };
         let gpu = GpuDevice::new(vendor, setup)?;
         Ok(CudaDevice { gpu, stream })
+    }
+
+    /// Uses a stream of a library that has the driver's handle alone, such as PyTorch; launches are
+    /// in order with that library's. Null is the default stream. The stream is not destroyed.
+    ///
+    /// # Safety
+    /// The handle is null or a stream of the GPU's primary context, and lives as long as this device
+    /// and what it makes. Nobody captures the stream while this device loads, allocates or copies.
+    ///
+    /// # Errors
+    /// As [`CudaDevice::open`].
+    pub unsafe fn on_handle(
+        ordinal: usize,
+        stream: *mut c_void,
+    ) -> Result<CudaDevice, DeviceError> {
+        let table = driver::table()?;
+        check_ordinal(table, ordinal)?;
+        let context = CudaContext::new(ordinal).map_err(|error| unavailable(table, &error))?;
+        // SAFETY: the caller vouches for the stream; the context is the primary one.
+        CudaDevice::on(unsafe { context.wrap_borrowed_stream(stream.cast()) })
     }
 
     /// Returns the stream on which everything runs.

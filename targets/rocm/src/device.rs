@@ -5,11 +5,13 @@ mod vendor;
 use crate::hip::{Hip, Properties};
 use moesaic_dl::DlError;
 use moesaic_kernel::{Entry, Target};
-use moesaic_target::gpu::{Fault, GpuDevice, Setup};
+use moesaic_target::gpu::{Fault, GpuDevice, Setup, StreamHandle};
 use moesaic_target::{
     Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, RowCopy, SharedError,
     StreamDevice, UnavailableReason,
 };
+use std::any::Any;
+use std::ffi::c_void;
 use std::path::Path;
 use std::sync::Arc;
 use vendor::Rocm;
@@ -27,7 +29,20 @@ impl HipDevice {
     /// [`DeviceError::Unavailable`] when there is no HIP runtime of ROCm 6 or
     /// later, listing the names tried, or no such GPU.
     pub fn open(ordinal: usize) -> Result<HipDevice, DeviceError> {
-        HipDevice::new(Hip::open(None), ordinal)
+        HipDevice::new(Hip::open(None), ordinal, None)
+    }
+
+    /// Uses a stream of another library, such as PyTorch, by the runtime's handle; launches are in
+    /// order with that library's. Null is the default stream. The stream is not destroyed.
+    ///
+    /// # Safety
+    /// The handle is null or a stream of this GPU, and lives as long as this device and what it
+    /// makes. Nobody captures the stream while this device loads, allocates or copies.
+    ///
+    /// # Errors
+    /// As [`HipDevice::open`].
+    pub unsafe fn on_handle(ordinal: usize, stream: *mut c_void) -> Result<HipDevice, DeviceError> {
+        HipDevice::new(Hip::open(None), ordinal, Some(StreamHandle(stream)))
     }
 
     /// Opens the GPU with the runtime library at `path`.
@@ -35,7 +50,7 @@ impl HipDevice {
     /// # Errors
     /// As [`HipDevice::open`].
     pub fn open_with(path: &Path, ordinal: usize) -> Result<HipDevice, DeviceError> {
-        HipDevice::new(Hip::open(Some(path)), ordinal)
+        HipDevice::new(Hip::open(Some(path)), ordinal, None)
     }
 
     /// Returns the number of GPUs of the runtime.
@@ -55,7 +70,12 @@ impl HipDevice {
         self.gpu.memory()
     }
 
-    fn new(hip: Result<Hip, DlError>, ordinal: usize) -> Result<HipDevice, DeviceError> {
+    /// Opens a GPU on a stream of somebody else's, or on a new one.
+    fn new(
+        hip: Result<Hip, DlError>,
+        ordinal: usize,
+        stream: Option<StreamHandle>,
+    ) -> Result<HipDevice, DeviceError> {
         let hip = hip.map_err(|error| no_runtime(&error))?;
         let number = check_ordinal(&hip, ordinal)?;
         let failed = |fault: Fault| unavailable(fault.into());
@@ -64,7 +84,8 @@ impl HipDevice {
         let setup = Setup {
             info: info(&properties)?,
             gpu_info: gpu_info(&hip, ordinal, &properties),
-            stream: None,
+            // An owner with nothing to destroy: the stream is another library's.
+            stream: stream.map(|stream| (stream, Box::new(()) as Box<dyn Any + Send + Sync>)),
         };
         let vendor = Rocm {
             hip,

@@ -11,6 +11,7 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
 from ._changes import Copies
+from ._devices import CPU, Place, place_of
 from ._native import BoundLayer, InvalidError, Layer, Spec
 
 DTYPES = {
@@ -27,8 +28,8 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 class Compiled:
     """A spec in the element types of a call: its layer, and the tensors that it takes."""
 
-    def __init__(self, text: str, spec: Spec, layer: Any) -> None:
-        self.spec = spec
+    def __init__(self, text: str, spec: Spec, layer: Any, place: Place = CPU) -> None:
+        self.spec, self.place = spec, place
         self.layer = layer
         whole = read_spec(text)
         # The names of weights, in the order in which operations take them.
@@ -45,6 +46,14 @@ class Compiled:
         self.top_k, self.experts = spec.top_k, spec.experts
         self.losses, self.rescales, self.draws = spec.losses, spec.rescales, spec.draws
         self._bindings: dict[tuple[str, ...], _Binding] = {}
+
+    def check_device(self, name: str, tensor: torch.Tensor) -> None:
+        """Refuses a tensor of another device than the layer's."""
+        place = self.place
+        if tensor.is_cpu if place is CPU else tensor.get_device() == place.ordinal:
+            return
+        own = "the CPU" if place is CPU else f"GPU {place.ordinal}"
+        raise InvalidError(f"tensor `{name}` is on {tensor.device}, its layer on {own}")
 
     def binding(self, names: tuple[str, ...]) -> "_Binding":
         """Returns what binds weights for calls that bring tensors of these names."""
@@ -98,6 +107,8 @@ class _Binding:
         return found[0]
 
     def _bind(self, names: Sequence[str], own: Sequence[torch.Tensor]) -> BoundLayer:
+        for name, tensor in zip(names, own):
+            self._of.check_device(name, tensor)
         described = [given(name, tensor) for name, tensor in zip(names, own)]
         bound = self._of.layer.bind(described, self._names)
         if len(self._found) >= self.MOST:
@@ -121,7 +132,7 @@ def variant(text: str, weights: str, activations: str, training: bool) -> Spec:
 
 
 class Family:
-    """The layers of a spec's text by element types of experts and of x, and by training."""
+    """The layers of a spec's text by element types of experts and of x, training, and place."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -129,17 +140,19 @@ class Family:
         self.names: tuple[str, ...] = tuple(name for name, _, _ in read_spec(text).weights)
         # A weight in the type of the experts.
         self._at = self.names.index("experts.up.weight")
-        self._found: dict[tuple[torch.dtype, torch.dtype, bool], Compiled] = {}
+        self._found: dict[tuple[torch.dtype, torch.dtype, bool, Place], Compiled] = {}
 
     def compiled(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], training: bool
     ) -> Compiled:
-        """Returns the layer in the dtypes of its experts and of x."""
-        key = (weights[self._at].dtype, x.dtype, training)
+        """Returns the layer in the dtypes of its experts and of x, where x is."""
+        place = place_of(x)
+        key = (weights[self._at].dtype, x.dtype, training, place)
         found = self._found.get(key)
         if found is None:
             spec = variant(self._text, *self.precision(x, weights), training)
-            found = self._found[key] = Compiled(self._text, spec, Layer(spec))
+            layer = Layer(spec, place)
+            found = self._found[key] = Compiled(self._text, spec, layer, place)
         return found
 
     def precision(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[str, str]:
@@ -162,10 +175,6 @@ def family(text: str) -> Family:
 
 def given(name: str, tensor: torch.Tensor) -> tuple[str, int, str, tuple[int, ...]]:
     """Returns what the extension takes of a tensor, which must outlive the call."""
-    if not tensor.is_cpu:
-        raise InvalidError(
-            f"tensor `{name}` is on {tensor.device}: this package runs layers on the CPU"
-        )
     if not tensor.is_contiguous():
         raise InvalidError(f"tensor `{name}` has strides {tensor.stride()}, expected contiguous")
     dtype = DTYPES.get(tensor.dtype)
@@ -258,6 +267,8 @@ class Plain:
     ) -> None:
         """Keeps what an evaluation of x like this one needs, if its weights are read in place."""
         self._last = None
+        if of.place is not CPU:
+            return
         binding, seen = of.binding(("x", "y")), []
         for at in binding.used:
             (owner, name), weight = owners[at], weights[at]

@@ -85,9 +85,9 @@ class Spec:
 Given = tuple[str, int, str, Sequence[int]]
 
 class Layer:
-    """A compiled layer without weights."""
+    """A compiled layer without weights, at a backend, a GPU's number and a stream's handle."""
 
-    def __init__(self, spec: Spec) -> None: ...
+    def __init__(self, spec: Spec, place: tuple[str, int, int]) -> None: ...
     def bind(self, weights: Sequence[Given], names: Sequence[str]) -> BoundLayer:
         """Returns the layer with weights where they lie, for calls that bring these tensors."""
     @staticmethod
@@ -232,13 +232,14 @@ class RankLayer:
     ) -> None: ...
 
 def configure(target: Optional[str] = None, threads: Optional[int] = None) -> None:
-    """Chooses the target and the number of threads of layers that are made from now on."""
+    """Chooses a target, of the CPU or of GPUs, and the number of threads of layers that are made
+    from now on."""
 
 def zeros(shape: Sequence[int]) -> Any:
     """Returns the capsule of zeros, f32, in memory that the system gives out when touched."""
 
 def engine_info() -> dict[str, Any]:
-    """Returns the engine's target, device and threads, and the number of compiled kernels."""
+    """Returns target, device and threads of the CPU's engine, and how many kernels it compiled."""
 
 def read_hf(folder: str | os.PathLike[str], layer: int = 0) -> tuple[Spec, dict[str, Array]]:
     """Reads the MoE layer of a model in a folder of transformers: spec, and weights by name."""

@@ -102,6 +102,7 @@ class Over:
         self.group, self.size = group, dist.get_world_size(group)
         self.expert_tp = expert_tp
         self.mesh: Mesh = join(group, timeout).mesh(expert_tp)
+        self._timeout = timeout
         self._text, self.strategy, self._gradients = text, strategy, gradients
         self._layers: dict[tuple[str, str, bool], tuple[ops.Compiled, Stamps]] = {}
         # Ranks draw the same noise: by the first one's seed, the number of the layer in the process
@@ -117,6 +118,14 @@ class Over:
 
     def __reduce__(self) -> Any:
         raise InvalidError("a layer over ranks is not pickled: save its state_dict on each rank")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of another layer over the same ranks."""
+        return {
+            "group": self.group, "expert_tp": self.expert_tp, "strategy": self.strategy,
+            "gradients": self._gradients, "timeout": self._timeout,
+        }
 
     def next_key(self) -> tuple[int, int, int, int]:
         """Returns the key of another training call, the same on all ranks."""
@@ -161,6 +170,7 @@ class Over:
         changed = ops.Call()
         for name, weight in zip(names, weights):
             if name in of.weights and stamps.changed(name, weight):
+                of.check_device(name, weight)
                 changed.add(name, ops.taken(weight, of.weights[name]))
         if changed.names:
             of.layer.set_weights(changed.given)

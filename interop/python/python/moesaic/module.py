@@ -162,6 +162,8 @@ class MoE(nn.Module):
             if name not in names:
                 continue
             own = self._weight(name)
+            if own.is_meta:
+                continue
             # Over ranks the whole weight is drawn, so that every number is that of one process.
             tensor = own if self._over is None else own.new_empty(shapes[name])
             if kind == "uniform":
@@ -223,13 +225,14 @@ class MoE(nn.Module):
     def pack(self) -> PackedLayer:
         """Copies the weights into a layer for inference alone, faster where calls have few tokens.
 
-        It takes and gives arrays by DLPack. Later changes of the weights do not reach it.
+        It computes on the CPU, and takes and gives arrays by DLPack. Later changes of the weights
+        do not reach it.
         """
         if self._over is not None:
             raise InvalidError("a layer over ranks is not packed: its part alone is no layer")
         dtypes = {name: ops.TORCH_DTYPES[kind] for name, kind, _ in self._call_spec().weights}
         tensors = {
-            name: weight.detach().to(dtypes[name]).contiguous()
+            name: weight.detach().to("cpu", dtypes[name]).contiguous()
             for name, weight in self.weights().items()
         }
         return PackedLayer(self._call_spec(), tensors)
@@ -239,7 +242,8 @@ class MoE(nn.Module):
 
         routed_experts [T, layers, K]: integers, the experts that a serving engine chose for each
         token in each layer of a model; `layer` is one of them. Calls of the new layer take
-        `token_ids`, rows of the record; weights and gradients follow from this layer's logits.
+        `token_ids`, rows of the record; weights and gradients follow from this layer's logits. Over
+        ranks all of them give a record of as many tokens.
         """
         record = torch.as_tensor(routed_experts)
         if record.is_floating_point() or record.is_complex():
@@ -247,14 +251,16 @@ class MoE(nn.Module):
         if record.numel() and int(record.max()) >= 2**31:
             raise InvalidError("routed_experts has numbers that no expert has")
         spec, table = self.spec.replay(record.to("cpu", torch.int32).contiguous(), layer)
-        over = self._over
-        if over is not None:
-            raise InvalidError("a layer over ranks replays no record in Python")
+        ranks = {} if self._over is None else self._over.arguments
         # On meta nothing is drawn: the generator goes on as it would without this.
-        replayed = MoE(spec, device="meta", experts_of=self)
+        replayed = MoE(spec, device="meta", experts_of=self, **ranks)
         replayed._owners.clear()
         for name in replayed._names:
-            own = torch.from_dlpack(table) if name == "router.table" else self._weight(name)
+            own = self._weight("experts.up.weight")
+            if name == "router.table":
+                own = torch.from_dlpack(table).to(own.device)
+            else:
+                own = self._weight(name)
             replayed._hold(name, own, False)
         return replayed
 
@@ -347,11 +353,12 @@ class MoE(nn.Module):
                 self._text, rows, names, inputs, weights, self.training, rng_key, capacity_factor,
                 return_routing,
             )
-        if plain is not None and losses is None:
+        if plain is not None and losses is None and not y.requires_grad:
             of = ops.family(self._text).compiled(rows, weights, False)
             plain.see(of, rows, self._owners, weights)
         if self.training:
-            self._losses = losses
+            # Past nn.Module's own, which costs more than the losses.
+            self.__dict__["_losses"] = losses
         y = y if x.dim() == 2 else y.reshape(*leading, y.shape[-1])
         if not return_routing:
             return y

@@ -17,6 +17,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 
 from . import _native
+from ._devices import CPU, selected
 from ._layers import (
     DTYPES,
     TORCH_DTYPES,
@@ -72,7 +73,7 @@ class Call:
     ) -> None:
         """Adds x and further inputs; those are converted, x has the layer's type."""
         tokens = x.shape[0]
-        self.add_checked("x", taken(x, x.dtype), (tokens, of.model_dim))
+        self.add_checked(of, "x", taken(x, x.dtype), (tokens, of.model_dim))
         for name, tensor in zip(names, inputs):
             if name not in of.inputs:
                 if name in of.allowed:
@@ -86,12 +87,13 @@ class Call:
             if name == "topk_weights" and of.rescales:
                 own = own.clone()
             shape = [tokens if size < 0 else size for size in of.shapes[name]]
-            self.add_checked(name, own, tuple(shape))
+            self.add_checked(of, name, own, tuple(shape))
 
-    def add_checked(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    def add_checked(
+        self, of: Compiled, name: str, tensor: torch.Tensor, shape: tuple[int, ...]
+    ) -> None:
         """Adds a tensor of somebody else, which the extension takes at its word."""
-        if not tensor.is_cpu:
-            given(name, tensor)  # says why not
+        of.check_device(name, tensor)
         if tensor.shape != shape:
             found = tuple(tensor.shape)
             raise InvalidError(f"tensor `{name}` has shape {found}, expected {shape}")
@@ -122,7 +124,7 @@ def outputs(
         return [y, *_no_routing(x)]
     shapes = [((tokens, k), torch.int32), ((tokens, k), torch.float32)]
     shapes += [((of.experts,), torch.int64)]
-    routing = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+    routing = [x.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
     for name, tensor in zip(ROUTING, routing):
         call.add(name, tensor)
     return [y, *routing]
@@ -151,7 +153,8 @@ def evaluate(
     call.add_inputs(of, x, names, inputs)
     results = outputs(of, call, x, routing)
     bound, _kept = call.bind(of, weights)
-    bound.forward(x.shape[0], call.addresses(), capacity_factor)
+    with selected(of.place):
+        bound.forward(x.shape[0], call.addresses(), capacity_factor)
     return results
 
 
@@ -178,22 +181,26 @@ def forward(
     weights: Sequence[torch.Tensor],
     routing: bool = True,
 ) -> tuple[Any, ...]:
-    """Runs a call that backward may follow: y, state, the routing and losses."""
+    """Runs a call that backward may follow: y, state, the routing, and losses if there are any."""
     of = family(options.text).compiled(x, weights, options.training)
     call = Call()
     call.add_inputs(of, x, options.names, inputs)
     y, *decision = outputs(of, call, x, routing)
-    losses = torch.empty(len(of.losses))
+    losses = torch.empty(len(of.losses), device=x.device) if of.losses else None
     for at, kind in enumerate(of.losses):
         call.add(f"loss.{kind}", losses[at : at + 1])
     key = tuple(options.rng_key) or _draw(of, options.training)
     bound, _kept = call.bind(of, weights)
-    state = bound.forward_train(x.shape[0], call.addresses(), key, options.capacity_factor)
+    with selected(of.place):
+        state = bound.forward_train(x.shape[0], call.addresses(), key, options.capacity_factor)
     return (y, torch.from_dlpack(state), *decision, losses)
 
 
 def few_experts(of: Compiled, tokens: int, weights: Sequence[torch.Tensor]) -> bool:
-    """Returns whether most experts have no token, and gradients of zeros that are many."""
+    """Returns whether most experts have no token, and gradients of zeros that are many: on a CPU
+    those of the others then take no memory."""
+    if of.place is not CPU:
+        return False
     most = max(weight.numel() for weight in weights)
     return 2 * tokens * of.top_k <= of.experts and most >= LARGE
 
@@ -228,14 +235,16 @@ def gradients(
         routing = ()
     call = Call()
     call.add_inputs(of, x, options.names, inputs)
-    call.add_checked("dy", taken(dy, x.dtype), (x.shape[0], of.output_dim))
+    call.add_checked(of, "dy", taken(dy, x.dtype), (x.shape[0], of.output_dim))
     shapes = ((x.shape[0], of.top_k), (x.shape[0], of.top_k), (of.experts,))
     for name, tensor, shape in zip(ROUTING, routing, shapes):
-        call.add_checked(name, taken(tensor, tensor.dtype), shape)
+        call.add_checked(of, name, taken(tensor, tensor.dtype), shape)
     dx = call.add("dx", torch.empty_like(x, memory_format=torch.contiguous_format))
     dtopk = None
     if of.external:
-        dtopk = call.add("grad.topk_weights", torch.empty((x.shape[0], of.top_k)))
+        dtopk = call.add(
+            "grad.topk_weights", torch.empty((x.shape[0], of.top_k), device=x.device)
+        )
     found: list[Optional[torch.Tensor]] = []
     few = few_experts(of, x.shape[0], weights)
     for name, weight in zip(of.order, weights):
@@ -245,14 +254,16 @@ def gradients(
             elif name in into:
                 gradient = into[name]
             else:
-                gradient = torch.empty(weight.shape, dtype=torch.float32)
+                gradient = torch.empty(weight.shape, dtype=torch.float32, device=x.device)
             found.append(call.add(f"grad.{name}", gradient))
         else:
             found.append(None)
     bound, _kept = call.bind(of, weights)
-    bound.backward(int(state), x.shape[0], call.addresses(), few)
+    with selected(of.place):
+        bound.backward(int(state), x.shape[0], call.addresses(), few)
     pairs = zip(found, weights)
-    return dx, dtopk, [g if g is None else g.to(w.dtype) for g, w in pairs]
+    own = [g if g is None or g.dtype is w.dtype else g.to(w.dtype) for g, w in pairs]
+    return dx, dtopk, own
 
 
 def _draw(of: Compiled, training: bool) -> tuple[int, ...]:
@@ -317,7 +328,9 @@ def _layer(
     capacity_factor: Optional[float],
 ) -> tuple[torch.Tensor, ...]:
     options = Options(spec, names.split(), training, rng_key, capacity_factor)
-    return forward(options, x, inputs, weights)
+    *results, losses = forward(options, x, inputs, weights)
+    # An operation returns tensors alone.
+    return (*results, x.new_empty((0,), dtype=torch.float32) if losses is None else losses)
 
 
 def _layer_fake(
@@ -325,7 +338,7 @@ def _layer_fake(
 ) -> tuple[torch.Tensor, ...]:
     of = read_spec(spec)
     y = x.new_empty((x.shape[0], of.output_dim))
-    state = x.new_empty((1,), dtype=torch.int64)
+    state = torch.empty((1,), dtype=torch.int64, device="cpu")
     losses = x.new_empty((len(of.losses) if training else 0,), dtype=torch.float32)
     if "topk_ids" in names.split():
         routing = _no_routing(x)
@@ -351,11 +364,13 @@ def _layer_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     options = Options(spec, names.split(), training)
     dx, dtopk, found = gradients(options, dy, state, x, inputs, weights, routing)
-    dtopk = torch.empty((0,)) if dtopk is None else dtopk
+    dtopk = torch.empty((0,), device=x.device) if dtopk is None else dtopk
     # An operation returns tensors alone.
     pairs = zip(found, weights)
     floats = [(g, w, w.dtype if w.is_floating_point() else torch.float32) for g, w in pairs]
-    return dx, dtopk, [torch.zeros(w.shape, dtype=d) if g is None else g for g, w, d in floats]
+    return dx, dtopk, [
+        torch.zeros(w.shape, dtype=d, device=x.device) if g is None else g for g, w, d in floats
+    ]
 
 
 def _layer_backward_fake(spec, dy, state, x, names, inputs, weights, routing, training):
@@ -405,8 +420,9 @@ def _define() -> None:
         "(str spec, Tensor dy, Tensor state, Tensor x, str names, Tensor[] inputs, "
         "Tensor[] weights, Tensor[] routing, bool training) -> (Tensor, Tensor, Tensor[])",
     )
-    library.impl("moesaic::layer", "CPU", _layer)
-    library.impl("moesaic::layer_backward", "CPU", _layer_backward)
+    for device in ("CPU", "CUDA"):  # torch's name for GPUs of ROCm, too
+        library.impl("moesaic::layer", device, _layer)
+        library.impl("moesaic::layer_backward", device, _layer_backward)
     library.register_fake("moesaic::layer", _layer_fake)
     library.register_fake("moesaic::layer_backward", _layer_backward_fake)
     library.register_autograd("moesaic::layer", _backward, setup_context=_setup)
@@ -428,8 +444,8 @@ def layer(
 ) -> tuple[Any, ...]:
     """Runs a layer of x [T, d]: y [T, d_out], topk_ids, topk_weights, counts and losses.
 
-    A call that nobody differentiates, of a layer in evaluation, has no losses. Without `routing`
-    the decision may be None.
+    Losses are None for a layer without any, and for one in evaluation that nobody differentiates.
+    Without `routing` the decision may be None.
     """
     if not is_compiling() and _are_functorch_transforms_active():
         raise InvalidError(

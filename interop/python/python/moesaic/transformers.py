@@ -239,7 +239,7 @@ def _pack(
 ) -> torch.Tensor:
     """Returns the gradient of a weight from those of its parts; all but `few` experts' are zero."""
     if few is None:
-        whole = torch.empty(like.shape, dtype=like.dtype)
+        whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     elif like.dtype == torch.float32:
         whole = ops.zeros(like.shape)
     else:
@@ -257,7 +257,8 @@ torch.library.define(
     "moesaic::unpack",
     "(Tensor weight, bool fused, bool interleaved, bool transposed) -> Tensor[]",
 )
-torch.library.impl("moesaic::unpack", "CPU", _unpack)
+for _device in ("CPU", "CUDA"):
+    torch.library.impl("moesaic::unpack", _device, _unpack)
 torch.library.register_fake("moesaic::unpack", _unpack_fake)
 torch.library.register_autograd("moesaic::unpack", _unpack_backward, setup_context=_unpack_setup)
 
@@ -367,7 +368,7 @@ class _Experts(torch.autograd.Function):
         if ops.few_experts(of, x.shape[0], weights):
             few = [expert for expert in ids.unique().tolist() if expert >= 0]
         elif _is_halves(sources[0], ctx.kinds[0][1]):
-            whole = torch.empty(sources[0].shape, dtype=torch.float32)
+            whole = torch.empty(sources[0].shape, dtype=torch.float32, device=x.device)
             into = dict(zip(ctx.kinds[0][2], _halves(whole)))
         dx, dchosen, found = ops.gradients(
             ctx.options, dy, state, x, inputs, weights, [], into
@@ -482,9 +483,10 @@ def experts_forward(
     ids = top_k_index.reshape(x.shape[0], -1)
     ids = torch.where(ids < self.down_proj.shape[0], ids, -1).to(torch.int32)
     chosen = top_k_weights.reshape(ids.shape).float()
-    if not torch.compiler.is_compiling() and not _is_differentiated(self, x, chosen):
+    differentiated = torch.compiler.is_compiling() or _is_differentiated(self, x, chosen)
+    if not differentiated and x.is_cpu:
         y = _inference(self, plan, x.detach().contiguous(), ids, chosen.detach().contiguous())
-    elif ops.only_autograd() and type(x) is torch.Tensor:
+    elif differentiated and ops.only_autograd() and type(x) is torch.Tensor:
         sources = [getattr(self, name) for name, _, _ in _kinds(plan)]
         if plan.bias:
             sources += [self.gate_up_proj_bias if plan.gated else self.up_proj_bias]

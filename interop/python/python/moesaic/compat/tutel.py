@@ -161,11 +161,14 @@ class LlamaExperts(nn.Module):
         sharded_count: int = 1,
     ) -> None:
         super().__init__()
-        if sharded_count > 1:
-            raise InvalidError("experts 'llama_ffn' in shards: num_experts_per_device is negative")
+        if hidden_size_per_expert % sharded_count:
+            raise InvalidError(
+                f"hidden_size_per_expert = {hidden_size_per_expert} in {sharded_count} shards"
+            )
         self.activation = _experts.activation_name(activation_fn)
         self.sizes = (model_dim, hidden_size_per_expert, model_dim, num_experts)
-        count = num_experts * model_dim * hidden_size_per_expert
+        self.sharded_count = sharded_count
+        count = -(-num_experts * model_dim * hidden_size_per_expert // sharded_count)
         for name in ("W_fc1", "W_fc2", "W_fc3"):
             self.register_parameter(name, nn.Parameter(torch.randn(count) * 0.01))
 
@@ -174,10 +177,14 @@ class LlamaExperts(nn.Module):
         return f'{{ activation = "{self.activation}" }}'
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the weights by canonical name."""
+        """Returns the weights by canonical name, those of whole experts."""
+        return self.named(self.W_fc1, self.W_fc2, self.W_fc3)
+
+    def named(self, *flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns flat weights of whole experts by canonical name."""
         model, hidden, _, count = self.sizes
-        gate, up = (w.view(count, model, hidden).transpose(1, 2) for w in (self.W_fc1, self.W_fc2))
-        down = self.W_fc3.view(count, hidden, model).transpose(1, 2)
+        gate, up = (w.view(count, model, hidden).transpose(1, 2) for w in flat[:2])
+        down = flat[2].view(count, hidden, model).transpose(1, 2)
         return {
             "experts.gate.weight": gate, "experts.up.weight": up, "experts.down.weight": down,
         }
@@ -318,8 +325,15 @@ class MOELayer(nn.Module):
         if not custom:
             return self._run(rows, ids.masked_fill(places >= limit, -1), chosen, None)
         before, after = (None, chosen) if self.is_postscore else (chosen, None)
+        # Ranks exchange as many rows of each expert.
+        limit = self._most(limit)
         own = _dispatch.encode(rows, ids, places, limit, count, before)
-        return _dispatch.decode(self.experts(own, self), ids, places, after)
+        if self.world_size == 1:
+            return _dispatch.decode(self.experts(own, self), ids, places, after)
+        from ._tutel_ranks import to_experts, to_tokens
+
+        y = self.experts(to_experts(own, self.group), self)
+        return _dispatch.decode(to_tokens(y, self.group), ids, places, after)
 
     def _run(self, rows, ids, chosen, factor: Optional[float]) -> torch.Tensor:
         """Computes the experts by moesaic; without a factor none has a capacity."""
@@ -356,8 +370,8 @@ class MOELayer(nn.Module):
 
             self._over = Over(shards)
         if kind == "custom":
-            if self.world_size > 1:
-                raise InvalidError("experts 'custom' over ranks: moesaic exchanges rows of its own")
+            if shards > 1:
+                raise InvalidError("experts 'custom' in shards: num_experts_per_device is negative")
             made = options.pop("module")
             options |= {"model_dim": self.model_dim, "sharded_count": shards}
             try:
