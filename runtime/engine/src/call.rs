@@ -117,6 +117,19 @@ impl<'a> CallInput<'a> {
         }
     }
 
+    /// Returns the tensors of a call of `layer` and the names of the outputs to read back, for code
+    /// that runs before the layer, such as a gate of yours.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] for a [`RawCall`], and for a slice of another length or type than
+    /// rows of the layer.
+    pub fn in_host_memory(
+        self,
+        layer: &crate::Layer,
+    ) -> Result<(Cow<'a, Input<'a>>, &'a [&'a str]), EngineError> {
+        self.args(layer.plan())?.in_host_memory()
+    }
+
     /// Returns the arguments in one of two forms, for a layer of this plan.
     pub(crate) fn args(self, plan: &LayerPlan) -> Result<CallArgs<'a>, EngineError> {
         let input = match self.given {
@@ -153,6 +166,12 @@ impl<'a, E: Element> From<&'a [E]> for CallInput<'a> {
     }
 }
 
+impl<'a, E: Element, const N: usize> From<&'a [E; N]> for CallInput<'a> {
+    fn from(rows: &'a [E; N]) -> CallInput<'a> {
+        rows.as_slice().into()
+    }
+}
+
 impl<'a, E: Element> From<&'a Vec<E>> for CallInput<'a> {
     fn from(rows: &'a Vec<E>) -> CallInput<'a> {
         rows.as_slice().into()
@@ -162,6 +181,12 @@ impl<'a, E: Element> From<&'a Vec<E>> for CallInput<'a> {
 impl<'a> From<&'a Input<'_>> for CallInput<'a> {
     fn from(input: &'a Input<'_>) -> CallInput<'a> {
         CallInput::new(Given::Input(input))
+    }
+}
+
+impl<'a> From<&CallInput<'a>> for CallInput<'a> {
+    fn from(call: &CallInput<'a>) -> CallInput<'a> {
+        *call
     }
 }
 
