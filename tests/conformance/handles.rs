@@ -155,7 +155,7 @@ fn slices_that_do_not_fit_are_refused() {
         "input `x`: has 99 elements of f32, expected rows of 25 of f32"
     );
     assert_eq!(
-        said(layer.forward_into(&[0i32; 100][..], &mut y)),
+        said(layer.forward_into(&[0i32; 100], &mut y)),
         "input `x`: has 100 elements of i32, expected rows of 25 of f32"
     );
     let external = LayerSpec {
