@@ -98,7 +98,8 @@ mod tests {
         assert!(refusal("1-1000000").contains("more than 4096"));
         assert!(read("0-4095").is_ok() && read("1,0-4095").is_err());
         for odd in ["", "x", "-1", "1-", "1-2-3", "1,,2"] {
-            assert!(refusal(odd).contains("write it as"), "{odd}");
+            assert!(refusal(odd).contains("is no number or range"), "{odd}");
         }
+        assert!(refusal("1,2-").starts_with("`2-`"));
     }
 }
