@@ -8,7 +8,7 @@
 #
 # Needs Chromium (Debian: apt-get install chromium), or another browser's name in CHROMIUM.
 set -eu
-[ $# -ge 2 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
 moesaic=$1 out=$2
 shift 2
 browser=${CHROMIUM:-chromium}

@@ -83,7 +83,7 @@ fn row(inspection: &Inspection, launch: &Launch, count: usize) -> String {
          <td class=\"grid\"><code>{}</code><span class=\"by\">{}</span></td>{}</tr>",
         inspection.kernels[launch.kernel].source.stem,
         launch.number,
-        escape(&launch.label),
+        escape(&launch.label).replace('_', "_<wbr>"), // a long name takes two lines
         roofline.map_or("–".to_string(), units::seconds),
         bound(point, inspection.machine.as_ref()),
         share.map_or("–".to_string(), |share| format!(
