@@ -493,7 +493,7 @@ mod tests {
         );
     }
 
-    /// Kernels may be faster than CUDA cores, and a roofline is the least time of any.
+    /// Kernels use what is fastest, and no time may be below its roofline.
     #[test]
     fn f32_products_run_on_tensor_cores_where_these_are_faster() {
         let tera = |flops: f64| (flops / 1e11).round() / 10.0;

@@ -30,7 +30,7 @@ trap 'rm -rf "$profile"' EXIT
 let say = [], shown = () => [...document.querySelectorAll('tbody[data-t]')].filter(e => e.offsetHeight).map(e => e.dataset.t).join();
 say.push('wide=' + (document.documentElement.scrollWidth > innerWidth), 'svg=' + [...document.querySelectorAll('svg')].filter(e => e.getBoundingClientRect().width).length);
 let launches = document.querySelector('table.launches').parentElement;
-say.push('cut=' + (innerWidth >= 1400 && launches.scrollWidth > launches.clientWidth));
+say.push('hidden=' + (innerWidth >= 1400 && launches.scrollWidth > launches.clientWidth));
 let slider = document.querySelector('input[type=range]');
 if (slider) { let before = shown(); slider.value = 0; slider.oninput(); say.push('slider=' + (before != shown() && shown() == '0')); }
 document.getElementById('report').textContent = 'REPORT ' + say.join(' ');
@@ -55,6 +55,6 @@ for width in 420 1400; do
         exit 1
     fi
     case $report in
-    *wide=true* | *cut=true* | *slider=false* | *svg=0* | "") exit 1 ;;
+    *wide=true* | *hidden=true* | *slider=false* | *svg=0* | "") exit 1 ;;
     esac
 done

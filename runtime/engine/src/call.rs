@@ -117,19 +117,6 @@ impl<'a> CallInput<'a> {
         }
     }
 
-    /// Returns the tensors of a call of `layer` and the names of the outputs to read back, for code
-    /// that runs before the layer, such as a gate of yours.
-    ///
-    /// # Errors
-    /// [`EngineError::Input`] for a [`RawCall`], and for a slice of another length or type than
-    /// rows of the layer.
-    pub fn in_host_memory(
-        self,
-        layer: &crate::Layer,
-    ) -> Result<(Cow<'a, Input<'a>>, &'a [&'a str]), EngineError> {
-        self.args(layer.plan())?.in_host_memory()
-    }
-
     /// Returns the arguments in one of two forms, for a layer of this plan.
     pub(crate) fn args(self, plan: &LayerPlan) -> Result<CallArgs<'a>, EngineError> {
         let input = match self.given {
