@@ -88,7 +88,7 @@ impl<G: Gate> GatedLayer<G> {
     /// # Errors
     /// Those of [`Gate::choose`] and of [`Layer::forward`].
     pub fn forward<'i>(&self, input: impl Into<CallInput<'i>>) -> Result<Output, TrainError> {
-        let (mut input, outputs) = self.layer.in_host_memory(input)?;
+        let (mut input, outputs) = self.layer.in_host_memory(input.into())?;
         let (_, chosen) = self.decide(&input)?;
         chosen.give(input.to_mut());
         Ok(self.layer.forward(input.reading(outputs))?)
@@ -103,7 +103,7 @@ impl<G: Gate> GatedLayer<G> {
         input: impl Into<CallInput<'i>>,
         rng_key: RngKey,
     ) -> Result<(Output, GatedSaved), TrainError> {
-        let (mut input, outputs) = self.layer.in_host_memory(input)?;
+        let (mut input, outputs) = self.layer.in_host_memory(input.into())?;
         let (x, chosen) = self.decide(&input)?;
         chosen.give(input.to_mut());
         let call = self.layer.forward_train(input.reading(outputs), rng_key);

@@ -45,9 +45,9 @@ impl Layer {
     /// or type than rows of the layer.
     pub fn in_host_memory<'i>(
         &self,
-        input: impl Into<CallInput<'i>>,
+        call: CallInput<'i>,
     ) -> Result<(Cow<'i, Input<'i>>, &'i [&'i str]), EngineError> {
-        input.into().args(self.plan())?.in_host_memory()
+        call.args(self.plan())?.in_host_memory()
     }
 
     /// Evaluates the layer and writes `y [T, output_dim]` into a slice of yours. `input` is `x
