@@ -69,7 +69,7 @@ fn main() -> Result<()> {
             ..RngKey::default()
         };
         let input = Input::new(TOKENS, &x);
-        let (output, saved) = layer.forward_train(&input, &["y"], rng_key)?;
+        let (output, saved) = layer.forward_train(&input, rng_key)?;
         let error: Vec<f32> = output
             .y()
             .to_f32()

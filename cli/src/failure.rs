@@ -2,6 +2,7 @@
 
 use crate::palette::Palette;
 use moesaic::cache::{PackError, StoreError};
+use moesaic::collectives::CollectiveError;
 use moesaic::spec::SpecError;
 use moesaic::target::{CompileError, DeviceError};
 use moesaic::toolchain::ToolchainError;
@@ -34,6 +35,8 @@ pub struct Failure {
     pub message: String,
     /// Advice on what to change.
     pub hint: Option<String>,
+    /// Whether another rank is the cause, whose own failure says more.
+    pub of_another_rank: bool,
     /// Whether the message is a finished rendering with its own `error:`.
     rendered: bool,
 }
@@ -48,6 +51,7 @@ impl Failure {
             code,
             message,
             hint: None,
+            of_another_rank: false,
             rendered: false,
         }
     }
@@ -65,6 +69,14 @@ impl Failure {
     /// Returns a failure of the work itself.
     pub fn work(message: impl Display) -> Failure {
         Failure::new(Code::Failed, message)
+    }
+
+    /// Returns a failure of an operation between ranks, during the work.
+    pub fn between_ranks(error: &CollectiveError) -> Failure {
+        Failure {
+            of_another_rank: is_of_another_rank(error),
+            ..Failure::work(error)
+        }
     }
 
     /// Returns the failure for a reader of the output that has gone; nothing is printed for it.
@@ -149,6 +161,10 @@ impl From<&EngineError> for Failure {
         match error {
             EngineError::Compile(error) => Failure::from(&**error),
             EngineError::Device(error) => Failure::from(error),
+            EngineError::Collective(cause) => Failure {
+                of_another_rank: is_of_another_rank(cause),
+                ..Failure::input(error)
+            },
             EngineError::Emit(_) | EngineError::NotCached { .. } => Failure::work(error),
             EngineError::Source { source, .. } => {
                 let hint = source.downcast_ref().and_then(weights_hint);
@@ -199,6 +215,19 @@ impl From<OpenError> for Failure {
             OpenError::Compile(error) => Failure::from(&error),
             other => Failure::work(other),
         }
+    }
+}
+
+/// Returns whether an operation failed because of another rank: that one is late, calls something
+/// else, or has failed itself.
+fn is_of_another_rank(error: &CollectiveError) -> bool {
+    match error {
+        CollectiveError::Deadline { .. }
+        | CollectiveError::Mismatch { .. }
+        | CollectiveError::Peer { .. }
+        | CollectiveError::Disagreement { .. } => true,
+        CollectiveError::Failed { cause, .. } => is_of_another_rank(cause),
+        _ => false,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::completed::Completed;
 use crate::failure::{Failure, Result};
-use crate::suggest::same_number;
+use crate::suggest::{gpu, plain};
 use crate::units;
 use moesaic::cpu::{CpuDevice, limits};
 use moesaic::kernel::CpuIsa;
@@ -19,8 +19,13 @@ pub struct Machine {
     pub name: String,
     /// The source of the numbers.
     pub origin: Origin,
-    /// The f32 multiply-add rate without tensor cores, in FLOP/s.
+    /// The rate of f32 products by the fastest instructions that kernels use for them, in FLOP/s.
+    /// On some GPUs these are three products of tf32 on tensor cores.
     pub f32_flops: f64,
+    /// The products that have this rate: `f32`, `f32 as 3 tf32` or `tf32`.
+    pub f32_name: &'static str,
+    /// The rate of dense tf32 products, in FLOP/s; `None` without hardware for them.
+    pub tf32_flops: Option<f64>,
     /// The rate of dense f16 matrix products with f32 accumulation, in FLOP/s; `None` without
     /// hardware for them.
     pub f16_flops: Option<f64>,
@@ -55,12 +60,14 @@ impl Origin {
 }
 
 /// A row of the table: name, architectures, TFLOP/s in f32, TFLOP/s in dense 16-bit matrix
-/// products, GB/s, the last cache that all units share, and the number of units.
+/// products and in those of tf32, GB/s, the last cache that all units share, and the number of
+/// units.
 struct Known {
     name: &'static str,
     archs: &'static [&'static str],
     f32: f64,
     half: f64,
+    tf32: Option<f64>,
     bandwidth: f64,
     cache: LastCache,
     units: u32,
@@ -83,6 +90,7 @@ const fn known(
         archs,
         f32,
         half,
+        tf32: None,
         bandwidth,
         cache: LastCache {
             megabytes: megabytes as u64,
@@ -98,57 +106,44 @@ impl Known {
         self.cache.bandwidth = Some(bandwidth);
         self
     }
+
+    /// Returns the row with the rate of tf32.
+    const fn tf32(mut self, rate: f64) -> Known {
+        self.tf32 = Some(rate);
+        self
+    }
 }
 
-/// Limits from the vendors' data sheets: boost clocks, no sparsity, bf16 where bf16 and f16 differ.
+/// Limits from the vendors' data sheets: boost clocks, no sparsity, bf16 where bf16 and f16 differ,
+/// f32 by MFMA where kernels use it, and one die of MI250X, because HIP shows its two as devices.
 /// The first machine of an architecture stands for it. Rates of caches: 2048 and 5120 bytes a clock
-/// on V100 and A100 (PMC10448217, table 3), and the 17.2 TB/s that AMD states for MI300X.
+/// on V100 and A100 (PMC10448217, table 3), and the 17.2 TB/s that AMD states for MI300X. docs/CLI.md
+/// names the sources.
+#[rustfmt::skip]
 const KNOWN: &[Known] = &[
     known("V100", &["sm_70"], [15.7, 125.0, 900.0], [6, 80]).cached_at(3133.0),
     known("T4", &["sm_75"], [8.1, 65.0, 320.0], [4, 40]),
-    known("A100", &["sm_80"], [19.5, 312.0, 2039.0], [40, 108]).cached_at(7219.0),
-    known("A40", &["sm_86"], [37.4, 149.7, 696.0], [6, 84]),
-    known("RTX 3090", &["sm_86"], [35.6, 71.0, 936.0], [6, 82]),
-    known("RTX 4090", &["sm_89"], [82.6, 165.2, 1008.0], [72, 128]),
-    known("L40S", &["sm_89"], [91.6, 362.0, 864.0], [96, 142]),
-    known(
-        "H100",
-        &["sm_90", "sm_90a"],
-        [67.0, 989.4, 3350.0],
-        [50, 132],
-    ),
-    known(
-        "H200",
-        &["sm_90", "sm_90a"],
-        [67.0, 989.4, 4800.0],
-        [50, 132],
-    ),
-    known(
-        "B200",
-        &["sm_100", "sm_100a", "sm_100f"],
-        [75.0, 2250.0, 7700.0],
-        [126, 148],
-    ),
-    known(
-        "B300",
-        &["sm_103", "sm_103a"],
-        [75.0, 2250.0, 7700.0],
-        [126, 148],
-    ),
-    known(
-        "RTX 5090",
-        &["sm_120", "sm_120a", "sm_120f"],
-        [104.8, 209.5, 1792.0],
-        [96, 170],
-    ),
+    known("A100", &["sm_80"], [19.5, 312.0, 2039.0], [40, 108]).cached_at(7219.0).tf32(156.0),
+    known("A40", &["sm_86"], [37.4, 149.7, 696.0], [6, 84]).tf32(74.8),
+    known("RTX 3090", &["sm_86"], [35.6, 71.0, 936.0], [6, 82]).tf32(35.6),
+    known("RTX 4090", &["sm_89"], [82.6, 165.2, 1008.0], [72, 128]).tf32(82.6),
+    known("L40S", &["sm_89"], [91.6, 362.0, 864.0], [96, 142]).tf32(183.0),
+    known("H100", &["sm_90", "sm_90a"], [67.0, 989.4, 3350.0], [50, 132]).tf32(494.7),
+    known("H200", &["sm_90", "sm_90a"], [67.0, 989.4, 4800.0], [50, 132]).tf32(494.7),
+    known("B200", &["sm_100", "sm_100a", "sm_100f"], [75.0, 2250.0, 7700.0], [126, 148]).tf32(1125.0),
+    known("B300", &["sm_103", "sm_103a"], [75.0, 2250.0, 7700.0], [126, 148]).tf32(1125.0),
+    known("RTX 5090", &["sm_120", "sm_120a", "sm_120f"], [104.8, 209.5, 1792.0], [96, 170]).tf32(104.8),
     known("MI100", &["gfx908"], [23.1, 92.3, 1229.0], [8, 120]),
-    known("MI250X", &["gfx90a"], [47.9, 383.0, 3277.0], [16, 220]),
+    known("MI250X", &["gfx90a"], [47.9, 191.5, 1638.0], [8, 110]),
     known("MI300X", &["gfx942"], [163.4, 1307.4, 5300.0], [256, 304]).cached_at(17200.0),
     known("MI355X", &["gfx950"], [157.3, 2516.6, 8000.0], [256, 256]),
     known("RX 6900 XT", &["gfx1030"], [23.0, 46.1, 512.0], [128, 80]),
     known("RX 7900 XTX", &["gfx1100"], [61.4, 122.8, 960.0], [96, 96]),
     known("RX 9070 XT", &["gfx1201"], [48.7, 195.0, 640.0], [64, 64]),
 ];
+
+/// The products of tf32 that stand for one of f32.
+const TF32_PRODUCTS: f64 = 3.0;
 
 /// The shortest time of a launch on a GPU, in seconds: an estimate from below for kernels that
 /// follow each other in a stream. What an engine measures is 2 to 5 µs.
@@ -254,6 +249,19 @@ impl Machine {
         own.unwrap_or(self.f32_flops)
     }
 
+    /// Returns the machine for a layer whose f32 products may be one of tf32 each.
+    #[must_use]
+    pub fn with_tf32(self, allowed: bool) -> Machine {
+        match self.tf32_flops {
+            Some(rate) if allowed && rate > self.f32_flops => Machine {
+                f32_flops: rate,
+                f32_name: "tf32",
+                ..self
+            },
+            _ => self,
+        }
+    }
+
     /// Returns the memory bandwidth, in bytes per second.
     pub fn bytes_per_second(&self) -> f64 {
         let memory = self.levels.last();
@@ -340,33 +348,21 @@ impl Machine {
         let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
         let compiler = toolchain::c(&registry).map_err(|error| Failure::from(&error))?;
         let limits = limits::measure(&compiler, device, isa).map_err(Failure::work)?;
+        let caches = limits.caches.iter();
+        let caches = caches.map(|cache| (cache.level, cache.bytes, cache.read_gbps));
         Ok(Machine {
             name: device.info().name.clone(),
             origin: Origin::Measured,
             f32_flops: limits.f32_gflops * 1e9,
+            f32_name: "f32",
+            tf32_flops: None,
             f16_flops: None, // kernels widen f16 to f32
             bf16_flops: limits.bf16_gflops.map(|rate| rate * 1e9),
-            levels: measured_levels(&limits),
+            levels: MemoryLevel::measured(caches, limits.read_gbps),
             launch_seconds: 0.0, // a small launch runs on the thread that asks for it
             units: u32::try_from(device.threads()).ok(),
         })
     }
-}
-
-/// Returns the caches and the memory that were measured. A cache that was not faster than the next
-/// one says nothing.
-fn measured_levels(limits: &limits::Limits) -> Vec<MemoryLevel> {
-    let memory = MemoryLevel {
-        name: "memory".to_string(),
-        capacity: None,
-        bytes_per_second: Some(limits.read_gbps * 1e9),
-    };
-    let caches = limits.caches.iter().map(|cache| MemoryLevel {
-        name: format!("L{}", cache.level),
-        capacity: Some(cache.bytes),
-        bytes_per_second: Some(cache.read_gbps.max(limits.read_gbps) * 1e9),
-    });
-    caches.chain([memory]).collect()
 }
 
 /// The name of a GPU.
@@ -382,8 +378,8 @@ pub fn required(name: &str, target: Target) -> Result<Machine> {
             "unknown machine `{name}`\nknown machines: {}",
             names(|_| true)
         ));
-        let near = same_number(name, KNOWN.iter().map(|known| known.name));
-        return Err(match near {
+        let all: Vec<&str> = KNOWN.iter().map(|known| known.name).collect();
+        return Err(match gpu(name, &all) {
             Some(near) => failure.hint(format!("did you mean `{near}`?")),
             None => failure,
         });
@@ -402,7 +398,6 @@ pub fn required(name: &str, target: Target) -> Result<Machine> {
 }
 
 fn find(name: &str) -> Option<&'static Known> {
-    let plain = |text: &str| text.replace([' ', '-', '_'], "").to_lowercase();
     KNOWN.iter().find(|known| plain(known.name) == plain(name))
 }
 
@@ -426,10 +421,17 @@ impl Known {
 }
 
 fn published(known: &Known) -> Machine {
+    let three = known.tf32.map_or(0.0, |rate| rate / TF32_PRODUCTS);
     Machine {
         name: known.name.to_string(),
         origin: Origin::Published,
-        f32_flops: known.f32 * 1e12,
+        f32_flops: known.f32.max(three) * 1e12,
+        f32_name: if three > known.f32 {
+            "f32 as 3 tf32"
+        } else {
+            "f32"
+        },
+        tf32_flops: known.tf32.map(|rate| rate * 1e12),
         f16_flops: Some(known.half * 1e12),
         bf16_flops: Some(known.half * 1e12),
         levels: vec![
@@ -484,12 +486,27 @@ mod tests {
         later.levels[1].bytes_per_second = Some(3e12);
         let watched = early.watched(&later);
         assert_eq!(watched.machine.bytes_per_second(), 3e12);
-        assert_eq!(watched.machine.f32_flops, 19.5e12);
+        assert_eq!(watched.machine.f32_flops, 52e12);
         let warning = watched.warning().unwrap();
         assert!(
             warning.contains("not steady: memory went from 2.04 TB/s to 3 TB/s"),
             "{warning}"
         );
+    }
+
+    /// Kernels use what is fastest, and no time may be below its roofline.
+    #[test]
+    fn f32_products_run_on_tensor_cores_where_these_are_faster() {
+        let tera = |flops: f64| (flops / 1e11).round() / 10.0;
+        let f32 = |name| tera(published(find(name).unwrap()).f32_flops);
+        assert_eq!(
+            [f32("H100"), f32("A40"), f32("MI250X")],
+            [164.9, 37.4, 47.9]
+        );
+        let tf32 =
+            |name, allowed| tera(published(find(name).unwrap()).with_tf32(allowed).f32_flops);
+        assert_eq!([tf32("H100", true), tf32("MI300X", true)], [494.7, 163.4]);
+        assert_eq!(tf32("H100", false), 164.9);
     }
 
     #[test]

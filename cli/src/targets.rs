@@ -2,7 +2,7 @@
 
 use crate::completed::Completed;
 use crate::failure::{Failure, Result};
-use crate::suggest::{closest, same_number};
+use crate::suggest::{closest, gpu, plain};
 use clap::Args;
 use moesaic::kernel::TargetError;
 use moesaic::{Engine, EngineOptions, Target, TargetNameError, resolve_target};
@@ -65,16 +65,6 @@ pub fn full_name(name: &str) -> String {
     }
 }
 
-/// Returns a GPU's name in small letters, without what people put between its parts or before it.
-fn plain(name: &str) -> String {
-    let name = name.replace([' ', '-', '_'], "").to_lowercase();
-    let vendors = ["nvidia", "geforce", "amd", "radeon", "instinct", "tesla"];
-    let bare = vendors.iter().fold(&*name, |name, vendor| {
-        name.strip_prefix(vendor).unwrap_or(name)
-    });
-    bare.to_string()
-}
-
 /// Resolves a comma-separated list to targets, each once, in the given order.
 pub fn resolve(names: &[String]) -> Result<Vec<Target>> {
     let mut targets = Vec::new();
@@ -133,22 +123,44 @@ pub fn open(
 
 /// Returns the failure for an unknown name.
 pub fn unknown(error: &TargetError) -> Failure {
-    let all: Vec<String> = Target::all().iter().map(Target::to_string).collect();
-    let names = all.iter().map(String::as_str).chain(SHORT);
-    let same_arch = Target::all()
-        .into_iter()
-        .find(|target| target.arch() == error.asked);
-    let asked = plain(error.asked.rsplit(':').next().unwrap_or_default());
-    let gpu = same_number(&asked, gpus().map(|(name, _)| name));
-    let near = same_arch
-        .map(|target| target.to_string())
-        .or_else(|| gpu.map(str::to_string))
-        .or_else(|| closest(&error.asked, names).map(str::to_string));
     let failure = Failure::input(format!("unknown target `{}`\n{}", error.asked, known()));
-    match near {
+    match meant(&error.asked) {
         Some(near) => failure.hint(format!("did you mean `{near}`?")),
         None => failure.hint("write it as backend:arch, such as cuda:sm_90a, or as h100 or mi300x"),
     }
+}
+
+/// Generations by the names that people say, with a GPU of each.
+const GENERATIONS: [(&str, &str); 9] = [
+    ("volta", "v100"),
+    ("turing", "t4"),
+    ("ampere", "a100"),
+    ("ada", "l40s"),
+    ("hopper", "h100"),
+    ("blackwell", "b200"),
+    ("cdna2", "mi250x"),
+    ("cdna3", "mi300x"),
+    ("cdna4", "mi355x"),
+];
+
+/// Returns the target that an unknown name means: by its architecture, whole or begun, else by its
+/// GPU or generation, else by its letters.
+fn meant(asked: &str) -> Option<String> {
+    let last = plain(asked.rsplit(':').next().unwrap_or_default());
+    let all = || Target::all().into_iter();
+    let whole = all().find(|target| plain(&target.arch()) == last);
+    let begun = || all().find(|target| last.len() > 2 && plain(&target.arch()).starts_with(&last));
+    if let Some(target) = whole.or_else(begun) {
+        return Some(target.to_string());
+    }
+    let generation = GENERATIONS.iter().find(|(name, _)| *name == last);
+    let gpus: Vec<&str> = gpus().map(|(name, _)| name).collect();
+    let names: Vec<String> = all().map(|target| target.to_string()).collect();
+    let near = || closest(asked, names.iter().map(String::as_str).chain(SHORT));
+    let name = generation.map(|(_, gpu)| *gpu);
+    name.or_else(|| gpu(&last, &gpus))
+        .or_else(near)
+        .map(str::to_string)
 }
 
 impl From<TargetNameError> for Failure {
@@ -160,18 +172,26 @@ impl From<TargetNameError> for Failure {
     }
 }
 
-/// Lists every target name, one line for each backend.
+/// Lists every target name, one line for each backend. A simulator has the architectures of the
+/// backends above it, so its line has only the others.
 pub fn known() -> String {
-    let line = |backend: &str| {
-        let own = Target::all().into_iter().filter(|t| t.backend() == backend);
-        let names: Vec<String> = own.map(|t| t.to_string()).collect();
+    let of = |backend: &'static str| {
+        Target::all()
+            .into_iter()
+            .filter(move |t| t.backend() == backend)
+    };
+    let line = |backend: &'static str| {
+        let names: Vec<String> = of(backend).map(|t| t.to_string()).collect();
         format!("{backend:<5} {}", names.join(" "))
     };
-    let lines = ["cpu", "cuda", "rocm", "sim"].map(line);
+    let simulated = |t: &Target| matches!(t.hardware(), Target::Cpu(_));
+    let sims: Vec<String> = of("sim").filter(simulated).map(|t| t.to_string()).collect();
     let gpus: Vec<&str> = gpus().map(|(name, _)| name).collect();
     format!(
-        "known targets (a bare `cpu` is this machine's):\n{}\nGPUs  {}",
-        lines.join("\n"),
+        "known targets (a bare `cpu` is this machine's):\n{}\nsim   {}, and sim: before any \
+         architecture of cuda and rocm, as in sim:sm_90a\nGPUs  {}",
+        ["cpu", "cuda", "rocm"].map(line).join("\n"),
+        sims.join(" "),
         gpus.join(" ")
     )
 }
@@ -189,7 +209,30 @@ mod tests {
         assert_eq!(hint("sm_90a"), "did you mean `cuda:sm_90a`?");
         assert_eq!(hint("cuda:sm90a"), "did you mean `cuda:sm_90a`?");
         assert_eq!(hint("cpuu"), "did you mean `cpu`?");
+        assert_eq!(hint("sm90"), "did you mean `cuda:sm_90`?");
+        assert_eq!(hint("cuda:sm_9"), "did you mean `cuda:sm_90`?");
+        assert_eq!(hint("rocm:gfx94"), "did you mean `rocm:gfx942`?");
         assert!(hint("quantum").contains("backend:arch"));
+    }
+
+    #[test]
+    fn every_name_is_listed_once() {
+        let list = known();
+        for name in [
+            "cpu:avx2",
+            "cuda:sm_90a",
+            "rocm:gfx942",
+            "sim:neon",
+            "mi300x",
+        ] {
+            assert_eq!(
+                list.split_whitespace()
+                    .filter(|word| word.trim_end_matches(',') == name)
+                    .count(),
+                1
+            );
+        }
+        assert!(!list.contains("sim:sm_80"), "{list}");
     }
 
     #[test]
@@ -207,7 +250,10 @@ mod tests {
             assert_eq!(resolve_one(name).unwrap().to_string(), target);
         }
         // Another number is another GPU, however close the words are.
-        assert_eq!(hint("mi300"), "did you mean `mi300a`?");
+        assert_eq!(hint("mi300"), "did you mean `mi300x`?");
+        assert_eq!(hint("h10"), "did you mean `h100`?");
+        assert_eq!(hint("H100 SXM"), "did you mean `h100`?");
+        assert_eq!(hint("hopper"), "did you mean `h100`?");
         assert_eq!(hint("rtx-4090ti"), "did you mean `rtx4090`?");
         assert_eq!(hint("rocm:h100"), "did you mean `h100`?");
         for name in ["h900", "a500"] {

@@ -80,17 +80,11 @@ impl Watched {
         let flops_per_second = better(before.f32_gflops, after.f32_gflops) * 1e9;
         let memory = better(before.read_gbps, after.read_gbps);
         let caches = before.caches.iter().zip(&after.caches);
-        let caches = caches.map(|(before, after)| MemoryLevel {
-            name: format!("L{}", before.level),
-            capacity: Some(before.bytes),
-            bytes_per_second: Some(better(before.read_gbps, after.read_gbps).max(memory) * 1e9),
+        let caches = caches.map(|(before, after)| {
+            let rate = better(before.read_gbps, after.read_gbps);
+            (before.level, before.bytes, rate)
         });
-        let mut levels: Vec<MemoryLevel> = caches.collect();
-        levels.push(MemoryLevel {
-            name: "memory".to_string(),
-            capacity: None,
-            bytes_per_second: Some(memory * 1e9),
-        });
+        let levels = MemoryLevel::measured(caches, memory);
         Watched {
             flops_per_second,
             levels,

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Opens the page of `moesaic inspect --html` in headless Chromium at 420 and 1400 pixels, moves its
-# slider, and fails if something is wider than the screen, if the console has an error, or if the
-# slider changes nothing. Screenshots stay in the folder given, to be looked at.
+# slider, and fails if something is wider than the screen, if the wide one cuts the table of
+# launches, if the console has an error, or if the slider changes nothing. Screenshots stay in the
+# folder given, to be looked at.
 #
 #   tests/browser/inspect.sh target/debug/moesaic screenshots [inspect arguments ...]
 #
@@ -28,6 +29,8 @@ trap 'rm -rf "$profile"' EXIT
 <pre id="report"></pre><script>
 let say = [], shown = () => [...document.querySelectorAll('tbody[data-t]')].filter(e => e.offsetHeight).map(e => e.dataset.t).join();
 say.push('wide=' + (document.documentElement.scrollWidth > innerWidth), 'svg=' + [...document.querySelectorAll('svg')].filter(e => e.getBoundingClientRect().width).length);
+let launches = document.querySelector('table.launches').parentElement;
+say.push('hidden=' + (innerWidth >= 1400 && launches.scrollWidth > launches.clientWidth));
 let slider = document.querySelector('input[type=range]');
 if (slider) { let before = shown(); slider.value = 0; slider.oninput(); say.push('slider=' + (before != shown() && shown() == '0')); }
 document.getElementById('report').textContent = 'REPORT ' + say.join(' ');
@@ -52,6 +55,6 @@ for width in 420 1400; do
         exit 1
     fi
     case $report in
-    *wide=true* | *slider=false* | *svg=0* | "") exit 1 ;;
+    *wide=true* | *hidden=true* | *slider=false* | *svg=0* | "") exit 1 ;;
     esac
 done

@@ -147,14 +147,15 @@ fn slices_that_do_not_fit_are_refused() {
     let said = |result: Result<(), EngineError>| result.unwrap_err().to_string();
     assert_eq!(
         said(layer.forward_into(&x, &mut y)),
-        "output `y`: has 99 elements of f32, expected 100 of f32 for 4 tokens"
+        "output `y`: has 99 elements of f32, expected 100 of f32: a row for each token of the call, \
+         here 4"
     );
     assert_eq!(
         said(layer.forward_into(&x[1..], &mut y)),
         "input `x`: has 99 elements of f32, expected rows of 25 of f32"
     );
     assert_eq!(
-        said(layer.forward_into(&[0i32; 100][..], &mut y)),
+        said(layer.forward_into(&[0i32; 100], &mut y)),
         "input `x`: has 100 elements of i32, expected rows of 25 of f32"
     );
     let external = LayerSpec {

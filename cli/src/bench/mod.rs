@@ -108,6 +108,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     progress.next("checking");
     let error = check::check(&layer, &spec, &weights)?;
     let machine = args.machine(&engine)?;
+    let machine = machine.map(|machine| machine.with_tf32(spec.precision.tf32));
     let mut runs = Vec::new();
     for &tokens in &args.tokens.counts.0 {
         progress.next(format!("timing {tokens} tokens"));

@@ -111,6 +111,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let simulator = args.simulate.map(|_| counted::simulator(target));
     let simulator = simulator.transpose()?;
     let machine = args.machine(target, console)?;
+    let machine = machine.map(|machine| machine.with_tf32(spec.precision.tf32));
     let progress = Progress::start("compiling kernels");
     let request = model::Request {
         spec: &spec,

@@ -313,7 +313,25 @@ fn geometry(inspection: &Inspection) -> Table {
 /// one.
 pub fn grid_formula(launch: &moesaic::kernel::Launch) -> String {
     let [x, y] = launch.grid.each_ref().map(ToString::to_string);
-    if y == "1" { x } else { format!("{x} x {y}") }
+    if y == "1" {
+        x
+    } else {
+        format!("{} x {}", factor(&x), factor(&y))
+    }
+}
+
+/// Returns a dimension with brackets if it is a sum, because `a+b x c` reads as another number.
+fn factor(dimension: &str) -> String {
+    let mut depth = 0;
+    let is_sum = dimension.chars().any(|c| {
+        depth += i32::from(c == '(') - i32::from(c == ')');
+        depth == 0 && matches!(c, '+' | '-')
+    });
+    if is_sum {
+        format!("({dimension})")
+    } else {
+        dimension.to_string()
+    }
 }
 
 /// Returns the grid at one token count, such as `256 x 4`.
@@ -353,10 +371,11 @@ pub fn roofs(machine: &Machine) -> String {
         format!(", {} {name}", units::flop_rate(rate))
     });
     format!(
-        "{} ({}: {} f32{half}, {})",
+        "{} ({}: {} {}{half}, {})",
         machine.name,
         machine.origin.name(),
         units::flop_rate(machine.f32_flops),
+        machine.f32_name,
         levels.join(", ")
     )
 }
@@ -441,6 +460,17 @@ impl Inspection {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_sum_in_a_grid_has_brackets() {
+        for (dimension, shown) in [
+            ("ceil(T*2/384)+min(T*2, 8)", "(ceil(T*2/384)+min(T*2, 8))"),
+            ("(T<=64 ? 0 : ceil(T/4)+1)", "(T<=64 ? 0 : ceil(T/4)+1)"),
+            ("ceil(T/16)", "ceil(T/16)"),
+        ] {
+            assert_eq!(factor(dimension), shown);
+        }
+    }
 
     #[test]
     fn scalar_registers_that_are_spilled_are_shown() {

@@ -11,7 +11,7 @@ use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
 use crate::form::FormArgs;
 use crate::spec_source::LayerArgs;
-use crate::suggest::same_number;
+use crate::suggest::gpu;
 use crate::training::TrainingArgs;
 use crate::{experts, mesh};
 use clap::Args;
@@ -279,11 +279,11 @@ fn built_in(name: &str) -> Result<Machine> {
     planner::published(name).map_err(|error| match error {
         // The planner suggests the nearest word, which for a number is another GPU.
         ReadError::Unknown { name, known, .. } => {
-            let near = same_number(&name, planner::published_names());
+            let all: Vec<&str> = planner::published_names().collect();
             let message =
                 format!("unknown machine `{name}`\nknown machines: {known}; a path ends in .toml");
             let failure = Failure::input(message);
-            match near {
+            match gpu(&name, &all) {
                 Some(near) => failure.hint(format!("did you mean `{near}`?")),
                 None => failure.hint("docs/SCALE.md says how you describe a machine of your own"),
             }

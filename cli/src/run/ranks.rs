@@ -290,7 +290,8 @@ impl Shared {
                 return Err(stop.failure);
             }
         };
-        finish(world, &Call::new("end of the run")).map_err(Failure::work)?;
+        let end = finish(world, &Call::new("end of the run"));
+        end.map_err(|error| Failure::between_ranks(&error))?;
         Ok(outcome)
     }
 
@@ -446,10 +447,8 @@ fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Opt
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }
-    // Ranks that only waited for another one name a rank in their message. The rank that failed by
-    // itself gives the cause.
-    let waited = |failure: &Failure| failure.message.contains("rank ");
-    let cause = failures.iter().position(|failure| !waited(failure));
+    // The rank that failed by itself gives the cause; the others only waited for it.
+    let cause = failures.iter().position(|failure| !failure.of_another_rank);
     if failures.is_empty() {
         Ok(outcome)
     } else {
@@ -549,5 +548,21 @@ fn beside(parts: &[Tensor<'static>]) -> Tensor<'static> {
         dtype: parts[0].dtype,
         shape,
         data: bytes.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rank_that_failed_by_itself_gives_the_cause() {
+        let full = Failure::work("no space on the disk of rank 1");
+        let mut waited = Failure::work("rank 1 gave up");
+        waited.of_another_rank = true;
+        let ranks = vec![Ok(Err(waited.clone())), Ok(Err(full)), Ok(Ok(None))];
+        let message = |ranks| first(ranks).err().unwrap().message;
+        assert_eq!(message(ranks), "no space on the disk of rank 1");
+        assert_eq!(message(vec![Ok(Err(waited))]), "rank 1 gave up");
     }
 }

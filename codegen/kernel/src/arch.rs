@@ -102,7 +102,6 @@ const VOLTA: ArchCaps = ArchCaps {
 
 const AMPERE: ArchCaps = ArchCaps {
     matrix: MatrixUnit::Mma,
-    block_shared: 99 * KB,
     bf16_rounding: true,
     warp_max: true,
     ..VOLTA
@@ -126,17 +125,11 @@ const BLACKWELL: ArchCaps = HOPPER;
 /// Thor, of the Jetson boards.
 const THOR: ArchCaps = ArchCaps {
     fast_tf32: false,
-    unit: None,
-    ..BLACKWELL
+    ..BLACKWELL.multiprocessor(1536, 24, 228)
 };
 
 /// Blackwell of workstations.
-const SMALL_BLACKWELL: ArchCaps = ArchCaps {
-    block_shared: 99 * KB,
-    ..THOR
-};
-
-const RTX_50: ArchCaps = SMALL_BLACKWELL.multiprocessor(1536, 24, 100);
+const SMALL_BLACKWELL: ArchCaps = THOR.multiprocessor(1536, 24, 100);
 
 /// An architecture of NVIDIA.
 pub(crate) struct CudaRow {
@@ -159,8 +152,8 @@ pub(crate) const CUDA: [CudaRow; 22] = [
     cuda(75, None, VOLTA.early_multiprocessor(1024, 16, 64).of(&["t4", "rtx2080"])),
     cuda(80, None, AMPERE.multiprocessor(2048, 32, 164).fast_tf32().of(&["a100", "a800", "a30"])),
     cuda(86, None, AMPERE.multiprocessor(1536, 16, 100).of(&["a10", "a40", "a6000", "rtx3090"])),
-    cuda(87, None, AMPERE.block_shared(163)),
-    cuda(88, None, AMPERE),
+    cuda(87, None, AMPERE.multiprocessor(1536, 16, 164)),
+    cuda(88, None, AMPERE.multiprocessor(1536, 16, 100)),
     cuda(89, None, AMPERE.multiprocessor(1536, 24, 100).of(&["l4", "l40", "l40s", "rtx4090"])),
     cuda(90, None, HOPPER),
     cuda(90, Some('a'), HOPPER_A.of(&["h100", "h200", "h800", "h20", "gh200"])),
@@ -171,9 +164,9 @@ pub(crate) const CUDA: [CudaRow; 22] = [
     cuda(103, Some('a'), BLACKWELL.of(&["b300", "gb300"])),
     cuda(110, None, THOR),
     cuda(110, Some('a'), THOR),
-    cuda(120, None, RTX_50),
-    cuda(120, Some('a'), RTX_50.of(&["rtx5090"])),
-    cuda(120, Some('f'), RTX_50),
+    cuda(120, None, SMALL_BLACKWELL),
+    cuda(120, Some('a'), SMALL_BLACKWELL.of(&["rtx5090"])),
+    cuda(120, Some('f'), SMALL_BLACKWELL),
     cuda(121, None, SMALL_BLACKWELL),
     cuda(121, Some('a'), SMALL_BLACKWELL),
 ];
@@ -260,7 +253,7 @@ const fn rocm(name: &'static str, caps: ArchCaps) -> RocmRow {
 pub(crate) const ROCM: [RocmRow; 9] = [
     rocm("gfx908", CDNA1.compute_unit(40, 256, 64).of(&["mi100"])),
     rocm("gfx90a", CDNA2.compute_unit(32, 512, 64).of(&["mi210", "mi250", "mi250x"])),
-    rocm("gfx942", CDNA3.compute_unit(32, 512, 64).of(&["mi300a", "mi300x", "mi325x"])),
+    rocm("gfx942", CDNA3.compute_unit(32, 512, 64).of(&["mi300x", "mi325x", "mi300a"])),
     rocm("gfx950", CDNA4.compute_unit(32, 512, 160).of(&["mi350x", "mi355x"])),
     rocm("gfx1030", RDNA2.of(&["rx6900xt"])),
     rocm("gfx1100", RDNA3.of(&["rx7900xtx"])),
@@ -281,14 +274,9 @@ impl ArchCaps {
         self
     }
 
-    const fn block_shared(mut self, kilobytes: u32) -> ArchCaps {
-        self.block_shared = kilobytes * KB;
-        self
-    }
-
     /// Returns the architecture with this multiprocessor, of which the system takes 1 KB of shared
     /// memory for each block: CUDA C++ Programming Guide, "Technical Specifications per Compute
-    /// Capability".
+    /// Capability", and arch_traits.h of NVIDIA's CCCL.
     const fn multiprocessor(self, threads: u32, blocks: u32, shared: u32) -> ArchCaps {
         self.holding(UnitCaps {
             threads,
@@ -429,6 +417,15 @@ mod tests {
             [caps("rocm:gfx942").wave, caps("rocm:gfx1100").wave],
             [64, 32]
         );
+        let holds = |name: &str| {
+            let unit = caps(name).unit.unwrap();
+            [unit.threads, unit.blocks, unit.shared >> 10]
+        };
+        assert_eq!(holds("cuda:sm_87"), [1536, 16, 164]);
+        assert_eq!(holds("cuda:sm_88"), [1536, 16, 100]);
+        assert_eq!(holds("cuda:sm_100"), [2048, 32, 228]);
+        assert_eq!(holds("cuda:sm_110"), [1536, 24, 228]);
+        assert_eq!(holds("cuda:sm_121a"), [1536, 24, 100]);
         assert!("cpu:avx2".parse::<Target>().unwrap().caps().is_none());
     }
 }

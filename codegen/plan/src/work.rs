@@ -81,6 +81,26 @@ pub struct MemoryLevel {
 }
 
 impl MemoryLevel {
+    /// Returns the levels of a machine whose rates were measured, in 1e9 bytes per second: caches by
+    /// level, bytes and rate, smallest first, then memory. A cache that was not faster than memory
+    /// gets memory's rate, because such a measurement says nothing about the cache.
+    pub fn measured(
+        caches: impl IntoIterator<Item = (u8, u64, f64)>,
+        memory: f64,
+    ) -> Vec<MemoryLevel> {
+        let caches = caches.into_iter().map(|(level, bytes, rate)| MemoryLevel {
+            name: format!("L{level}"),
+            capacity: Some(bytes),
+            bytes_per_second: Some(rate.max(memory) * 1e9),
+        });
+        let memory = MemoryLevel {
+            name: "memory".to_string(),
+            capacity: None,
+            bytes_per_second: Some(memory * 1e9),
+        };
+        caches.chain([memory]).collect()
+    }
+
     fn holds(&self, bytes: f64) -> bool {
         self.capacity
             .is_none_or(|capacity| bytes <= capacity as f64)
@@ -158,6 +178,17 @@ mod tests {
             capacity,
             bytes_per_second,
         }
+    }
+
+    #[test]
+    fn a_cache_is_no_slower_than_memory() {
+        let levels = MemoryLevel::measured([(2, 1 << 20, 50.0), (3, 1 << 25, 8.0)], 10.0);
+        let expected = [
+            level("L2", Some(1 << 20), Some(50e9)),
+            level("L3", Some(1 << 25), Some(10e9)),
+            level("memory", None, Some(10e9)),
+        ];
+        assert_eq!(levels, expected);
     }
 
     #[test]

@@ -153,6 +153,12 @@ impl<'a, E: Element> From<&'a [E]> for CallInput<'a> {
     }
 }
 
+impl<'a, E: Element, const N: usize> From<&'a [E; N]> for CallInput<'a> {
+    fn from(rows: &'a [E; N]) -> CallInput<'a> {
+        rows.as_slice().into()
+    }
+}
+
 impl<'a, E: Element> From<&'a Vec<E>> for CallInput<'a> {
     fn from(rows: &'a Vec<E>) -> CallInput<'a> {
         rows.as_slice().into()
@@ -162,6 +168,12 @@ impl<'a, E: Element> From<&'a Vec<E>> for CallInput<'a> {
 impl<'a> From<&'a Input<'_>> for CallInput<'a> {
     fn from(input: &'a Input<'_>) -> CallInput<'a> {
         CallInput::new(Given::Input(input))
+    }
+}
+
+impl<'a> From<&CallInput<'a>> for CallInput<'a> {
+    fn from(call: &CallInput<'a>) -> CallInput<'a> {
+        *call
     }
 }
 

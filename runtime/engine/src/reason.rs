@@ -246,7 +246,8 @@ pub enum InputReason {
 pub enum OutputReason {
     /// A slice has another length or element type.
     #[error(
-        "has {elements} elements of {found}, expected {expected} of {wanted} for {tokens} tokens"
+        "has {elements} elements of {found}, expected {expected} of {wanted}: a row for each token \
+         of the call, here {tokens}"
     )]
     Slice {
         /// The slice's elements.

@@ -2,7 +2,7 @@
 
 use crate::gates::{Chosen, best};
 use crate::{TrainError, optimizer::floats_mut};
-use moesaic_engine::{Input, Layer, Output, RngKey, Saved};
+use moesaic_engine::{CallInput, Input, Layer, Output, RngKey, Saved};
 use moesaic_spec::RouterKind;
 use moesaic_tensor::Tensor;
 
@@ -83,15 +83,14 @@ impl<G: Gate> GatedLayer<G> {
         &mut self.gate
     }
 
-    /// Evaluates the layer. `input` has the tokens, and `outputs` are the names of what is read
-    /// back.
+    /// Evaluates the layer, with the arguments of [`Layer::forward`] in host memory.
     ///
     /// # Errors
     /// Those of [`Gate::choose`] and of [`Layer::forward`].
-    pub fn forward(&self, input: &Input<'_>, outputs: &[&str]) -> Result<Output, TrainError> {
-        let (_, chosen) = self.decide(input)?;
-        let mut input = input.clone();
-        chosen.give(&mut input);
+    pub fn forward<'i>(&self, input: impl Into<CallInput<'i>>) -> Result<Output, TrainError> {
+        let (mut input, outputs) = self.layer.in_host_memory(input.into())?;
+        let (_, chosen) = self.decide(&input)?;
+        chosen.give(input.to_mut());
         Ok(self.layer.forward(input.reading(outputs))?)
     }
 
@@ -99,15 +98,14 @@ impl<G: Gate> GatedLayer<G> {
     ///
     /// # Errors
     /// Those of [`Gate::choose`] and of [`Layer::forward_train`].
-    pub fn forward_train(
+    pub fn forward_train<'i>(
         &self,
-        input: &Input<'_>,
-        outputs: &[&str],
+        input: impl Into<CallInput<'i>>,
         rng_key: RngKey,
     ) -> Result<(Output, GatedSaved), TrainError> {
-        let (x, chosen) = self.decide(input)?;
-        let mut input = input.clone();
-        chosen.give(&mut input);
+        let (mut input, outputs) = self.layer.in_host_memory(input.into())?;
+        let (x, chosen) = self.decide(&input)?;
+        chosen.give(input.to_mut());
         let call = self.layer.forward_train(input.reading(outputs), rng_key);
         let (output, saved) = call?;
         Ok((output, GatedSaved { saved, chosen, x }))

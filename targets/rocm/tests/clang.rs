@@ -444,7 +444,8 @@ fn a_clang_without_amd_or_linker_is_not_used() {
         .unwrap()
         .to_string();
     assert!(
-        error.contains("no compiler for `rocm` was found; tried: `/no/such/clang++` ("),
+        error.contains("no compiler for `rocm` was found\n")
+            && error.contains("\ntried: `/no/such/clang++` ("),
         "{error}"
     );
     assert!(error.contains("moesaic toolchain install rocm"), "{error}");

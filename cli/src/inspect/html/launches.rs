@@ -41,11 +41,8 @@ fn explanation(target: Target) -> &'static str {
 
 fn fill_titles(target: Target) -> &'static str {
     match target.hardware() {
-        Target::Cpu(_) => "<th class=\"n\">Waves</th><th class=\"n\">Tail</th>",
-        _ => {
-            "<th class=\"n\">Threads</th><th class=\"n\">Occupancy</th><th class=\"n\">Waves</th>\
-             <th class=\"n\">Tail</th>"
-        }
+        Target::Cpu(_) => "<th class=\"n\">Waves</th>",
+        _ => "<th class=\"n\">Threads</th><th class=\"n\">Occupancy</th><th class=\"n\">Waves</th>",
     }
 }
 
@@ -86,7 +83,7 @@ fn row(inspection: &Inspection, launch: &Launch, count: usize) -> String {
          <td class=\"grid\"><code>{}</code><span class=\"by\">{}</span></td>{}</tr>",
         inspection.kernels[launch.kernel].source.stem,
         launch.number,
-        escape(&launch.label),
+        escape(&launch.label).replace('_', "_<wbr>"), // a long name takes two lines
         roofline.map_or("–".to_string(), units::seconds),
         bound(point, inspection.machine.as_ref()),
         share.map_or("–".to_string(), |share| format!(
@@ -112,9 +109,9 @@ fn fill(inspection: &Inspection, launch: &Launch, point: &At) -> String {
         units.map_or(0, |units| u64::from(units) * per_unit)
     };
     let waves = |waves: Option<Waves>| match waves {
-        None => "<td class=\"n\">–</td><td class=\"n\">–</td>".to_string(),
+        None => "<td class=\"n\">–</td>".to_string(),
         Some(waves) => format!(
-            "<td class=\"n\">{}</td><td class=\"n\">{:.0} %</td>",
+            "<td class=\"n\">{}<span class=\"by\">tail {:.0} %</span></td>",
             waves.number,
             100.0 * waves.tail
         ),

@@ -66,10 +66,23 @@ pub fn section(inspection: &Inspection, machine: &Machine) -> String {
             units::seconds(seconds)
         ),
     };
+    let unknown = machine
+        .levels
+        .iter()
+        .find(|level| level.bytes_per_second.is_none());
+    let unknown = unknown.map_or(String::new(), |cache| {
+        format!(
+            " The rate of the {} {} is not published, so a circle may be above the line of memory \
+             where its bytes fit into the {}.",
+            units::bytes(cache.capacity.unwrap_or(0)),
+            cache.name,
+            cache.name
+        )
+    });
     format!(
         "<h2 id=\"roofline\">Roofline</h2><p>The most that each launch can reach on {}: its circle is \
          at its arithmetic intensity and the FLOP/s of its shortest time. Its bytes are charged to \
-         the smallest cache that holds all of them.{floor} Faint circles are the other token \
+         the smallest cache that holds all of them.{unknown}{floor} Faint circles are the other token \
          counts.{idle}</p><div class=\"card roof\">{}{}</div>\n",
         escape(&machine.name),
         drawing(inspection, machine, &WIDE),
@@ -159,7 +172,13 @@ fn drawing(inspection: &Inspection, machine: &Machine, frame: &Frame) -> String 
     let top = half.map_or(machine.f32_flops, |(rate, _)| rate.max(machine.f32_flops));
     let mut parts = vec![grid(&axes)];
     parts.extend(diagonals(&axes, machine, top));
-    parts.push(ceiling(&axes, machine, machine.f32_flops, "f32", ""));
+    parts.push(ceiling(
+        &axes,
+        machine,
+        machine.f32_flops,
+        machine.f32_name,
+        "",
+    ));
     if let Some((rate, name)) = half {
         parts.push(ceiling(&axes, machine, rate, name, "half"));
     }

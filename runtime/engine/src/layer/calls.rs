@@ -2,11 +2,12 @@
 
 use super::form::{Form, Layer};
 use super::saved::{Kept, Saved};
-use crate::call::{CallArgs, CallInput, Given, Output, OutputGradient, RngKey};
+use crate::call::{CallArgs, CallInput, Given, Input, Output, OutputGradient, RngKey};
 use crate::error::EngineError;
 use crate::into::raw_into;
 use crate::pass::Pass;
 use moesaic_tensor::Element;
+use std::borrow::Cow;
 
 impl Layer {
     /// Evaluates the layer and returns the outputs that the call reads back, `y` if it does not say
@@ -34,6 +35,19 @@ impl Layer {
         let output = self.pass(Pass::Evaluate, &args, RngKey::default())?;
         self.finish(tuned)?;
         Ok(output)
+    }
+
+    /// Returns the tensors of a call and the names of the outputs to read back, for code that runs
+    /// before the layer, such as a gate of yours.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] for a [`RawCall`](crate::RawCall), and for a slice of another length
+    /// or type than rows of the layer.
+    pub fn in_host_memory<'i>(
+        &self,
+        call: CallInput<'i>,
+    ) -> Result<(Cow<'i, Input<'i>>, &'i [&'i str]), EngineError> {
+        call.args(self.plan())?.in_host_memory()
     }
 
     /// Evaluates the layer and writes `y [T, output_dim]` into a slice of yours. `input` is `x

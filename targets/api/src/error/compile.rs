@@ -9,7 +9,7 @@ use std::process::ExitStatus;
 #[non_exhaustive]
 pub enum CompileError {
     /// This machine has no compiler for the backend.
-    #[error("no compiler for `{backend}` was found; tried: {tried}\n{advice}")]
+    #[error("no compiler for `{backend}` was found\n{advice}\ntried: {tried}")]
     NoCompiler {
         /// The backend.
         backend: String,
