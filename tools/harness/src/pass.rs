@@ -163,6 +163,7 @@ impl Harness {
         match name {
             "accumulate" => accumulate,
             "row_limit" => self.row_limit(input),
+            "table_rows" => self.plan.spec.router.table_rows.unwrap_or(0) as i64,
             "seed" => draw.seed as i64,
             "step" => draw.step as i64,
             "layer" => i64::from(draw.layer),
