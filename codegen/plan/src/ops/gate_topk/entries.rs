@@ -368,7 +368,10 @@ fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
             d.router.expert_scale,
             Param::read("expert_scale", F32, &per_expert),
         ),
-        when(table, Param::read("table", I32, format!("[table_rows, {k}]"))),
+        when(
+            table,
+            Param::read("table", I32, format!("[table_rows, {k}]")),
+        ),
         when(table, Param::i64("table_rows")),
         when(table, Param::read("token_ids", I32, "[tokens]")),
         Some(Param::write("topk_ids", I32, format!("[tokens, {k}]"))),

@@ -137,7 +137,11 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         logits,
         router: Router {
             table_rows: None,
-            ..if training { spec.router.clone() } else { serving }
+            ..if training {
+                spec.router.clone()
+            } else {
+                serving
+            }
         },
         select: true,
         best_score: needs_order(spec),
