@@ -28,6 +28,8 @@ fn alone() -> Vec<LayerSpec> {
         spec("grok", 2, |s| {
             s.router.score = Score::Softmax;
             (s.router.bias, s.router.logit_softcap) = (true, Some(1.5));
+            // In training the slope of the cap is that of the logit without noise.
+            s.router.noise = 4.0;
         }),
         spec("kolibri", 3, |s| {
             (s.router.select_bias, s.router.select_bias_on) = (true, BiasedValues::Logits);

@@ -5,13 +5,25 @@ use super::case::{floats, ints};
 use super::layers::{engine, engines};
 use moesaic::spec::LayerSpec;
 
-/// Four equal experts: every logit ties.
+/// Every logit ties: each selection takes the lowest experts that it may take.
 #[test]
 fn ties_go_to_the_lower_expert() {
-    let spec =
-        LayerSpec::from_toml("shape = { model_dim = 8, hidden_dim = 4, experts = 6, top_k = 3 }")
-            .expect("it is valid");
-    let mut case = Case::random(&spec, 5, 2);
+    let routers = [
+        ("", [0, 1, 2, 3]),
+        ("select = { per-group = 2 }", [0, 1, 3, 4]),
+        ("blocks = { tokens = 2, experts = 4 }", [0, 1, 2, 3]),
+        ("always_chosen = 1", [5, 0, 1, 2]),
+    ];
+    for (router, ids) in routers {
+        check_ties(router, ids);
+    }
+}
+
+/// Checks the experts of six that a router chooses where all of them have the same weights.
+fn check_ties(router: &str, ids: [i32; 4]) {
+    let shape = "shape = { model_dim = 8, hidden_dim = 4, experts = 6, top_k = 4 }";
+    let spec = LayerSpec::from_toml(&format!("{shape}\nrouter = {{ {router} }}"));
+    let mut case = Case::random(&spec.expect("it is valid"), 5, 2);
     let row = case.weights.get("router.weight").data[..8].to_vec();
     case.weights
         .0
@@ -23,7 +35,7 @@ fn ties_go_to_the_lower_expert() {
         let output = layer
             .forward(case.input().reading(&["topk_ids", "topk_weights"]))
             .expect("it runs");
-        assert_eq!(ints(&output, "topk_ids"), [0, 1, 2].repeat(5));
+        assert_eq!(ints(&output, "topk_ids"), ids.repeat(5), "{router}");
         assert!(
             floats(&output, "topk_weights")
                 .iter()

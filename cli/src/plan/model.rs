@@ -8,8 +8,8 @@ use crate::units;
 use clap::Args;
 use moesaic::LayerSpec;
 use moesaic::planner::model::{
-    Batch, ModelMesh, ModelRanked, ModelScenario, ModelSpace, StateBytes, faster, model_timeline,
-    search_model,
+    Batch, ModelMesh, ModelRanked, ModelScenario, ModelSpace, StateBytes, default_reserve, faster,
+    model_timeline, search_model,
 };
 use moesaic::planner::{self, Routing};
 use moesaic::spec::hf::{AttentionShape, ModelShape};
@@ -44,7 +44,7 @@ pub struct ModelPlanArgs {
     /// Multiply in FP8 in a model, but for scores and the output head; operands are cast before
     #[arg(long)]
     fp8: bool,
-    /// Keep this much memory of each rank from the layers of a model (4GiB)
+    /// Keep this much memory of each rank from the layers of a model (8 % of its memory, 4GiB at least)
     #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
     reserve: Option<u64>,
     /// Count this many bytes for the gradient of a parameter of a model (4)
@@ -57,9 +57,6 @@ pub struct ModelPlanArgs {
     #[arg(long, value_name = "FILE")]
     pub html: Option<PathBuf>,
 }
-
-/// The default of `--reserve`.
-const RESERVE: u64 = 4 << 30;
 
 impl ModelPlanArgs {
     /// Returns an option that is of models alone, if one is given.
@@ -190,6 +187,9 @@ impl PlanArgs {
             return Err(Failure::input(message).hint("its file needs gemm_tflops.fp8"));
         }
         let state = StateBytes::default();
+        let reserve = own
+            .reserve
+            .map_or(default_reserve(&machine), |bytes| bytes as f64);
         Ok(ModelScenario {
             shape: self.shape(&spec)?,
             layer: spec,
@@ -206,7 +206,7 @@ impl PlanArgs {
                 gradient: own.gradient_bytes.unwrap_or(state.gradient),
                 optimizer: own.optimizer_bytes.unwrap_or(state.optimizer),
             },
-            reserve: own.reserve.unwrap_or(RESERVE) as f64,
+            reserve,
         })
     }
 

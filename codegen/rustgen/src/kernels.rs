@@ -106,6 +106,7 @@ fn param_field(param: &Param, tensor: Option<&str>) -> TokenStream {
             format!("{verb} `{name}`, {dtype} `{}`.", param.shape)
         }
         None if param.name == "tokens" => "The token count.".to_string(),
+        None if param.name == "table_rows" => "The rows of `router.table`.".to_string(),
         None => format!("`{}`.", param.name),
     };
     let (about, name, ty) = (doc(&about), field(&param.name), param_type(param));

@@ -4,6 +4,7 @@ use moesaic_spec::hf::{
     HfError, TensorParts, TensorStep, import, moe_layers, refused_models, supported_models,
 };
 use moesaic_spec::*;
+use std::f64::consts::FRAC_1_SQRT_2;
 
 pub(crate) fn error(config: &str, layer: usize) -> String {
     import(config, layer).unwrap_err().to_string()
@@ -414,12 +415,19 @@ fn an_architecture_goes_before_the_model_type() {
             r#"{{"architectures": ["Grok1ForCausalLM"], "model_type": "mixtral", "hidden_size": 8192,
             "intermediate_size": 32768, "num_local_experts": 8, "num_experts_per_tok": 2 {more}}}"#
         );
-        import(&config, 63).unwrap().spec
+        import(&config, 63).unwrap()
     };
-    let (one, two) = (
-        grok(""),
-        grok(r#", "residual_moe": true, "moe_intermediate_size": 16384"#),
-    );
+    let two = grok(r#", "residual_moe": true, "moe_intermediate_size": 16384"#);
+    // The sum of both is divided by the square root of 2: by the router in the routed experts, and by
+    // the down projection in the dense ones.
+    let dense = two
+        .sources
+        .iter()
+        .find(|source| source.name == "shared.0.down.weight");
+    let half = TensorStep::Factor(FRAC_1_SQRT_2);
+    assert!(dense.unwrap().alternatives[0].steps.contains(&half));
+    assert_eq!(two.spec.router.scale, FRAC_1_SQRT_2);
+    let (one, two) = (grok("").spec, two.spec);
     assert_eq!((one.shape.hidden_dim, one.shared.len()), (32768, 0));
     assert_eq!(one.router.logit_softcap, Some(30.0));
     assert_eq!(one.router.renormalize, Renormalize::None);

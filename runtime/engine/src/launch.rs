@@ -98,6 +98,8 @@ impl Scalars {
 /// The value of a parameter.
 enum BoundArg {
     Scalar(Scalar),
+    /// The rows of the layer's table, the same in each call.
+    TableRows(i64),
     Tensor(TensorId),
     /// A tensor's shape, innermost first, and the rank of its map.
     Map(TensorId, Vec<Size>, u8),
@@ -106,7 +108,7 @@ enum BoundArg {
 impl BoundArg {
     fn tensor(&self) -> Option<TensorId> {
         match self {
-            BoundArg::Scalar(_) => None,
+            BoundArg::Scalar(_) | BoundArg::TableRows(_) => None,
             BoundArg::Tensor(tensor) | BoundArg::Map(tensor, ..) => Some(*tensor),
         }
     }
@@ -114,6 +116,7 @@ impl BoundArg {
     fn value(&self, scalars: &Scalars, addresses: &Addresses) -> Arg {
         match self {
             BoundArg::Scalar(scalar) => Arg::I64(scalars.get(*scalar)),
+            BoundArg::TableRows(rows) => Arg::I64(*rows),
             BoundArg::Tensor(tensor) => Arg::Ptr(addresses.get(*tensor)),
             BoundArg::Map(tensor, shape, rank) => Arg::TensorMap {
                 base: addresses.get(*tensor),
@@ -183,6 +186,9 @@ impl BoundStep {
                     let tensor = next(&param.name)?;
                     let shape = plan[tensor].shape.iter().rev().cloned();
                     BoundArg::Map(tensor, shape.collect(), map.rank)
+                }
+                ParamType::Scalar(_) if param.name == "table_rows" => {
+                    BoundArg::TableRows(plan.spec.router.table_rows.unwrap_or(0) as i64)
                 }
                 ParamType::Scalar(_) => {
                     let scalar = Scalar::named(&param.name);

@@ -533,12 +533,16 @@ pub(crate) fn mixer(logits: &[f64], ids: &[i32], eps: f64) -> (Vec<f64>, Vec<Vec
     (weights, rows)
 }
 
-/// Returns the ids of token `t` by its token id, in the table's order.
+/// Returns the ids of token `t` by its token id, in the table's order: none for a token id that the
+/// table does not have.
 fn looked_up(weights: &Weights, input: &Input, t: usize) -> Vec<i32> {
     let tokens = input.token_ids.as_ref();
     let token = tokens.expect("a table router needs token ids")[t];
-    let row = weights.get("router.table").outer(token as usize);
-    row.iter().map(|&e| e as i32).collect()
+    let table = weights.get("router.table");
+    match usize::try_from(token) {
+        Ok(row) if row < table.shape[0] => table.outer(row).iter().map(|&e| e as i32).collect(),
+        _ => vec![-1; table.shape[1]],
+    }
 }
 
 /// Returns the caller's decision, with zero weight in masked slots.

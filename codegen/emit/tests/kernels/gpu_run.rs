@@ -284,13 +284,26 @@ fn shared_experts() {
 
 #[test]
 fn ties_go_to_the_lower_expert() {
-    for target in TARGETS {
-        let mut layer = Simulated::new(&spec(6, 4, 70, 5), target);
+    let (tokens, experts) = (7, 9);
+    let blocks = Some(TokenBlocks { tokens, experts });
+    let layer = spec(6, 4, 72, 6);
+    let grouped = with(layer.clone(), |s| s.router.select = Select::PerGroup(2));
+    let agreed = with(layer.clone(), |s| s.router.blocks = blocks);
+    let layers = [
+        (layer, [0, 1, 2, 3, 4, 5]),
+        (grouped, [0, 1, 2, 36, 37, 38]),
+        (agreed, [0, 1, 2, 3, 4, 5]),
+    ];
+    for (target, (spec, ids)) in TARGETS
+        .iter()
+        .flat_map(|t| layers.iter().map(move |l| (*t, l)))
+    {
+        let mut layer = Simulated::new(spec, target);
         let router = layer.harness.weights.0.get_mut("router.weight").unwrap();
         router.data.fill(0.0);
         let tensors = layer.run(40, 1);
-        for row in tensors.ids().chunks(5) {
-            assert_eq!(row, [0, 1, 2, 3, 4], "{target}");
+        for row in tensors.ids().chunks(6) {
+            assert_eq!(row, *ids, "{target}");
         }
         layer.check(40);
     }

@@ -48,6 +48,17 @@ fn agree(target: &str, changes: &[Change], training: bool) {
     }
 }
 
+/// A shared expert whose gate is a logit beside those of the router.
+fn gated_shared() -> SharedExpert {
+    SharedExpert {
+        clamp: None,
+        activation: None,
+        hidden_dim: 7,
+        gate: SharedGate::Sigmoid,
+        bias: None,
+    }
+}
+
 const SERVED: [Change; 18] = [
     |s| s.router.token_mask = true,
     |s| {
@@ -86,17 +97,12 @@ const SERVED: [Change; 18] = [
         (s.router.logit_softcap, s.router.bias) = (Some(1.5), true);
         s.router.renormalize = Renormalize::PNorm;
         s.router.norm_order = 3.0;
+        s.shared = vec![gated_shared()];
     },
     |s| {
         (s.router.kind, s.router.projection_dim) = (RouterKind::Cosine, Some(9));
         (s.router.logit_softcap, s.router.score) = (Some(0.25), Score::Sigmoid);
-        s.shared = vec![SharedExpert {
-            clamp: None,
-            activation: None,
-            hidden_dim: 7,
-            gate: SharedGate::Sigmoid,
-            bias: None,
-        }];
+        s.shared = vec![gated_shared()];
     },
     |s| {
         (s.router.select_bias, s.router.select_bias_on) = (true, BiasedValues::Logits);

@@ -938,8 +938,10 @@ pub mod layer9_awkward_experts_kernels {
             pub logits: In<f32>,
             /// Reads `router.expert_scale`, f32 `[5]`.
             pub expert_scale: In<f32>,
-            /// Reads `router.table`, i32 `[11, 3]`.
+            /// Reads `router.table`, i32 `[table_rows, 3]`.
             pub table: In<i32>,
+            /// The rows of `router.table`.
+            pub table_rows: i64,
             /// Reads `token_ids`, i32 `[tokens]`.
             pub token_ids: In<i32>,
             /// Writes `topk_ids`, i32 `[tokens, 3]`.
@@ -959,18 +961,20 @@ pub mod layer9_awkward_experts_kernels {
                 ("logits", <In<f32>>::TYPE),
                 ("expert_scale", <In<f32>>::TYPE),
                 ("table", <In<i32>>::TYPE),
+                ("table_rows", <i64>::TYPE),
                 ("token_ids", <In<i32>>::TYPE),
                 ("topk_ids", <Out<i32>>::TYPE),
                 ("topk_weights", <Out<f32>>::TYPE),
                 ("best_score", <Out<f32>>::TYPE),
                 ("tokens", <i64>::TYPE),
             ];
-            type Args = [Arg; 8];
+            type Args = [Arg; 9];
             fn args(&self) -> Self::Args {
                 [
                     self.logits.arg(),
                     self.expert_scale.arg(),
                     self.table.arg(),
+                    self.table_rows.arg(),
                     self.token_ids.arg(),
                     self.topk_ids.arg(),
                     self.topk_weights.arg(),

@@ -19,7 +19,7 @@ mod timeline;
 pub use evaluate::predict_model;
 pub use scenario::{
     Batch, ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule, StageMemory, StateBytes,
-    StepPhase,
+    StepPhase, default_reserve,
 };
 pub use search::{ModelRanked, ModelSpace, search_model};
 pub use sensitivity::{Faster, faster};

@@ -32,6 +32,18 @@ pub struct ModelScenario {
     pub reserve: f64,
 }
 
+/// The fraction of a machine's memory that a plan leaves to what it does not count. Megatron-Bridge's
+/// own estimator leaves out the same and names no figure, so this is what vLLM keeps by default.
+const RESERVED: f64 = 0.08;
+
+/// Returns the bytes of a rank that a plan leaves by default to the driver's context, communicators,
+/// kernels' workspaces, CUDA graphs and what an allocator cannot use: 8 % of the memory, and 4 GiB at
+/// least, because the first three do not shrink with it.
+pub fn default_reserve(machine: &Machine) -> f64 {
+    let gib = (RESERVED * machine.compute.memory_gib).max(4.0);
+    gib * f64::from(1u32 << 30)
+}
+
 /// The tokens of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {

@@ -28,6 +28,9 @@ struct Set {
     /// The set that constants are fitted to, if not this one.
     #[serde(default)]
     constants_of: Option<String>,
+    /// Whether other kernels run while rows are in flight.
+    #[serde(default)]
+    overlapped: bool,
     #[serde(default)]
     known_miss: Option<String>,
     point: Vec<Published>,
@@ -100,6 +103,13 @@ impl Set {
         phase.loads[0] = LevelLoad::even(PER_NODE - 1.0, inside);
         phase.loads[1] = LevelLoad::even(ranks as f64 - PER_NODE, outside);
         phase
+    }
+
+    /// Returns the predicted seconds of an exchange of so many ranks.
+    fn predicted(&self, machine: &Machine, ranks: usize) -> f64 {
+        let alone = machine.phase(&self.phase(ranks)).seconds;
+        let slowdown = f64::from(u8::from(self.overlapped));
+        alone * (1.0 + slowdown * machine.overlap.transfer_slowdown)
     }
 
     /// Returns the seconds of a published point.
@@ -189,7 +199,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         let found = set.fitted_by(&data)?.fit();
         let machine = set.machine(&found.constants)?;
         let row = |point: &Published| {
-            let seconds = machine.phase(&set.phase(point.ranks)).seconds;
+            let seconds = set.predicted(&machine, point.ranks);
             Row {
                 point: format!("{} GPUs", point.ranks),
                 role: point.role,

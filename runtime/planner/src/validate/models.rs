@@ -112,7 +112,8 @@ pub struct MeshRank {
     pub best: Option<ModelMesh>,
 }
 
-/// The bytes of a rank that frameworks, libraries and fragments have: 4 GiB.
+/// The bytes of a rank that frameworks, libraries and fragments have: 4 GiB. A plan for a new job leaves
+/// more by default (`default_reserve`); these jobs are known to have run.
 const RESERVE: f64 = 4.0 * 1024.0 * 1024.0 * 1024.0;
 
 impl Published {

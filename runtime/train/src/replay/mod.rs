@@ -270,8 +270,8 @@ impl RoutedExperts {
         })
     }
 
-    /// Returns the spec of [`replay`](RoutedExperts::replay), which all layers of the record share:
-    /// kernels for it can be compiled ahead of a run.
+    /// Returns the spec of [`replay`](RoutedExperts::replay), which all layers of the record share.
+    /// Kernels for it can be compiled ahead of a run, and serve records of every length.
     ///
     /// # Errors
     /// [`ReplayError::TopK`], [`ReplayError::Router`] and [`ReplayError::Spec`].

@@ -337,7 +337,6 @@ fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
     let (e, k) = (d.experts, d.top_k);
     let per_expert = format!("[{e}]");
     let table = d.router.kind.chooser() == Chooser::Table;
-    let rows = d.router.table_rows.unwrap_or_default();
     let has_logits = d.logits != Logits::None;
     let choice = d.expert_choice().is_some();
     let mut params = some([
@@ -369,7 +368,11 @@ fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {
             d.router.expert_scale,
             Param::read("expert_scale", F32, &per_expert),
         ),
-        when(table, Param::read("table", I32, format!("[{rows}, {k}]"))),
+        when(
+            table,
+            Param::read("table", I32, format!("[table_rows, {k}]")),
+        ),
+        when(table, Param::i64("table_rows")),
         when(table, Param::read("token_ids", I32, "[tokens]")),
         Some(Param::write("topk_ids", I32, format!("[tokens, {k}]"))),
         Some(Param::write("topk_weights", F32, format!("[tokens, {k}]"))),

@@ -55,7 +55,8 @@ pub struct GateTopkDesc {
     pub activations: DType,
     /// The source of logits.
     pub logits: Logits,
-    /// The router as the spec says it, training noise removed.
+    /// The router as the spec says it, without training noise and without the length of its table,
+    /// which each launch says: records of any length are replayed by the same kernel.
     pub router: Router,
     /// Whether ids and weights are computed; a shared expert's gate needs
     /// only logits.
@@ -134,10 +135,13 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
         logits,
-        router: if training {
-            spec.router.clone()
-        } else {
-            serving
+        router: Router {
+            table_rows: None,
+            ..if training {
+                spec.router.clone()
+            } else {
+                serving
+            }
         },
         select: true,
         best_score: needs_order(spec),
