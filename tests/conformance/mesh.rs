@@ -577,6 +577,28 @@ fn a_rank_that_cannot_take_part_ends_the_others() {
     }
 }
 
+/// Layers of one spec, whose rows would fit each other.
+#[test]
+fn ranks_that_call_layers_in_different_orders_notice_it() {
+    let engine = cpu();
+    let case = Case::random(&specs()[0], 8, 0);
+    let device = |_| Ok(engine.device().clone());
+    let ranks = threads::run(2, device, |mut world| {
+        let mesh = Mesh::new(&mut world, mesh(2, 1, 1)).unwrap();
+        let layers = [(); 2].map(|()| layer_on(&engine, &mesh, &case, None));
+        let rank = mesh.rank();
+        let own = part(&case, &(4 * rank..4 * (rank + 1)));
+        let called = layers[rank].forward(&own.input());
+        called.map(drop).map_err(|error| error.to_string())
+    });
+    for rank in ranks.unwrap() {
+        let error = rank.unwrap().unwrap_err();
+        for name in ["`counts of layer`", "`counts of layer #2`"] {
+            assert!(error.contains(name), "{error}");
+        }
+    }
+}
+
 #[test]
 fn ranks_that_make_other_layers_learn_which_differ() {
     let engine = cpu();

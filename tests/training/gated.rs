@@ -88,7 +88,7 @@ fn gated(engine: &Engine, options: LayerOptions<'_>, x: &[f32]) -> Result<Found,
     let layer = engine.layer_with(&spec, &weights, options)?;
     let mut layer = GatedLayer::new(layer, Linear::new())?;
     let input = Input::new(x.len() / WIDTH, x);
-    let evaluated = layer.forward(&input.reading(&["y"]))?;
+    let evaluated = layer.forward(input.reading(&["y"]))?;
     let (output, saved) = layer.forward_train(&input, RngKey::default())?;
     assert_eq!(evaluated.y().data, output.y().data);
     let dy = Tensor::new(&[input.tokens, WIDTH], x);

@@ -335,7 +335,7 @@ impl RankLayer {
         Ok(MeshCall {
             mesh: &self.mesh,
             plan: &bound.plan,
-            label: &bound.plan.tokens.spec.name,
+            label: &self.label,
             groups,
             parts: CallParts {
                 tokens: PartCall::new(parts.tokens),

@@ -76,10 +76,7 @@ impl RankLayer {
         route: Pass,
         input: &Input<'_>,
     ) -> Result<(Input<'static>, Range<usize>), EngineError> {
-        let call = Call::new(&format!(
-            "inputs of the router of {}",
-            self.tokens.spec().name
-        ));
+        let call = Call::new(&format!("inputs of the router of {}", self.label));
         // A missing input must fail before the first exchange; afterwards the other ranks would
         // wait in it.
         let plan = self.tokens.plan();

@@ -50,6 +50,8 @@ pub(super) struct Groups {
     by_r: BTreeMap<usize, AdaptiveGroups>,
     /// Memory that calls share.
     pub workspaces: WorkspacePool,
+    /// The number of layers that were made on the mesh. All ranks make the same ones.
+    layers: usize,
 }
 
 /// The process groups of one adaptive parallelism degree.
@@ -85,6 +87,16 @@ impl Groups {
             ProcessGroup::ExpertTp => &mut *self.expert_tp,
             ProcessGroup::ExpertDp => &mut *self.expert_dp,
             ProcessGroup::EpDp => &mut **self.ep_dp.as_mut().unwrap_or(&mut self.world),
+        }
+    }
+
+    /// Counts a layer that all ranks make now. Returns its label in exchanges, by which ranks that
+    /// call two layers in different orders notice it, even if both have the same name.
+    pub fn label(&mut self, name: &str) -> String {
+        self.layers += 1;
+        match self.layers {
+            1 => name.to_string(),
+            number => format!("{name} #{number}"),
         }
     }
 
@@ -171,6 +183,7 @@ impl Mesh {
             },
             by_r: BTreeMap::new(),
             workspaces: WorkspacePool::default(),
+            layers: 0,
         };
         let hosts = Topology::of(world, host, &Call::new("hosts of a mesh"))?.hosts;
         Ok(Mesh {

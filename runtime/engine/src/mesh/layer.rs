@@ -37,6 +37,8 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub(crate) struct RankLayer {
     engine: Engine,
     pub(super) mesh: Mesh,
+    /// Its name in exchanges.
+    pub(super) label: String,
     pub(super) tokens: DeviceLayer,
     pub(super) experts: DeviceLayer,
     /// The shared-expert part, where shared experts are sharded.
@@ -159,6 +161,7 @@ impl Engine {
         let form = Strategy::default().plan_form(&mesh.parallel());
         let plan = self.plan_of(mesh, spec, training, form)?;
         check_same(mesh, &plan, training)?;
+        let label = mesh.groups().label(&spec.name);
         let options = options(mesh);
         let part = |plan: &LayerPlan, weights: &dyn WeightSource| {
             let layer = self.device_layer(&Texts::of(plan.clone().into())?, weights);
@@ -188,6 +191,7 @@ impl Engine {
         Ok(RankLayer {
             engine: self.clone(),
             mesh: mesh.clone(),
+            label,
             tokens,
             experts,
             shared,
@@ -324,6 +328,7 @@ impl RankLayer {
         RankLayer {
             engine: self.engine.clone(),
             mesh: self.mesh.clone(),
+            label: self.label.clone(),
             tokens: self.tokens.handle(),
             experts: self.experts.handle(),
             shared: self.shared.as_ref().map(DeviceLayer::handle),
@@ -372,7 +377,7 @@ impl RankLayer {
     /// Sets the strategy of calls from now on. The first use of an adaptive parallelism degree
     /// makes its kernels and its process groups, which all layers of the mesh share; both are kept.
     pub fn set_strategy(&self, strategy: Strategy) -> Result<(), EngineError> {
-        let call = Call::new(&format!("strategy of {}", self.tokens.spec().name));
+        let call = Call::new(&format!("strategy of {}", self.label));
         let values = [("strategy", &*strategy.to_string())];
         // Ranks compare their choices before any of them changes: a mismatch must leave all layers
         // as they were.
@@ -416,7 +421,7 @@ impl RankLayer {
 
     /// Sets the model that chooses shadows from the next call on.
     pub fn set_shadow_model(&self, model: ShadowModel) -> Result<(), EngineError> {
-        let call = Call::new(&format!("model of shadows of {}", self.tokens.spec().name));
+        let call = Call::new(&format!("model of shadows of {}", self.label));
         let values = [("model", &*format!("{model:?}"))];
         agree(&mut *self.mesh.groups().world, &values, &call)?;
         self.choice_mut().shadow_model = model;

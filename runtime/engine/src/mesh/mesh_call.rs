@@ -22,7 +22,7 @@ use std::sync::{Arc, MutexGuard};
 pub(super) struct MeshCall<'l> {
     pub mesh: &'l Mesh,
     pub plan: &'l RankPlan,
-    /// The name of the layer, for errors of exchanges.
+    /// The name of the layer in exchanges.
     pub label: &'l str,
     pub groups: MutexGuard<'l, Groups>,
     pub parts: CallParts<'l>,

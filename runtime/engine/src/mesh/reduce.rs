@@ -84,7 +84,7 @@ impl RankLayer {
                 .map(|(tensor, buffer)| (buffer, bytes(tensor)))
                 .collect(),
         };
-        let what = format!("gradients of replicas of {}", own.spec().name);
+        let what = format!("gradients of replicas of {}", self.label);
         self.ranks().sum_slots(&mut slots, &what)
     }
 }
