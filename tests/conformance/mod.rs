@@ -29,6 +29,7 @@ pub mod layers;
 pub mod mesh;
 mod mesh_adaptive_r;
 mod mesh_all_to_all;
+mod mesh_disagreement;
 mod mesh_gates;
 mod mesh_groups;
 mod mesh_placed;

@@ -15,7 +15,7 @@ pub(crate) struct Header {
 
 impl Header {
     /// Refuses a file that says it is another one than the shard with index `at` of `count` files.
-    pub fn check_shard(&self, at: usize, count: usize) -> Result<(), String> {
+    pub(crate) fn check_shard(&self, at: usize, count: usize) -> Result<(), String> {
         let said = |key| match self.values.get(key) {
             Some(Value::Int(number)) => usize::try_from(*number).ok(),
             _ => None,
