@@ -10,10 +10,8 @@ impl Engine {
     /// `config.json`, the weights from the safetensors files beside it. Layers count from zero, as
     /// in the model. Files are mapped and read an expert at a time, so memory holds the layer once.
     ///
-    /// On a CPU quantized experts stay the codes that the files hold. [`LayerReader`] has the steps
-    /// one by one, for another precision or for tensors that the config does not name.
-    ///
-    /// [`LayerReader`]: crate::weights::LayerReader
+    /// On a CPU quantized experts stay the codes that the files hold. [`weights`](crate::weights)
+    /// has the steps one by one, for another precision or for tensors that the config does not name.
     ///
     /// ```
     /// use moesaic::Input;

@@ -152,10 +152,31 @@ pub mod typed {
 /// written.
 ///
 /// [`Engine::layer_from_hf`](crate::Engine::layer_from_hf) makes a layer of a model's folder. The
-/// same in steps: [`Checkpoint`](weights::Checkpoint) maps the files,
-/// [`LayerReader`](weights::LayerReader) finds one layer's tensors in them, and an engine reads each
-/// when it puts it on the device. [`quantize`](weights::quantize) makes a quantized model of a
-/// full-precision one.
+/// same in steps, for another precision or for tensors that the config does not name:
+///
+/// ```
+/// use moesaic::DType;
+/// use moesaic::spec::hf;
+/// use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
+///
+/// # use moesaic::example::{engine, write_model};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let (engine, folder) = (engine(), tempfile::tempdir()?);
+/// # write_model(folder.path())?;
+/// # let folder = folder.path();
+/// let config = std::fs::read_to_string(folder.join("config.json"))?;
+/// let mut import = hf::import(&config, 1)?; // a spec, and where each weight is found
+/// import.spec.precision.weights = DType::F32;
+/// let checkpoint = Checkpoint::open(folder)?; // maps the files
+/// let weights = LayerReader::of_import(&import, &checkpoint, LoadOptions::default())?;
+/// let layer = engine.layer(&import.spec, &weights)?; // reads each tensor when it needs it
+/// assert_eq!(layer.spec().shape.model_dim, 32);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// [`quantize`](weights::quantize) makes a quantized model of a full-precision one, and you write
+/// tensors of your own as safetensors:
 ///
 /// ```
 /// use moesaic::weights::{Checkpoint, write_safetensors};

@@ -4,7 +4,7 @@
 // Every sum runs over the model dimension in the same order, whatever the batch. On the stack: a
 // depth slice of the tokens, or the scores of one token.
 //
-// Baked in: widths, experts, all router options but the length of a table.
+// Baked in: widths, experts, all router options.
 
 // [prelude: cpu.h, cpu_vector.h, cpu_lanes.h, cpu_bf16.h, cpu_vector.h, cpu_exp.h]
 

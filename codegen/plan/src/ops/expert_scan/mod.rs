@@ -228,6 +228,6 @@ mod tests {
         assert_eq!(!limit(0.0), i64::MAX);
         assert_eq!(row_limit(&spec, 1.0, 0), 0);
         // A call with as many tokens is refused later, by its input.
-        assert_eq!(row_limit(&spec, 1.0, u64::MAX), i64::MAX);
+        assert_eq!(row_limit(&spec, 8.0, u64::MAX), i64::MAX);
     }
 }
