@@ -2,19 +2,13 @@
 //! dependency, the files of examples/new_project.
 
 use crate::tidy::files;
+use moesaic_harness::kept::build_folder;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn root() -> PathBuf {
     PathBuf::from(crate::ROOT)
-}
-
-/// Where cargo built this test, in `PROFILE/deps` of it.
-fn build_folder() -> PathBuf {
-    let test = std::env::current_exe().expect("a program knows where it lies");
-    let folder = test.ancestors().nth(3).expect("cargo built it");
-    folder.to_path_buf()
 }
 
 /// Runs cargo in a folder and gives what it prints. It builds where it built this test, so that

@@ -11,22 +11,17 @@ use moesaic::spec::{
     SharedExpert, SharedGate, WeightSite,
 };
 use moesaic::{DType, Engine, Recompute};
-use moesaic_harness::thorough::takes;
+use moesaic_harness::thorough::in_turns;
 
 const MODES: [Recompute; 3] = [Recompute::None, Recompute::Hidden, Recompute::All];
 
 /// Every stage of the forward pass, then every gradient.
-fn check(specs: &[LayerSpec], engine: &Engine) {
-    check_some(specs, engine, |_| true);
-}
-
-/// As [`check`], for the layers at some places.
-fn check_some(specs: &[LayerSpec], engine: &Engine, takes: impl Fn(usize) -> bool) {
-    for (i, spec) in specs.iter().enumerate().filter(|(i, _)| takes(*i)) {
+fn check(specs: impl Iterator<Item = (usize, LayerSpec)>, engine: &Engine) {
+    for (i, spec) in specs {
         if let Err(problems) = spec.validate() {
             panic!("{problems:?}");
         }
-        let case = Case::random(spec, 33, i as u64);
+        let case = Case::random(&spec, 33, i as u64);
         case.check(engine);
         case.check_training(engine, MODES[i % 3]);
     }
@@ -248,24 +243,28 @@ macro_rules! on_each {
         mod $specs {
             use super::*;
 
+            fn numbered() -> impl Iterator<Item = (usize, LayerSpec)> {
+                super::$specs().into_iter().enumerate()
+            }
+
             #[test]
             fn cpu_agrees() {
-                check(&super::$specs(), &cpu());
+                check(numbered(), &cpu());
             }
 
             #[test]
             fn sm_80_agrees() {
-                check_some(&super::$specs(), &open(SIMULATORS[0]), |i| takes(i, 2));
+                check(in_turns(0, numbered()), &open(SIMULATORS[0]));
             }
 
             #[test]
             fn sm_90a_agrees() {
-                check_some(&super::$specs(), &open(SIMULATORS[1]), |i| takes(i + 1, 2));
+                check(in_turns(1, numbered()), &open(SIMULATORS[1]));
             }
 
             #[test]
             fn gfx942_agrees() {
-                check_some(&super::$specs(), &open(SIMULATORS[2]), |i| takes(i, 2));
+                check(in_turns(0, numbered()), &open(SIMULATORS[2]));
             }
         }
     )*};

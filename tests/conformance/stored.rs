@@ -10,7 +10,7 @@ use moesaic::spec::{
     ActivationFormat, Biases, ExpertForm, LayerSpec, WEIGHT_FORMATS, WeightFormat,
 };
 use moesaic::{DType, Engine, EngineError, Layer, OpenError, Recompute, Training};
-use moesaic_harness::thorough::{in_turns, takes};
+use moesaic_harness::thorough::in_turns;
 
 /// A layer of codes, and the case of the layer that it stands for.
 pub struct Stored {
@@ -137,10 +137,7 @@ fn emulated_cpus_multiply_codes() {
 #[test]
 fn activations_are_codes() {
     for (n, engine) in engines().into_iter().enumerate() {
-        for (i, format) in WEIGHT_FORMATS.iter().enumerate() {
-            if !takes(n + i, 2) {
-                continue;
-            }
+        for (i, format) in in_turns(n, WEIGHT_FORMATS.iter().enumerate()) {
             // Of three layers in a row two have integers.
             let at = n + i;
             let rows = [ActivationFormat::Int8, ActivationFormat::Fp8][at % 3 % 2];

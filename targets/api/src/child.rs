@@ -1,9 +1,15 @@
 //! Runs a compiler as a child process, with a time limit.
 
+use crate::error::{CompilerReason, SharedError};
 use std::io::{self, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
+
+/// Time limit of a question about a compiler's version.
+pub const QUESTION: Duration = Duration::from_secs(20);
+/// Time limit of a compile, which takes seconds.
+pub const COMPILE: Duration = Duration::from_secs(300);
 
 /// Interval between two looks at a child that has closed its output.
 const POLL: Duration = Duration::from_millis(2);
@@ -33,6 +39,15 @@ pub enum ChildFailure {
         /// The time limit.
         limit: Duration,
     },
+}
+
+impl From<ChildError> for CompilerReason {
+    fn from(error: ChildError) -> CompilerReason {
+        match error.failure {
+            ChildFailure::Start(error) => CompilerReason::NotStarted(error.into()),
+            _ => CompilerReason::Other(SharedError::new(error)),
+        }
+    }
 }
 
 /// A child that ended by itself.

@@ -2,12 +2,11 @@
 
 use crate::flags;
 use moesaic_kernel::CpuIsa;
-use moesaic_target::child::{self, ChildError, ChildFailure};
-use moesaic_target::{CompileError, CompilerReason, SharedError, script};
+use moesaic_target::child::{self, COMPILE, ChildError, QUESTION};
+use moesaic_target::{CompileError, CompilerReason, script};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
-use std::time::Duration;
 
 /// Names inside the compile directory. They are relative, so neither the binary
 /// nor a message holds a path of this machine.
@@ -16,11 +15,6 @@ const OBJECT: &str = "kernel.o";
 pub(crate) const MAIN: &str = "main.c";
 const MAIN_OBJECT: &str = "main.o";
 pub(crate) const BINARY: &str = "kernel.so";
-
-/// Time limit of a question about the version.
-const QUESTION: Duration = Duration::from_secs(20);
-/// Time limit of a compile, which takes seconds.
-const COMPILE: Duration = Duration::from_secs(300);
 
 /// Variables that would change the output or write files elsewhere.
 const CLEARED: [&str; 7] = [
@@ -224,10 +218,7 @@ impl Failure {
         };
         let target = moesaic_kernel::Target::Cpu(isa).to_string();
         match self {
-            Failure::NotRun(error) => failed(match error.failure {
-                ChildFailure::Start(error) => CompilerReason::NotStarted(error.into()),
-                _ => CompilerReason::Other(SharedError::new(error)),
-            }),
+            Failure::NotRun(error) => failed(error.into()),
             Failure::Exited(status, log) => match Verdict::of(status, &log) {
                 Verdict::Crashed(how) => failed(CompilerReason::Crashed {
                     how,

@@ -1,13 +1,12 @@
 //! A clang with the AMDGPU target and the LLVM linker.
 
 use moesaic_kernel::RocmArch;
-use moesaic_target::child::{self, ChildError};
+use moesaic_target::child::{self, ChildError, QUESTION};
 use moesaic_target::script;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 /// Flags of every compile by either compiler, besides the architecture.
 ///
@@ -55,9 +54,6 @@ const FOREIGN: [&str; 6] = [
     "HIP_PATH",
     "ROCM_PATH",
 ];
-
-/// Time limit of a question to the compiler.
-const ASK: Duration = Duration::from_secs(20);
 
 /// The way to call a clang.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -148,7 +144,7 @@ impl ClangTool {
     }
 
     fn ask(&self, args: &[&str]) -> Result<String, ClangError> {
-        let done = child::run(self.command().args(args), ASK)?;
+        let done = child::run(self.command().args(args), QUESTION)?;
         let text = done.said();
         if done.status.success() {
             Ok(text)

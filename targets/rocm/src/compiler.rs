@@ -6,7 +6,7 @@ use crate::find::{self, Refused};
 use crate::hiprtc::Hiprtc;
 use crate::tool::Tool;
 use moesaic_kernel::{KernelSource, Language, RocmArch, Target};
-use moesaic_target::child::{self, Finished};
+use moesaic_target::child::{self, COMPILE, Finished};
 use moesaic_target::{
     Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, KernelReport,
     Report, Scratch, SharedError,
@@ -17,9 +17,6 @@ use std::time::{Duration, Instant};
 
 const ADVICE: &str = "run `moesaic toolchain install rocm`, \
     or set MOESAIC_CLANG to a clang++ with the AMDGPU target and lld";
-
-/// Time after which the child of a compile is stopped.
-const LIMIT: Duration = Duration::from_secs(300);
 
 /// A compiler for AMD GPUs as a [`Compiler`]: backend `rocm`, HIP text to a
 /// code object. It needs no ROCm and no GPU. It always runs in a child process,
@@ -73,7 +70,10 @@ impl RocmCompiler {
     }
 
     fn of(tool: Tool) -> RocmCompiler {
-        RocmCompiler { tool, limit: LIMIT }
+        RocmCompiler {
+            tool,
+            limit: COMPILE,
+        }
     }
 
     fn last_resort(mut refused: Vec<Refused>) -> Result<RocmCompiler, CompileError> {

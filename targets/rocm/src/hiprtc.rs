@@ -8,7 +8,7 @@
 use crate::clang::{COMMON, OUTPUT, UNROLL};
 use moesaic_dl::{DlError, Library, dl_table};
 use moesaic_kernel::RocmArch;
-use moesaic_target::child::{self, ChildError};
+use moesaic_target::child::{self, ChildError, QUESTION};
 use object::{Object, ObjectSection};
 use std::ffi::{CStr, CString, OsString, c_char, c_int, c_void};
 use std::io;
@@ -16,7 +16,6 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 /// The variable that tells a process that it is a child, and its task.
 const ROLE: &str = "MOESAIC_HIPRTC_CHILD";
@@ -47,9 +46,6 @@ const COMPILATION: c_int = 6;
 /// Exit codes of a child.
 const REJECTED: i32 = 1;
 const BROKEN: i32 = 3;
-
-/// Time limit of the question for the name.
-const ASK: Duration = Duration::from_secs(20);
 
 static HOOKED: AtomicBool = AtomicBool::new(false);
 
@@ -137,7 +133,7 @@ impl Hiprtc {
             return Err(HiprtcError::NotHooked);
         }
         let program = std::env::current_exe()?;
-        let done = child::run(Command::new(&program).env(ROLE, "name"), ASK)?;
+        let done = child::run(Command::new(&program).env(ROLE, "name"), QUESTION)?;
         if !done.status.success() {
             return Err(HiprtcError::Ended {
                 ending: child::ending(done.status),

@@ -19,8 +19,8 @@ static STORE: LazyLock<Store> = LazyLock::new(|| {
     store
 });
 
-/// Where cargo builds: `target`, or what it was told; a test lies in `PROFILE/deps` of it.
-fn build_folder() -> PathBuf {
+/// Returns where cargo builds: `target`, or what it was told; a test lies in `PROFILE/deps` of it.
+pub fn build_folder() -> PathBuf {
     let test = std::env::current_exe().expect("a program knows where it lies");
     let folder = test.ancestors().nth(3).expect("cargo built it");
     folder.to_path_buf()

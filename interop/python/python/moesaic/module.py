@@ -255,12 +255,9 @@ class MoE(nn.Module):
         # On meta nothing is drawn: the generator goes on as it would without this.
         replayed = MoE(spec, device="meta", experts_of=self, **ranks)
         replayed._owners.clear()
+        table = torch.from_dlpack(table).to(self._weight("experts.up.weight").device)
         for name in replayed._names:
-            own = self._weight("experts.up.weight")
-            if name == "router.table":
-                own = torch.from_dlpack(table).to(own.device)
-            else:
-                own = self._weight(name)
+            own = table if name == "router.table" else self._weight(name)
             replayed._hold(name, own, False)
         return replayed
 

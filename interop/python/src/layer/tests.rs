@@ -56,7 +56,7 @@ struct Gpu {
     placed: Vec<(String, OnDevice)>,
 }
 
-/// What both passes give.
+/// The tensors that both passes give.
 #[derive(Debug, PartialEq)]
 struct Results {
     y: Vec<f32>,

@@ -3,7 +3,6 @@
 use crate::image;
 use crate::tool::{self, BINARY, Failure, SOURCE, Tool};
 use moesaic_kernel::{KernelSource, SimArch, Target};
-use moesaic_target::child::ChildFailure;
 use moesaic_target::{
     Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, Report,
     Scratch, SharedError,
@@ -125,13 +124,7 @@ impl FiberCompiler {
     fn refusal(&self, source: &KernelSource, failure: Failure) -> CompileError {
         use std::os::unix::process::ExitStatusExt;
         let (status, log) = match failure {
-            Failure::NotRun(error) => {
-                let reason = match error.failure {
-                    ChildFailure::Start(error) => CompilerReason::NotStarted(error.into()),
-                    _ => CompilerReason::Other(SharedError::new(error)),
-                };
-                return self.failed(source, reason);
-            }
+            Failure::NotRun(error) => return self.failed(source, error.into()),
             Failure::Exited(status, log) => (status, trim(&log)),
         };
         let says = |words: &[&str]| words.iter().any(|word| log.contains(word));

@@ -1,11 +1,10 @@
 //! Finds a C++ compiler on the machine and runs it.
 
-use moesaic_target::child::{self, ChildError};
+use moesaic_target::child::{self, COMPILE, ChildError, QUESTION};
 use moesaic_target::{CompileError, script};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
-use std::time::Duration;
 
 const ADVICE: &str = "install a C++ compiler (g++ or clang++), set MOESAIC_CXX to one, \
                       or run `moesaic toolchain install c`";
@@ -15,11 +14,6 @@ const ADVICE: &str = "install a C++ compiler (g++ or clang++), set MOESAIC_CXX t
 pub(crate) const SOURCE: &str = "kernel.cpp";
 pub(crate) const BINARY: &str = "kernel.so";
 const OBJECT: &str = "kernel.o";
-
-/// Time limit of a question about the version.
-const QUESTION: Duration = Duration::from_secs(20);
-/// Time limit of a compile, which takes seconds.
-const COMPILE: Duration = Duration::from_secs(300);
 
 /// Variables that would change the output or write files elsewhere.
 const CLEARED: [&str; 5] = [
