@@ -1,7 +1,7 @@
 //! A real MoE layer on this machine's CPU, from a checkpoint to a roofline.
 //!
 //! ```sh
-//! cargo run --release --example quickstart
+//! cargo run --profile quick --example quickstart
 //! ```
 
 mod show;

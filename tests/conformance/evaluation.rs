@@ -10,7 +10,7 @@ use moesaic::spec::*;
 use moesaic::{
     CallInput, DType, Engine, EngineError, Input, Layer, Output, RawCall, Recompute, RngKey, Tensor,
 };
-use moesaic_harness::thorough;
+use moesaic_harness::thorough::in_turns;
 use std::collections::BTreeSet;
 
 fn changed(change: impl FnOnce(&mut LayerSpec)) -> LayerSpec {
@@ -405,14 +405,9 @@ on! { every_kind_evaluates:
 fn random_layers_evaluate_alike_whether_they_train_or_not() {
     let widest = cpu().target();
     for engine in engines() {
-        let seeds = if engine.target() == widest {
-            if thorough::is_on() {
-                300..306
-            } else {
-                300..303
-            }
-        } else {
-            340..342
+        let seeds = match engine.target() == widest {
+            true => in_turns(0, 300..305),
+            false => in_turns(0, 340..342),
         };
         for seed in seeds {
             let tokens = [1, 7, 33, 100][seed as usize % 4];

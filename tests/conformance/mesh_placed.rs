@@ -17,6 +17,7 @@ use moesaic::tensor::WeightSource;
 use moesaic::train::elastic::{shard_placed, unshard_placed};
 use moesaic::weights::{Checkpoint, Writer};
 use moesaic::{Engine, LayerOptions, Parallel, Recompute, Strategy, Tensors, Training};
+use moesaic_harness::thorough::in_turns;
 
 /// Threads that share an engine, with experts placed so.
 fn at_placement(engine: &Engine, placement: Placement) -> Arranged<'_> {
@@ -84,11 +85,9 @@ fn training_gives_what_one_process_gives_wherever_experts_are() {
     ));
     for (seed, spec) in some.iter().enumerate() {
         let case = Case::random(spec, 33, seed as u64);
-        for (at, parallel) in [mesh(3, 1, 1), mesh(2, 2, 1), mesh(2, 1, 2)]
-            .into_iter()
-            .enumerate()
-        {
-            let split = [Split::Even, Split::Near][(seed + at) % 2];
+        let meshes = [mesh(3, 1, 1), mesh(2, 2, 1), mesh(2, 1, 2)].into_iter();
+        for (at, parallel) in in_turns(seed, meshes.enumerate()) {
+            let split = [Split::Even, Split::Near][(seed / 2 + at) % 2];
             let placement = scattered(parallel.ep, spec.shape.experts, 7 + seed as u64, split);
             let ranks = at_placement(&engine, placement);
             compare_on(&engine, &ranks, parallel, &case, Recompute::None);

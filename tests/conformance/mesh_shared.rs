@@ -12,7 +12,7 @@ use super::simulated::open;
 use super::trained::near;
 use moesaic::spec::LayerSpec;
 use moesaic::{EngineError, LayerOptions, Parallel, Recompute, Training};
-use moesaic_harness::thorough;
+use moesaic_harness::thorough::{self, in_turns};
 
 /// Layers with every kind of shared expert. Widths can be cut by 2, 3 and 4.
 fn specs() -> Vec<LayerSpec> {
@@ -56,7 +56,7 @@ fn shards_of_shared_experts_give_what_one_process_gives() {
     let engine = cpu();
     for (seed, spec) in specs().iter().enumerate() {
         let case = Case::random(spec, 41, seed as u64);
-        for parallel in [MESHES[seed % 5], MESHES[4]] {
+        for parallel in in_turns(0, [MESHES[seed % 5], MESHES[4]]) {
             compare(&engine, parallel, &case, Recompute::None);
         }
     }

@@ -11,6 +11,7 @@ use moesaic::reference;
 use moesaic::spec::LayerSpec;
 use moesaic::train::replay::{IdType, RoutedExperts, TABLE};
 use moesaic::{DType, Engine, Output, Recompute};
+use moesaic_harness::thorough::in_turns;
 
 const TOKENS: usize = 33;
 
@@ -95,11 +96,14 @@ fn a_record_gives_the_same_bytes_on_another_mesh() {
 /// agrees with the reference.
 #[test]
 fn a_record_is_replayed_on_another_target() {
-    for target in ["sim:sm_80", "sim:gfx942", "cpu:portable"] {
+    for (n, target) in ["sim:sm_80", "sim:gfx942", "cpu:portable"]
+        .into_iter()
+        .enumerate()
+    {
         let Ok(engine) = quick::open(target, poisoned()) else {
             continue; // a CPU without it
         };
-        for case in &layers() {
+        for case in in_turns(n, &layers()) {
             // Ids that this router would not choose: the CPU's, reversed.
             let output = run(&cpu(), case);
             let ids = ints(&output, "topk_ids").into_iter().map(|id| 7 - id);

@@ -10,6 +10,7 @@ use moesaic::spec::{
     BiasedValues, GroupMask, GroupStat, Groups, LayerSpec, Renormalize, Score, Select, TokenBlocks,
 };
 use moesaic::{Engine, Recompute, reference};
+use moesaic_harness::thorough::in_turns;
 
 fn spec(name: &str, top_k: usize, change: impl Fn(&mut LayerSpec)) -> LayerSpec {
     let mut spec = small(24, 16, 12, top_k);
@@ -68,9 +69,13 @@ fn in_blocks() -> Vec<LayerSpec> {
     ]
 }
 
-fn check(engine: &Engine) {
-    for (i, spec) in alone().iter().chain(&in_blocks()).enumerate() {
-        let case = Case::random(spec, 33, i as u64);
+fn routers() -> impl Iterator<Item = (usize, LayerSpec)> {
+    alone().into_iter().chain(in_blocks()).enumerate()
+}
+
+fn check(engine: &Engine, some: impl Iterator<Item = (usize, LayerSpec)>) {
+    for (i, spec) in some {
+        let case = Case::random(&spec, 33, i as u64);
         case.check(engine);
         case.check_training(engine, Recompute::None);
     }
@@ -78,13 +83,13 @@ fn check(engine: &Engine) {
 
 #[test]
 fn cpu_agrees() {
-    check(&cpu());
+    check(&cpu(), routers());
 }
 
 #[test]
 fn simulators_agree() {
-    for target in SIMULATORS {
-        check(&open(target));
+    for (n, target) in SIMULATORS.into_iter().enumerate() {
+        check(&open(target), in_turns(n, routers()));
     }
 }
 

@@ -8,9 +8,23 @@ use super::mesh::{compare, mesh};
 use super::sampled::{empty_tokens, gradients_of_case};
 use super::simulated::open;
 use super::trained::{RNG_KEY, draw};
+use moesaic::kernel::{SimArch, Target};
 use moesaic::reference;
 use moesaic::spec::*;
 use moesaic::{DType, Engine, Recompute};
+use moesaic_harness::thorough::one_in;
+
+/// All layers on this CPU, and each on one of the two simulators.
+fn taken(
+    engine: &Engine,
+    layers: impl IntoIterator<Item = LayerSpec>,
+) -> impl Iterator<Item = LayerSpec> {
+    match engine.target() {
+        Target::Sim(SimArch::Cuda(_)) => one_in(2, 0, layers),
+        Target::Sim(_) => one_in(2, 1, layers),
+        _ => one_in(1, 0, layers),
+    }
+}
 
 const NOT_NUMBERS: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 
@@ -110,7 +124,7 @@ fn padded(spec: &LayerSpec) -> Option<Case> {
 /// Padding and dropped tokens add zeros to every sum over tokens, whatever they hold.
 fn padding_adds_nothing(engine: &Engine) {
     let mut held = 0;
-    for spec in with_empty_tokens() {
+    for spec in taken(engine, with_empty_tokens()) {
         let Some(case) = padded(&spec) else {
             continue;
         };
@@ -127,7 +141,7 @@ fn padding_adds_nothing(engine: &Engine) {
         }
         held += 1;
     }
-    assert!(held >= 9, "{held} layers have tokens without experts");
+    assert!(held >= 4, "{held} layers have tokens without experts");
 }
 
 /// Layers of every selection and score that a token has a say in.
@@ -182,7 +196,7 @@ fn choosing() -> Vec<LayerSpec> {
 
 /// A NaN token chooses the lowest ids, and the others what they choose without it.
 fn a_nan_token_spoils_only_itself(engine: &Engine) {
-    for spec in choosing() {
+    for spec in taken(engine, choosing()) {
         let (t, d, k) = (4, spec.shape.model_dim, spec.shape.top_k);
         let mut case = Case::random(&spec, 23, 6);
         case.input.x[t * d + 5] = f64::NAN;
@@ -246,7 +260,7 @@ fn scores_of_next_to_nothing(engine: &Engine) {
         spec(Score::SqrtSoftplus, Renormalize::Sum, &guided),
         spec(Score::Softmax, Renormalize::Sum, &chosen_by_bias),
     ];
-    for spec in layers {
+    for spec in taken(engine, layers) {
         // A temperature divides f32 logits: what it rounds grows with them.
         let depths: &[f64] = match spec.router.entropy {
             Some(_) => &[60.0, 95.0],

@@ -10,7 +10,7 @@ use moesaic::spec::{
     ActivationFormat, Biases, ExpertForm, LayerSpec, WEIGHT_FORMATS, WeightFormat,
 };
 use moesaic::{DType, Engine, EngineError, Layer, OpenError, Recompute, Training};
-use moesaic_harness::thorough::in_turns;
+use moesaic_harness::thorough::{in_turns, one_in};
 
 /// A layer of codes, and the case of the layer that it stands for.
 pub struct Stored {
@@ -91,8 +91,8 @@ pub fn shapes() -> [(LayerSpec, usize); 5] {
 fn every_format_is_the_layer_of_its_numbers() {
     for (n, engine) in engines().into_iter().enumerate() {
         for (i, format) in WEIGHT_FORMATS.iter().enumerate() {
-            // A compiler runs for each layer: formats take turns with shapes and types.
-            for turn in in_turns(0, 0..2) {
+            // A compiler runs for each layer: formats take turns with sets, shapes and types.
+            for turn in in_turns(n + i, 0..2) {
                 let j = n + i + 2 * turn;
                 let (spec, tokens) = shapes()[j % 5].clone();
                 let dtype = [DType::F32, DType::Bf16, DType::F16][(i + j) % 3];
@@ -124,7 +124,7 @@ fn emulated_cpus_multiply_codes() {
             }
             engine => engine.unwrap(),
         };
-        for (i, format) in FORMATS.into_iter().enumerate() {
+        for (i, format) in in_turns(n, FORMATS.into_iter().enumerate()) {
             let (mut spec, tokens) = shapes()[i % 4].clone();
             spec.precision.expert_activations = ROWS[if i < 3 { 0 } else { i % 3 }];
             let spec = of_type([DType::Bf16, DType::F32][(n + i) % 2], spec);
@@ -137,7 +137,7 @@ fn emulated_cpus_multiply_codes() {
 #[test]
 fn activations_are_codes() {
     for (n, engine) in engines().into_iter().enumerate() {
-        for (i, format) in in_turns(n, WEIGHT_FORMATS.iter().enumerate()) {
+        for (i, format) in one_in(3, n, WEIGHT_FORMATS.iter().enumerate()) {
             // Of three layers in a row two have integers.
             let at = n + i;
             let rows = [ActivationFormat::Int8, ActivationFormat::Fp8][at % 3 % 2];
@@ -189,11 +189,9 @@ fn activations_are_codes_on_cpus_and_without_gradients() {
 /// Depth slices: a sum goes over more than fits into a thread's scratch memory.
 #[test]
 fn long_rows_are_cut_at_blocks() {
-    for engine in engines() {
-        for (i, format) in ["fp8", "mxfp4", "q4_k", "nvfp4", "int8"]
-            .into_iter()
-            .enumerate()
-        {
+    let formats = ["fp8", "mxfp4", "q4_k", "nvfp4", "int8"].into_iter();
+    for (n, engine) in engines().into_iter().enumerate() {
+        for (i, format) in in_turns(n, formats.clone().enumerate()) {
             let spec = of_type([DType::Bf16, DType::F32][i % 2], small(2100, 40, 2, 1));
             Stored::random(&spec, format, 9, i as u64).check(&engine);
         }
@@ -230,11 +228,9 @@ fn nan_stays_in_its_column() {
 /// with the flags that people get.
 #[test]
 fn a_panel_is_wider_than_the_matrix() {
-    for engine in shipped() {
-        for (i, format) in ["fp8-row", "fp8", "int8-g128", "int8"]
-            .into_iter()
-            .enumerate()
-        {
+    let formats = ["fp8-row", "fp8", "int8-g128", "int8"].into_iter();
+    for (n, engine) in shipped().into_iter().enumerate() {
+        for (i, format) in in_turns(n, formats.clone().enumerate()) {
             let mut spec = of_type(DType::Bf16, small([6, 63][i % 2], 2 + i, 2, 1));
             spec.experts.form = ExpertForm::Plain;
             spec.precision.expert_activations = [None, Some(ActivationFormat::Int8)][i % 2];
@@ -285,8 +281,9 @@ fn zero_points_meet_scales_of_e4m3() {
 /// Groups of rows have sizes that follow from a call's tokens; each has a kernel of its own.
 #[test]
 fn a_token_has_the_same_bits_in_calls_of_any_size() {
-    for engine in shipped() {
-        for (i, format) in ["q4_0", "int4-g64", "nvfp4"].into_iter().enumerate() {
+    let formats = ["q4_0", "int4-g64", "nvfp4"].into_iter().enumerate();
+    for (n, engine) in shipped().into_iter().enumerate() {
+        for (i, format) in in_turns(n, formats.clone()) {
             let mut spec = small(160, 96, 1, 1);
             spec.precision.expert_activations = [None, Some(ActivationFormat::Int8)][i % 2];
             let stored = Stored::random(&spec, format, 33, i as u64);

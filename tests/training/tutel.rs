@@ -1,8 +1,9 @@
 //! Tutel's example, step by step, by the reference and by compiled layers.
 
 use super::helloworld::{PUBLISHED, Run, assert_printed, recorded, runs};
-use moesaic::Engine;
+use crate::conformance::quick;
 use moesaic::spec::canonical_tensors;
+use moesaic::{Engine, EngineOptions};
 
 /// The first steps of each run by the f64 reference: that weights, tokens and
 /// loss are those of Tutel, whatever our kernels do.
@@ -44,7 +45,7 @@ fn as_reference(run: &Run) -> moesaic::reference::Weights {
 /// A hundred steps of each recorded run by the compiled layer.
 #[test]
 fn layer_prints_what_tutel_prints() {
-    let engine = Engine::cpu().expect("a C compiler");
+    let engine = quick::open("cpu", EngineOptions::default()).expect("a C compiler");
     for (options, run) in recorded() {
         run.train(&engine, 100, 5, options);
     }

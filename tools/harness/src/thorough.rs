@@ -3,6 +3,8 @@
 //! Many tests go over formats, shapes and targets, and each combination compiles a layer. A run
 //! takes every value with some others; `cargo xtask test --thorough` takes all combinations.
 
+use std::fmt::Debug;
+
 /// The variable by which `cargo xtask test --thorough` asks for all combinations.
 pub const VARIABLE: &str = "MOESAIC_THOROUGH";
 
@@ -19,6 +21,21 @@ pub fn takes(n: usize, of: usize) -> bool {
 /// Iterates over the half of `all` that this run takes with value `n` of something else: with the
 /// next value it takes the other half. Over all of them if this run takes all combinations.
 pub fn in_turns<T>(n: usize, all: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    one_in(2, n, all)
+}
+
+/// Iterates over one in `of` of `all` as [`in_turns`] does over the half of them.
+pub fn one_in<T>(of: usize, n: usize, all: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     let numbered = all.into_iter().enumerate();
-    numbered.filter_map(move |(i, one)| takes(n + i, 2).then_some(one))
+    numbered.filter_map(move |(i, one)| takes(n + i, of).then_some(one))
+}
+
+/// Returns a number that follows from `case` alone, for tests whose cases have no number of their
+/// own to take turns by.
+pub fn turn_of(case: &impl Debug) -> usize {
+    let text = format!("{case:?}");
+    let mixed = text.bytes().fold(7u32, |hash, byte| {
+        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
+    });
+    (mixed >> 16) as usize
 }

@@ -6,6 +6,7 @@ use moesaic_harness::Harness;
 use moesaic_harness::gemm::Gemms;
 use moesaic_harness::rows::Spread;
 use moesaic_harness::specs::{layer, with};
+use moesaic_harness::thorough::in_turns;
 use moesaic_kernel::DType::{self, Bf16, F16, F32};
 use moesaic_plan::{Op, PlanOptions};
 use moesaic_spec::*;
@@ -59,7 +60,7 @@ fn check(spec: &LayerSpec, target: &str, expected: [usize; 2]) {
 fn it_comes_along() {
     let nvidia = ["sim:sm_80", "sim:sm_90a"].into_iter();
     for (i, target) in nvidia.chain(MFMA).enumerate() {
-        for (j, dtype) in [Bf16, F16, F32].into_iter().enumerate() {
+        for (j, dtype) in in_turns(i, [Bf16, F16, F32].into_iter().enumerate()) {
             let widths = [[24, 24], [16, 136], [136, 40], [40, 24]][(i + j) % 4];
             let spec = with(shared(dtype, [3, 2], widths), |s| {
                 s.experts.form = [ExpertForm::Gated, ExpertForm::Plain][(i + j) % 2];

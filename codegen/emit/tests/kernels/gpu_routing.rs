@@ -3,6 +3,7 @@
 
 use moesaic_harness::pass::Tensors;
 use moesaic_harness::plans::{only, planned, routes};
+use moesaic_harness::thorough::{in_turns, turn_of};
 use moesaic_harness::{Harness, check, specs};
 use moesaic_plan::PlanOptions;
 use moesaic_reference::Input;
@@ -50,7 +51,7 @@ impl Routing {
 }
 
 fn run(spec: &LayerSpec, tokens: &[usize]) {
-    for target in TARGETS {
+    for target in in_turns(turn_of(spec), TARGETS) {
         let routing = Routing::new(spec, target);
         tokens.iter().for_each(|&t| routing.check(t));
     }

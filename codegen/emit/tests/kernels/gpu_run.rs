@@ -3,6 +3,7 @@
 use moesaic_harness::pass::Tensors;
 use moesaic_harness::plans::planned;
 use moesaic_harness::specs::{spec, with};
+use moesaic_harness::thorough::{in_turns, turn_of};
 use moesaic_harness::{Harness, check};
 use moesaic_kernel::DType;
 use moesaic_plan::PlanOptions;
@@ -40,7 +41,7 @@ impl Simulated {
 }
 
 fn run(spec: &LayerSpec, tokens: &[usize]) {
-    for target in TARGETS {
+    for target in in_turns(turn_of(spec), TARGETS) {
         let layer = Simulated::new(spec, target);
         tokens.iter().for_each(|&t| layer.check(t));
     }
