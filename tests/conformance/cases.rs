@@ -123,6 +123,9 @@ pub fn trained_shapes() -> Vec<Case> {
             cases.extend([0, 33].map(|tokens| Case::random(&spec, tokens, 3)));
         }
     }
+    // Several groups of tiles in every matrix, the last of them lower.
+    let large = of_type(DType::Bf16, external(264, 2088, 2, 1));
+    cases.push(Case::random(&large, 9, 3));
     cases
 }
 

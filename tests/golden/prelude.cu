@@ -409,8 +409,8 @@ DEVICE void tma_load_3d(void *to, const TensorMap &from, Barrier &arrived, u64 h
 // ---- wgmma: matrix instructions of a warpgroup ----
 
 // Returns the wgmma descriptor of an operand in shared memory: rows of 64 elements of 16 bits, their
-// 16-byte chunks swizzled over 128 bytes as TMA writes them, eight rows
-// 1024 bytes apart from the next eight. `tile` starts at a multiple of 1024.
+// 16-byte chunks swizzled over 128 bytes as TMA writes them, eight rows 1024 bytes apart from the next
+// eight. `tile` starts at a multiple of 1024.
 //   bits 0-13 address / 16, 16-29 leading offset (unused here), 32-45 stride / 16, 62-63 swizzle
 DEVICE u64 operand_128b(const void *tile)
 {
@@ -447,9 +447,8 @@ DEVICE i32 sum_column(i32 i) { return i / 4 * 8 + lane_index() % 4 * 2 + i % 2; 
 // ==== prelude/cuda/wgmma_across.cuh ====
 
 // Returns the wgmma descriptor of a transposed operand, whose lines are steps of the contraction:
-// panels of LINES lines of 64 elements of 16 bits, one behind the other,
-// their 16-byte chunks swizzled over 128 bytes as TMA writes them. `panels`
-// starts at a multiple of 1024.
+// panels of LINES lines of 64 elements of 16 bits, one behind the other, their 16-byte chunks swizzled
+// over 128 bytes as TMA writes them. `panels` starts at a multiple of 1024.
 //   bits 0-13 address / 16, 16-29 leading offset / 16: from panel to panel, 32-45 stride / 16:
 //   from eight lines to the next eight, 62-63 swizzle
 template <int LINES> DEVICE u64 operand_across_128b(const void *panels)

@@ -130,4 +130,23 @@ pub const MUTANTS: &[Mutant] = &[
         caught: "y of",
         ..FUSED_SHARED
     },
+    Mutant {
+        mistake: "every expert's gradient has the tiles of the first",
+        kernel: "grouped_gemm_wgrad_down",
+        from: "return index / MATRIX_TILES;",
+        to: "return 0;",
+        layer: GROUPS,
+        training: true,
+        caught: "race in global memory",
+        ..MUTANT
+    },
+    Mutant {
+        mistake: "consumers ask for more registers than the producer gives back",
+        target: SM_90A,
+        kernel: "grouped_gemm_up",
+        from: "    grow_registers<232>();",
+        to: "    grow_registers<240>();",
+        caught: "deadlock",
+        ..MUTANT
+    },
 ];

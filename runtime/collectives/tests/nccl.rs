@@ -439,6 +439,26 @@ fn what_needs_the_host_is_refused_while_a_graph_is_captured() {
     lab.legal();
 }
 
+/// NCCL reads and writes the operands of ranks in one process without a copy of its own.
+#[test]
+fn ranks_of_one_process_admit_each_others_gpus() {
+    let lab = Lab::new();
+    let gpus: Vec<Arc<Gpu>> = (0..3).map(|rank| lab.device(rank)).collect();
+    let worlds = lab.run_on(&gpus, |control, gpu| {
+        let device = Arc::clone(control.device());
+        let world = moesaic_collectives::nccl::over(control, device, &lab.options())?;
+        let admitted = gpu.admitted.lock().unwrap().clone();
+        world.finish(&call("the end"))?;
+        Ok::<_, CollectiveError>(admitted)
+    });
+    let admitted = worlds.into_iter().map(|world| world.unwrap().unwrap());
+    assert_eq!(
+        admitted.collect::<Vec<_>>(),
+        [[1_usize, 2], [0, 2], [0, 1]].map(Vec::from)
+    );
+    lab.legal();
+}
+
 #[test]
 fn two_ranks_of_one_device_are_refused_before_anything_begins() {
     let lab = Lab::new();

@@ -82,6 +82,14 @@ pub trait StreamDevice: Device + Any {
     /// If there is no such GPU.
     fn reaches(&self, peer: usize) -> Result<bool, DeviceError>;
 
+    /// Lets GPU number `peer` read and write what this GPU allocates, if the two reach each other.
+    /// NCCL does so between ranks of one process, and enables the access itself, but not for memory
+    /// of a pool.
+    ///
+    /// # Errors
+    /// If there is no such GPU, or the driver fails.
+    fn admit(&self, peer: usize) -> Result<(), DeviceError>;
+
     /// Starts a capture: launches on this stream do not run, but become part of a graph. Loading,
     /// allocating, synchronizing and copies from and to the host fail with
     /// [`DeviceError::Capturing`] until [`StreamDevice::end_capture`]. `graph` is a name for

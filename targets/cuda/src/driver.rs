@@ -37,6 +37,7 @@ const NAMES: FunctionNames = FunctionNames {
     memory_info: "cuMemGetInfo_v2",
     default_pool: "cuDeviceGetDefaultMemPool",
     pool_set: "cuMemPoolSetAttribute",
+    pool_access: "cuMemPoolSetAccess",
     can_access_peer: "cuDeviceCanAccessPeer",
     stream_create: "cuStreamCreate",
     stream_destroy: "cuStreamDestroy_v2",

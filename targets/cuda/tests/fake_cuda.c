@@ -2,6 +2,7 @@
 #define FN_memory_info cuMemGetInfo_v2
 #define FN_default_pool cuDeviceGetDefaultMemPool
 #define FN_pool_set cuMemPoolSetAttribute
+#define FN_pool_access cuMemPoolSetAccess
 #define FN_can_access_peer cuDeviceCanAccessPeer
 #define FN_stream_create cuStreamCreate
 #define FN_stream_destroy cuStreamDestroy_v2

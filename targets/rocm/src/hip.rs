@@ -33,6 +33,7 @@ const NAMES: FunctionNames = FunctionNames {
     memory_info: "hipMemGetInfo",
     default_pool: "hipDeviceGetDefaultMemPool",
     pool_set: "hipMemPoolSetAttribute",
+    pool_access: "hipMemPoolSetAccess",
     can_access_peer: "hipDeviceCanAccessPeer",
     stream_create: "hipStreamCreateWithFlags",
     stream_destroy: "hipStreamDestroy",

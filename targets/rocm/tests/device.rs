@@ -68,6 +68,7 @@ fn symbol(function: &str) -> &'static str {
         "memory_info" => "hipMemGetInfo",
         "default_pool" => "hipDeviceGetDefaultMemPool",
         "pool_set" => "hipMemPoolSetAttribute",
+        "pool_access" => "hipMemPoolSetAccess",
         "can_access_peer" => "hipDeviceCanAccessPeer",
         "stream_create" => "hipStreamCreateWithFlags",
         "stream_destroy" => "hipStreamDestroy",

@@ -2,6 +2,7 @@
 #define FN_memory_info hipMemGetInfo
 #define FN_default_pool hipDeviceGetDefaultMemPool
 #define FN_pool_set hipMemPoolSetAttribute
+#define FN_pool_access hipMemPoolSetAccess
 #define FN_can_access_peer hipDeviceCanAccessPeer
 #define FN_stream_create hipStreamCreateWithFlags
 #define FN_stream_destroy hipStreamDestroy

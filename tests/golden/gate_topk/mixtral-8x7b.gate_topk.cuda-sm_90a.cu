@@ -1,8 +1,7 @@
 // gate_topk for cuda:sm_90a: scores, choices and weights of each token
 //
-// gate_logits: a block computes 32 tokens by 8 experts. Groups of
-// threads sum slices of the inner dimension in f32 (split-K); the partial sums are added in a fixed
-// order.
+// gate_logits: a block computes 32 tokens by 8 experts. Groups of threads sum
+// slices of the inner dimension in f32 (split-K); the partial sums are added in a fixed order.
 // gate_topk: a block selects for 64 tokens; 8 adjacent lanes are the team of one token at a time.
 // Lane l holds the scores of experts l, l + 8, ... in registers.
 // The team finds the maximum 2 times.
@@ -28,8 +27,8 @@
 constexpr int MODEL_DIM = 4096, EXPERTS = 8;
 constexpr int LOGITS_THREADS = 256;
 constexpr int TILE_TOKENS = 32, TILE_EXPERTS = 8, TILE_DEPTH = 32;
-// Threads form SLICES grids, each of which multiplies its part of every depth;
-// a thread of a grid owns 4 x 4 sums.
+// Threads form SLICES grids, each of which multiplies its part of every depth; a thread of a grid owns
+// 4 x 4 sums.
 constexpr int THREAD_ROWS = 4, THREAD_COLUMNS = 4;
 constexpr int ROW_THREADS = TILE_TOKENS / THREAD_ROWS, COLUMN_THREADS = TILE_EXPERTS / THREAD_COLUMNS;
 constexpr int GRID = ROW_THREADS * COLUMN_THREADS, SLICES = LOGITS_THREADS / GRID, SLICE = TILE_DEPTH / SLICES;
@@ -166,8 +165,7 @@ DEVICE f32 team_max_score(const f32 (&values)[SLOTS])
     return score_of_key(team_max(key));
 }
 
-// The item with the largest key; of several, the first. Item i lies in lane
-// i % LANES at slot i / LANES.
+// The item with the largest key; of several, the first. Item i lies in lane i % LANES at slot i / LANES.
 template <int N> DEVICE i32 best_item(const u32 (&keys)[N])
 {
     u32 key = 0;
@@ -234,8 +232,8 @@ KERNEL(SELECT_THREADS) gate_topk(
     for (i32 i = thread_index(); i < COUNTERS; i += SELECT_THREADS)
         counts[i] = 0;
     block_sync();
-    // All teams of a warp go round together: those past the last token do as
-    // the first, and write nothing.
+    // All teams of a warp go round together: those past the last token do as the first, and write
+    // nothing.
     #pragma unroll 1
     for (i32 round = warp_index() * (WARP / LANES); round < SELECT_TOKENS && first + round < tokens;
          round += SELECT_THREADS / LANES) {

@@ -4,8 +4,7 @@
 // share the reading of the weights. A thread sums one of 16 slices of the inner dimension in f32
 // (split-K); the partial sums are added in a fixed order. The bits are those of gate_logits, the
 // kernel of larger calls.
-// route: one block does what gate_topk and expert_scan do in larger calls.
-// A team of 8 adjacent lanes selects
+// route: one block does what gate_topk and expert_scan do in larger calls. A team of 8 lanes selects
 // experts and weights for one token at a time and counts them; the block sums the counts to offsets
 // and gives every assignment its row.
 //
@@ -198,8 +197,7 @@ DEVICE f32 team_max_score(const f32 (&values)[SLOTS])
     return score_of_key(team_max(key));
 }
 
-// The item with the largest key; of several, the first. Item i lies in lane
-// i % LANES at slot i / LANES.
+// The item with the largest key; of several, the first. Item i lies in lane i % LANES at slot i / LANES.
 template <int N> DEVICE i32 best_item(const u32 (&keys)[N])
 {
     u32 key = 0;
@@ -265,8 +263,8 @@ static DEVICE void gate_topk(
     for (i32 i = thread_index(); i < COUNTERS; i += SELECT_THREADS)
         counts[i] = 0;
     block_sync();
-    // All teams of a warp go round together: those past the last token do as
-    // the first, and write nothing.
+    // All teams of a warp go round together: those past the last token do as the first, and write
+    // nothing.
     #pragma unroll 1
     for (i32 round = warp_index() * (WARP / LANES); round < SELECT_TOKENS && first + round < tokens;
          round += SELECT_THREADS / LANES) {

@@ -56,8 +56,8 @@ DEVICE bool load_ids(Ids &ids, const i32 *topk_ids, i64 token)
     return team_max(some) != 0;
 }
 
-// The expert of a slot that was drawn out by chance, -2 - id, still has its
-// part in what weights are divided by.
+// The expert of a slot that was drawn out by chance, -2 - id, still has its part in what weights are
+// divided by.
 DEVICE void load_considered(Ids &among, const Ids &ids)
 {
     #pragma unroll

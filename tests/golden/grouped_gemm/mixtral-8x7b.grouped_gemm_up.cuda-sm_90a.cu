@@ -2,15 +2,17 @@
 //
 //   hidden = act(rows · gateᵀ, rows · upᵀ)
 //
-// Tile: 128 rows of one expert by 128 columns of gate and of up. Tiles run in groups of 16 row
-// tiles, inside a group column by column, so that blocks which run together share rows and weights
-// in the L2 cache. Blocks are persistent: block b computes tiles b, b + gridDim.x, and so on.
+// Tile: 128 rows of one expert by 128 columns of gate and of up.
+// Tiles run in groups of 16 row tiles, inside a group column by column, so that blocks which run
+// together share rows and weights in the L2 cache.
+// Blocks are persistent: block b computes tiles b, b + gridDim.x, and so on.
 //
-// Warp specialization. Warpgroup 0 produces: its threads gather rows of x by cp.async, 16 bytes each, and
-// one of them loads weights by TMA.
-// Warpgroups 1 and 2 multiply 64 rows each, with both operands in shared
-// memory. The barrier `full` hands a stage to the consumers, `empty` hands it back. The pipeline runs on
-// across tiles: the producer loads the next tile while the consumers store this one.
+// Warp specialization. Warpgroup 0 produces: its threads gather rows of x by cp.async, 16
+// bytes each, and one of them loads weights by TMA.
+// Warpgroups 1 and 2 multiply 64 rows each, with both operands in shared memory. The barrier
+// `full` hands a stage to the consumers, `empty` hands it back.
+// The pipeline runs on across tiles: the producer loads the next tile while the consumers store this
+// one.
 //
 // Shared memory, aligned to 1024 bytes. Operands have the layout that TMA writes: rows of 128 bytes
 // whose 16-byte chunks are swizzled.

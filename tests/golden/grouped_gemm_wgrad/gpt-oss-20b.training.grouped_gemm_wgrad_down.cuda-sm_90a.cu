@@ -2,8 +2,10 @@
 //
 //   grad_down = doutᵀ · hidden, contracted over the rows of each expert
 //
-// Tile: 128 rows by 256 columns of one expert's matrix; a block computes one. block_x counts
-// the row tiles of all experts, block_y column tiles. An expert without rows gets zeros.
+// Tile: 128 rows by 256 columns of one expert's matrix; a block computes one.
+// Tiles run in groups of 16 row tiles of a matrix, inside a group column by column, so that blocks
+// which run together share columns of both operands in the L2 cache.
+// An expert without rows gets zeros.
 //
 // Warp specialization. Warpgroup 0 produces: one of its threads loads all operands by TMA.
 // Warpgroups 1 and 2 multiply 64 matrix rows each, with both operands in shared memory.
@@ -88,7 +90,6 @@ DEVICE void wgmma_m64n256k16_bf16(f32 (&sums)[128], u64 a, u64 b, bool accumulat
 
 constexpr int HEIGHT = 2880, WIDTH = 2880;
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 256, TILE_DEPTH = 64;
-constexpr int ROW_TILES = ceil_div(HEIGHT, TILE_ROWS);
 constexpr int STAGES = 4;
 constexpr int CONSUMERS = 2, CONSUMER_WARPS = 4 * CONSUMERS;
 constexpr int THREADS = 128 + 128 * CONSUMERS;
@@ -122,6 +123,23 @@ struct PipelineState {
             phase ^= 1;
         }
     }
+};
+
+// Tile order of a matrix: the row tiles of a group, then column tiles, then groups.
+constexpr int GROUP = 16, ROW_TILES = ceil_div(HEIGHT, TILE_ROWS), COLUMN_TILES = ceil_div(WIDTH, TILE_COLUMNS);
+constexpr int MATRIX_TILES = ROW_TILES * COLUMN_TILES;
+
+// The one tile of this block. The matrices of the experts follow each other.
+struct MatrixTile {
+    i32 index = (i32)block_x();
+
+    DEVICE i32 expert() const { return index / MATRIX_TILES; }
+    DEVICE i32 within_matrix() const { return index % MATRIX_TILES; }
+    DEVICE i32 group() const { return within_matrix() / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return within_matrix() - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, ROW_TILES - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
 };
 
 // Whether tiles divide the matrix, so that stores need no bounds check.
@@ -183,11 +201,12 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     await_launches();
     Shared &shared = dynamic_shared<Shared>();
 
-    const i64 expert = block_x() / ROW_TILES;
+    const MatrixTile tile;
+    const i64 expert = tile.expert();
     (void)tokens;
     const i64 first = offsets[expert];
     const i32 count = (i32)(offsets[expert + 1] - first);
-    const i32 first_row = (i32)(block_x() % ROW_TILES) * TILE_ROWS, first_column = (i32)block_y() * TILE_COLUMNS;
+    const i32 first_row = tile.row() * TILE_ROWS, first_column = tile.column() * TILE_COLUMNS;
 
     if (thread_index() == 0) {
         if (count > 0) {

@@ -3,7 +3,9 @@
 //   grad_down[e] = doutᵀ · hidden, contracted over the rows of expert e
 //
 // Tile: 128 rows of a matrix by 128 columns. A block computes one tile, each of its 4
-// waves 64 x 64 of it. block_x counts the row tiles of all experts, block_y column tiles.
+// waves 64 x 64 of it.
+// Tiles run in groups of 16 row tiles of a matrix, inside a group column by column, so that blocks
+// which run together share columns of both operands in the L2 cache.
 //
 // Shared memory (LDS): two buffers of each operand. While the waves multiply one, the next 32 rows
 // move from global memory to registers, and from there, transposed, to the other.
@@ -39,12 +41,38 @@ typedef Pack<Element, CHUNK> Chunk;
 // Adjacent columns of a lane.
 constexpr int RUN = COLUMN_PARTS * SUMS;
 
-constexpr int ROW_TILES = ceil_div(HEIGHT, TILE_ROWS);
-
 // Elements stored at a time.
 constexpr int STORED = lesser(pack_width<f32>(WIDTH), RUN);
 
 static_assert(MATRICES * TILE_ROWS / WAVE_ROWS * COLUMN_WAVES * WAVE == THREADS, "every wave owns a part of the tile");
+
+// Tile order of a matrix: the row tiles of a group, then column tiles, then groups.
+constexpr int GROUP = 16, ROW_TILES = ceil_div(HEIGHT, TILE_ROWS), COLUMN_TILES = ceil_div(WIDTH, TILE_COLUMNS);
+constexpr int MATRIX_TILES = ROW_TILES * COLUMN_TILES;
+
+// XCD swizzle. The hardware deals blocks out to the XCDs (accelerator complex dies) in turn, and each
+// XCD has its own L2 cache. The swizzle gives each XCD a contiguous run of tiles. On a GPU with fewer
+// XCDs each has several such runs.
+constexpr int XCDS = 8;
+
+DEVICE i32 xcd_swizzle(i32 block, i32 tiles)
+{
+    const i32 xcd = block % XCDS, each = tiles / XCDS, longer = lesser(xcd, tiles % XCDS);
+    return block < tiles ? xcd * each + longer + block / XCDS : block;
+}
+
+// The one tile of this block. The matrices of the experts follow each other.
+struct MatrixTile {
+    i32 index = xcd_swizzle((i32)block_x(), 32 * MATRIX_TILES);
+
+    DEVICE i32 expert() const { return index / MATRIX_TILES; }
+    DEVICE i32 within_matrix() const { return index % MATRIX_TILES; }
+    DEVICE i32 group() const { return within_matrix() / (GROUP * COLUMN_TILES) * GROUP; }
+    DEVICE i32 within() const { return within_matrix() - group() * COLUMN_TILES; }
+    DEVICE i32 rows() const { return lesser(GROUP, ROW_TILES - group()); }
+    DEVICE i32 row() const { return group() + within() % rows(); }
+    DEVICE i32 column() const { return within() / rows(); }
+};
 
 // Returns the position of a chunk of a line in LDS. The banks are eight chunks wide. The eight lanes
 // that LDS serves together conflict in none of them: neither when each writes to every second line,
@@ -181,11 +209,12 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     await_launches();
     __shared__ Chunk left[2][MATRICES * TILE_ROWS * CHUNKS], right[2][TILE_COLUMNS * CHUNKS];
 
+    const MatrixTile tile;
     (void)tokens;
-    const i64 expert = block_x() / ROW_TILES, first = offsets[expert];
+    const i64 expert = tile.expert(), first = offsets[expert];
     const i32 count = (i32)(offsets[expert + 1] - first);
-    const i32 first_row = (i32)(block_x() % ROW_TILES) * TILE_ROWS, rows_left = HEIGHT - first_row;
-    const i32 first_column = (i32)block_y() * TILE_COLUMNS, columns = WIDTH - first_column;
+    const i32 first_row = tile.row() * TILE_ROWS, rows_left = HEIGHT - first_row;
+    const i32 first_column = tile.column() * TILE_COLUMNS, columns = WIDTH - first_column;
 
     const auto itself = [](i32 k) { return k; };
     const auto left_row = [&](i32 , i32 k) {

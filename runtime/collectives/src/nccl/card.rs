@@ -3,9 +3,10 @@
 use super::table::ID_BYTES;
 use crate::{CollectiveError, SetupError};
 use moesaic_target::Device;
+use std::sync::OnceLock;
 
 /// The first line of a card; cards of other versions are rejected.
-const TITLE: &str = "moesaic nccl 1";
+const TITLE: &str = "moesaic nccl 2";
 
 /// The introduction of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +17,10 @@ pub struct Card {
     pub host: String,
     /// The device's bus address, if it has one.
     pub bus: String,
+    /// A name of this process that no other has.
+    pub process: String,
+    /// The device's number in this process.
+    pub ordinal: usize,
     /// The communicator id; only rank 0 sends one.
     pub id: Vec<u8>,
 }
@@ -25,7 +30,8 @@ impl Card {
         let id: String = self.id.iter().map(|byte| format!("{byte:02x}")).collect();
         let line = |text: &str| text.replace('\n', " ");
         let (library, host, bus) = (line(&self.library), line(&self.host), line(&self.bus));
-        format!("{TITLE}\n{library}\n{host}\n{bus}\n{id}\n").into_bytes()
+        let (process, ordinal) = (line(&self.process), self.ordinal);
+        format!("{TITLE}\n{library}\n{host}\n{bus}\n{process}\n{ordinal}\n{id}\n").into_bytes()
     }
 
     fn decode(bytes: &[u8]) -> Option<Card> {
@@ -35,7 +41,8 @@ impl Card {
             return None;
         }
         let mut next = || Some(lines.next()?.to_string());
-        let (library, host, bus, id) = (next()?, next()?, next()?, next()?);
+        let (library, host, bus) = (next()?, next()?, next()?);
+        let (process, ordinal, id) = (next()?, next()?.parse().ok()?, next()?);
         let digits = id.as_bytes().as_chunks::<2>().0.iter();
         let byte = |pair: &[u8; 2]| {
             let text = std::str::from_utf8(pair).ok()?;
@@ -45,6 +52,8 @@ impl Card {
             library,
             host,
             bus,
+            process,
+            ordinal,
             id: digits.map(byte).collect::<Option<_>>()?,
         })
     }
@@ -65,8 +74,25 @@ pub fn place(host: Option<&str>, device: &dyn Device) -> (String, String) {
     (host, bus.unwrap_or_default())
 }
 
-/// Checks that these ranks can form a communicator, and returns the id of rank 0.
-pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<[u8; ID_BYTES], CollectiveError> {
+/// Returns a name of this process. Ids would not do: processes in containers have the same ones.
+pub fn process() -> String {
+    static NAME: OnceLock<String> = OnceLock::new();
+    let name = || std::fs::read_to_string("/proc/sys/kernel/random/uuid");
+    let name = NAME.get_or_init(|| name().unwrap_or_else(|_| std::process::id().to_string()));
+    name.trim().to_string()
+}
+
+/// What the cards of all ranks say together.
+#[derive(Debug, PartialEq)]
+pub struct Introduced {
+    /// The communicator id of rank 0.
+    pub id: [u8; ID_BYTES],
+    /// The devices of the ranks in this process, by their numbers, in the order of ranks.
+    pub devices: Vec<usize>,
+}
+
+/// Checks that these ranks can form a communicator.
+pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<Introduced, CollectiveError> {
     let read = |(rank, card): (usize, &Vec<u8>)| {
         Card::decode(card).ok_or_else(|| CollectiveError::setup(SetupError::OtherVersion { rank }))
     };
@@ -88,7 +114,12 @@ pub fn check(cards: &[Vec<u8>], shared: bool) -> Result<[u8; ID_BYTES], Collecti
         apart(&cards)?;
     }
     let id = <[u8; ID_BYTES]>::try_from(&first.id[..]);
-    id.map_err(|_| CollectiveError::setup(SetupError::NoId))
+    let own = process();
+    let here = cards.iter().filter(|card| card.process == own);
+    Ok(Introduced {
+        id: id.map_err(|_| CollectiveError::setup(SetupError::NoId))?,
+        devices: here.map(|card| card.ordinal).collect(),
+    })
 }
 
 /// Checks that no two ranks share a device.
@@ -119,6 +150,8 @@ mod tests {
             library: library.to_string(),
             host: host.to_string(),
             bus: bus.to_string(),
+            process: process(),
+            ordinal: 3,
             id: id.to_vec(),
         }
         .encode()
@@ -133,10 +166,24 @@ mod tests {
         let id = std::array::from_fn(|i| i as u8);
         let one = card("NCCL 2.28.3", "a", "0000:17:00", &id);
         let two = card("NCCL 2.28.3", "a", "0000:3d:00", &[]);
-        let three = card("NCCL 2.28.3", "b", "0000:17:00", &[]);
-        assert_eq!(check(&[one.clone(), two, three], false), Ok(id));
+        let three = Card {
+            library: "NCCL 2.28.3".to_string(),
+            host: "b".to_string(),
+            bus: "0000:17:00".to_string(),
+            process: "another".to_string(),
+            ordinal: 5,
+            id: Vec::new(),
+        };
+        let introduced = |devices: &[usize]| Introduced {
+            id,
+            devices: devices.to_vec(),
+        };
+        let three = three.encode();
+        let all = check(&[one.clone(), two, three], false);
+        assert_eq!(all, Ok(introduced(&[3, 3])), "the third is elsewhere");
         let again = card("NCCL 2.28.3", "a", "0000:17:00", &[]);
-        assert_eq!(check(&[one.clone(), again.clone()], true), Ok(id));
+        let all = check(&[one.clone(), again.clone()], true);
+        assert_eq!(all, Ok(introduced(&[3, 3])));
         let shared = error(&[one, again], false);
         assert!(
             shared.contains("ranks 0 and 1 have the same device, 0000:17:00 of host a"),

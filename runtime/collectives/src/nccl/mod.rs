@@ -31,7 +31,7 @@ pub use fold::{Fold, Folding, Kernels, OnHost};
 pub use group::Nccl;
 pub use meet::Meeting;
 use moesaic_kernel::Target;
-use moesaic_target::Device;
+use moesaic_target::{Device, DeviceError};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -236,6 +236,8 @@ impl Begin<'_> {
             library: self.api.name(),
             host,
             bus,
+            process: card::process(),
+            ordinal: self.ordinal()?,
             id: if self.rank == 0 {
                 id.0.to_vec()
             } else {
@@ -252,13 +254,11 @@ impl Begin<'_> {
         deadline: Duration,
         control: Option<Communicator>,
     ) -> Result<Nccl, CollectiveError> {
-        let id = card::check(cards, self.options.share_device)?;
-        // The library uses the GPU that is current on this thread.
-        self.device
-            .streams()
-            .and_then(|gpu| gpu.native_stream())
+        let introduced = card::check(cards, self.options.share_device)?;
+        self.admit(&introduced.devices)
             .map_err(CollectiveError::setup)?;
-        let comm = Comm::begin(&self.api, table::UniqueId(id), self.rank, self.size);
+        let id = table::UniqueId(introduced.id);
+        let comm = Comm::begin(&self.api, id, self.rank, self.size);
         let comm = Arc::new(comm.map_err(CollectiveError::setup)?);
         self.wait_for(&comm, deadline)?;
         let on_host = || -> Arc<dyn Fold> { Arc::new(OnHost::new(&self.device)) };
@@ -283,6 +283,23 @@ impl Begin<'_> {
             sequence: 0,
             deadline,
         })
+    }
+
+    fn ordinal(&self) -> Result<usize, CollectiveError> {
+        let gpu = self.device.streams().map_err(CollectiveError::setup)?;
+        Ok(gpu.gpu_info().ordinal)
+    }
+
+    /// Prepares the GPU. Between ranks of one process the library reads and writes the operands
+    /// themselves, so the other GPUs must reach them. It also uses the GPU that is current on this
+    /// thread.
+    fn admit(&self, devices: &[usize]) -> Result<(), DeviceError> {
+        let gpu = self.device.streams()?;
+        let own = gpu.gpu_info().ordinal;
+        for peer in devices.iter().filter(|peer| **peer != own) {
+            gpu.admit(*peer)?;
+        }
+        gpu.native_stream().map(drop)
     }
 
     fn wait_for(&self, comm: &Arc<Comm>, deadline: Duration) -> Result<(), CollectiveError> {

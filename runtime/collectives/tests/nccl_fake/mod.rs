@@ -138,6 +138,7 @@ impl Lab {
                 bus: Some(bus.to_string()),
                 ..GpuInfo::default()
             },
+            admitted: Mutex::default(),
             cpu: None,
         })
     }
@@ -207,6 +208,8 @@ pub struct Gpu {
     capture: Mutex<Option<String>>,
     info: DeviceInfo,
     gpu_info: GpuInfo,
+    /// The GPUs that may use its memory.
+    pub admitted: Mutex<Vec<usize>>,
     /// The device whose kernels it runs.
     cpu: Option<Arc<dyn Device>>,
 }
@@ -437,6 +440,7 @@ impl StreamDevice for Gpu {
             capture: Mutex::new(None),
             info: self.info.clone(),
             gpu_info: self.gpu_info.clone(),
+            admitted: Mutex::default(),
             cpu: self.cpu.clone(),
         }))
     }
@@ -487,6 +491,11 @@ impl StreamDevice for Gpu {
 
     fn reaches(&self, _: usize) -> Result<bool, DeviceError> {
         Ok(false)
+    }
+
+    fn admit(&self, peer: usize) -> Result<(), DeviceError> {
+        self.admitted.lock().unwrap().push(peer);
+        Ok(())
     }
 
     fn begin_capture(&self, graph: &str) -> Result<(), DeviceError> {

@@ -6,7 +6,9 @@ use super::graph::GpuGraph;
 use super::lane::Lane;
 use super::module::GpuModule;
 use super::shared::Gpu;
-use super::{AddressedRows, PoolHandle, StreamHandle, Vendor, functions, memory, staging};
+use super::{
+    AddressedRows, PoolAccess, PoolHandle, StreamHandle, Vendor, functions, memory, staging,
+};
 use crate::{
     Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, DriverReason, Event, GpuInfo,
     Graph, HostBuffer, Module, RowCopy, StreamDevice,
@@ -238,7 +240,6 @@ impl<V: Vendor> StreamDevice for GpuDevice<V> {
         if own == peer {
             return Ok(true);
         }
-        let number = |ordinal| i32::try_from(ordinal).unwrap_or(i32::MAX);
         let mut reaches = 0;
         let operation = format!("peer query for GPU {peer}");
         // SAFETY: the pointer is valid for a write; an unknown GPU is a code.
@@ -246,6 +247,22 @@ impl<V: Vendor> StreamDevice for GpuDevice<V> {
             (f.can_access_peer)(&mut reaches, number(own), number(peer))
         })?;
         Ok(reaches != 0)
+    }
+
+    fn admit(&self, peer: usize) -> Result<(), DeviceError> {
+        let GpuInfo { ordinal, pools, .. } = *self.gpu_info();
+        if !pools || ordinal == peer || !self.reaches(peer)? {
+            return Ok(());
+        }
+        let (mut pool, access) = (PoolHandle(functions::NULL), PoolAccess::of(number(peer)));
+        let operation = format!("access of GPU {peer} to the memory pool");
+        // SAFETY: the pointers are valid for a write, and a read of one element.
+        self.lane.gpu.call(&operation, |f| unsafe {
+            match (f.default_pool)(&mut pool, number(ordinal)) {
+                0 => (f.pool_access)(pool, &access, 1),
+                failed => failed,
+            }
+        })
     }
 
     fn begin_capture(&self, graph: &str) -> Result<(), DeviceError> {
@@ -281,12 +298,17 @@ impl<V: Vendor> Drop for GpuDevice<V> {
     }
 }
 
+/// Returns a GPU's number in the form of drivers, which refuse one that is too large.
+fn number(ordinal: usize) -> i32 {
+    i32::try_from(ordinal).unwrap_or(i32::MAX)
+}
+
 /// Configures the memory pool, and returns true if there is one. By default a pool returns freed
 /// memory to the system at every synchronization, and each layer would map it anew, so it is told
 /// to keep it. If that fails, results are the same but allocation is slower.
 fn keeps_memory<V: Vendor>(vendor: &V, gpu_info: &GpuInfo) -> bool {
     let functions = vendor.functions();
-    let ordinal = i32::try_from(gpu_info.ordinal).unwrap_or(i32::MAX);
+    let ordinal = number(gpu_info.ordinal);
     let mut pool = PoolHandle(functions::NULL);
     let mut threshold = u64::MAX;
     // SAFETY: the pointers are valid for a write and a read; the attribute is

@@ -35,6 +35,30 @@ handles! {
     PoolHandle;
 }
 
+/// The access of one GPU to the memory of a pool, in the form of both drivers: `CUmemAccessDesc`,
+/// `hipMemAccessDesc`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct PoolAccess {
+    /// The kind of place that `id` is the number of; 1 for a GPU.
+    pub place: c_int,
+    /// The GPU that has the access.
+    pub id: c_int,
+    /// 3 for reads and writes.
+    pub access: c_int,
+}
+
+impl PoolAccess {
+    /// Returns the access of a GPU that reads and writes.
+    pub(super) fn of(gpu: c_int) -> PoolAccess {
+        PoolAccess {
+            place: 1,
+            id: gpu,
+            access: 3,
+        }
+    }
+}
+
 /// The null handle.
 pub(super) const NULL: *mut c_void = std::ptr::null_mut();
 
@@ -89,6 +113,7 @@ functions! {
     memory_info(*mut usize, *mut usize);
     default_pool(*mut PoolHandle, c_int);
     pool_set(PoolHandle, c_int, *mut c_void);
+    pool_access(PoolHandle, *const PoolAccess, usize);
     can_access_peer(*mut c_int, c_int, c_int);
 
     stream_create(*mut StreamHandle, c_uint);

@@ -31,7 +31,7 @@ pub use device::{GpuDevice, Setup};
 pub use error::{TensorMapError, VendorError};
 pub use functions::{
     EventHandle, ExecHandle, FunctionHandle, FunctionNames, Functions, GraphHandle, ModuleHandle,
-    PoolHandle, StreamHandle,
+    PoolAccess, PoolHandle, StreamHandle,
 };
 use moesaic_kernel::{Launch, TensorMap};
 use std::ffi::{c_int, c_void};

@@ -256,6 +256,11 @@ int FN_pool_set(void *pool, int attribute, uint64_t *value) {
   say("pool attribute %d = %llx", attribute, (unsigned long long)*value);
   return outcome(TEXT(FN_pool_set));
 }
+int FN_pool_access(void *pool, const int *access, size_t count) {
+  ENTER(FN_pool_access)
+  for (size_t i = 0; i < count; i++) say("pool access %d of place %d %d", access[3 * i + 2], access[3 * i], access[3 * i + 1]);
+  return code;
+}
 int FN_can_access_peer(int *can, int device, int peer) {
   ENTER(FN_can_access_peer)
   say("peer %d of %d", peer, device);

@@ -13,10 +13,11 @@ pub const CASES: &[Case] = &[
 ];
 
 /// Functions that are made to fail, one at a time, during a device's whole life.
-pub const EACH: [&str; 35] = [
+pub const EACH: [&str; 36] = [
     "memory_info",
     "default_pool",
     "pool_set",
+    "pool_access",
     "can_access_peer",
     "stream_create",
     "stream_destroy",
@@ -66,6 +67,7 @@ fn life(harness: &Harness) -> Result<(), DeviceError> {
     let gpu = device.streams()?;
     let other = gpu.fork()?;
     gpu.reaches(1)?;
+    gpu.admit(1)?;
     let module = device.load(&harness.artifact(), &[entry()])?;
     let on_other = other.adopt(&*module)?;
     gpu.occupancy(&*module, "scale", 256, 0)?;

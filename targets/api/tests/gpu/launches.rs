@@ -5,6 +5,7 @@ use moesaic_target::{DeviceCopy, RowCopy};
 
 pub const CASES: &[Case] = &[
     Case::new("a_layer_runs", a_layer_runs),
+    Case::new("peers", peers),
     Case::new("without_pools", without_pools).failing("default_pool", 801, 0),
     Case::new("pools_that_refuse", pools_that_refuse).failing("alloc_async", 801, 0),
     Case::new("no_driver", no_driver).on(Driver::Absent),
@@ -287,6 +288,21 @@ fn facts(harness: &Harness) {
     assert!(reaches(0).unwrap() && reaches(1).unwrap());
     check_part(reaches(5), "peer query for GPU 5 failed: ");
     assert_eq!(device.capturing(), None);
+}
+
+fn peers(harness: &Harness) {
+    let device = harness.open();
+    let admit = |peer| streams(&*device).admit(peer);
+    let admissions = || {
+        let log = log();
+        let lines = log.iter().filter(|line| line.starts_with("pool access"));
+        lines.cloned().collect::<Vec<_>>()
+    };
+    admit(0).unwrap();
+    assert_eq!(admissions(), [""; 0], "a GPU reaches its own memory");
+    admit(1).unwrap();
+    assert_eq!(admissions(), ["pool access 3 of place 1 1"]);
+    check_part(admit(5), "peer query for GPU 5 failed: ");
 }
 
 fn occupancy(harness: &Harness) {

@@ -414,3 +414,30 @@ fn cluster_barriers_are_used_in_turn() {
         "without having arrived",
     );
 }
+
+/// Blocks of up to 1024 threads start with 64 registers for each.
+const REGISTERS: &str = "
+    setp.ge.u32 %p1, %r1, 128;
+    @%p1 bra GROW;
+    setmaxnreg.dec.sync.aligned.u32 40;
+    bra DONE;
+GROW:
+    setmaxnreg.inc.sync.aligned.u32 88;
+DONE:
+    mov.u32 %r2, 1;
+";
+
+#[test]
+fn a_warpgroup_takes_only_registers_that_another_has_given_back() {
+    for seed in 0..4 {
+        let run = Run {
+            threads: 256,
+            seed,
+            ..Run::default()
+        };
+        clean(&run, REGISTERS);
+        let more = REGISTERS.replace("u32 88", "u32 96");
+        let words = "wait for 32 more registers of each thread";
+        expect(&run, &more, FindingKind::Deadlock, words);
+    }
+}

@@ -138,10 +138,11 @@ pub(super) enum Follow {
     Groups,
 }
 
-/// Returns whether blocks are persistent. An epilogue that keeps pre-activations leaves no
-/// registers for the scheduler.
+/// Returns whether blocks are persistent. An epilogue that keeps pre-activations, and stores single
+/// elements because rows are no whole packs, leaves no registers for the scheduler.
 fn is_persistent(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> bool {
-    matches!(c.family, GemmFamily::Wgmma { .. }) && !d.keep
+    let has_registers = !d.keep || d.outer.is_multiple_of(8);
+    matches!(c.family, GemmFamily::Wgmma { .. }) && has_registers
 }
 
 /// Returns whether tiles are ordered in groups: on tensor and matrix cores, where several tiles
@@ -189,6 +190,7 @@ impl Follow {
         match c.family {
             GemmFamily::Tiles(_) => Follow::Rows,
             _ if c.threads == 1 => Follow::Columns,
+            _ if in_groups(c) => Follow::Groups,
             _ => Follow::Rows,
         }
     }

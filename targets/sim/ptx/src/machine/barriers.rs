@@ -209,6 +209,7 @@ impl Machine<'_> {
                 self.blocks[block as usize].barriers[id as usize].generation != count
             }
             Wait::Mbarrier { address, parity } => self.phase_done(block, address, parity),
+            Wait::Registers(count) => self.blocks[block as usize].has_registers(count),
             Wait::Cluster => true,
             _ => self.engine_done(number, group),
         }

@@ -70,11 +70,17 @@ pub struct Block {
     pub shared: Vec<u8>,
     pub shadow: Shadow,
     pub barriers: Vec<NamedBarrier>,
+    /// Registers that warps have given back by setmaxnreg, counted for a thread of each.
+    pub spare_registers: u32,
     /// Warps of the block: a range of the machine's list.
     pub warps: std::ops::Range<usize>,
 }
 
 impl Block {
+    fn has_registers(&self, count: u32) -> bool {
+        self.spare_registers >= count
+    }
+
     fn reset(
         &mut self,
         place: Place,
@@ -90,6 +96,7 @@ impl Block {
         self.shared.resize(end, 0xff);
         self.barriers.clear();
         self.barriers.resize_with(16, NamedBarrier::default);
+        self.spare_registers = 0;
         self.warps = warps;
         if full {
             self.shadow.reset(end, all);

@@ -181,6 +181,7 @@ impl Machine<'_> {
             }
             Wait::Products(left) => format!("wait for wgmma groups, all but {left}"),
             Wait::Bulk { left, .. } => format!("wait for bulk copies, all but {left}"),
+            Wait::Registers(count) => format!("wait for {count} more registers of each thread"),
             Wait::Cluster => "wait for the other blocks of the cluster".to_string(),
         }
     }

@@ -2,7 +2,8 @@
 
 use super::Machine;
 use super::access::{lanes_of, little, misaligned, outside};
-use super::warp::{Doubles, Warp};
+use super::run::Flow;
+use super::warp::{Doubles, Wait, Warp};
 use crate::code::layout::{RANK_SHIFT, SHARED_START};
 use crate::code::op::Access;
 use crate::finding::{Fault, FindingKind, Step};
@@ -124,23 +125,47 @@ impl Machine<'_> {
     pub fn set_registers(
         &mut self,
         warp: &mut Warp,
-        _grow: bool,
+        grow: bool,
         count: u32,
         mask: u32,
-    ) -> Step<super::run::Flow> {
+    ) -> Step<Flow> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
         }
-        // PTX ISA, "setmaxnreg": the range 24 to 256 in steps of 8. The pool of
-        // registers itself is not simulated, so a pair of inc and dec that does
-        // not add up stays unseen.
+        // PTX ISA, "setmaxnreg": the range 24 to 256 in steps of 8.
         if !(24..=256).contains(&count) || !count.is_multiple_of(8) {
             let text = format!("setmaxnreg to {count}: it must be a multiple of 8 from 24 to 256");
             return Err(Fault::new(FindingKind::Operand, mask, text));
         }
+        let Some(most) = self.kernel.max_threads else {
+            let text = "setmaxnreg in a kernel without .maxntid, which ptxas ignores";
+            return Err(Fault::new(FindingKind::Operand, mask, text));
+        };
+        let now = match warp.max_registers {
+            0 => registers_at_start(most),
+            count => count,
+        };
+        let block = &mut self.blocks[warp.block as usize];
+        if grow && count > now {
+            // It waits until other warps have given back as many.
+            if !block.has_registers(count - now) {
+                return Ok(Flow::Again(Wait::Registers(count - now)));
+            }
+            block.spare_registers -= count - now;
+        } else if !grow {
+            block.spare_registers += now.saturating_sub(count);
+        }
+        self.changes += 1;
         warp.max_registers = count;
-        Ok(super::run::Flow::Next)
+        Ok(Flow::Next)
     }
+}
+
+/// Returns the registers of a thread at its start: as many as blocks of `most` threads leave it, in
+/// steps of 8. ptxas gives no fewer to kernels of three warpgroups with setmaxnreg.
+fn registers_at_start(most: u32) -> u32 {
+    const OF_MULTIPROCESSOR: u32 = 65536;
+    (OF_MULTIPROCESSOR / most.max(1) / 8 * 8).min(256)
 }
 
 /// Returns the lanes from `lane` on that read the same bytes with the same

@@ -26,6 +26,8 @@ pub enum Wait {
     Products(u32),
     /// The bulk copies of the thread, except those of the last groups.
     Bulk { left: u32, read: bool },
+    /// Other warps of the block give back so many registers of each thread.
+    Registers(u32),
     /// The other blocks of the cluster arrive.
     Cluster,
     /// A polled condition was false; other threads go first.

@@ -53,7 +53,7 @@ pub fn kernel(body: &str) -> String {
     format!(
         ".version 8.6\n.target sm_90a\n.address_size 64\n\
          .extern .shared .align 1024 .b8 sm[];\n\
-         .visible .entry k(.param .u64 k_param_0)\n{{\n\
+         .visible .entry k(.param .u64 k_param_0)\n.maxntid 1024, 1, 1\n{{\n\
          .reg .pred %p<16>;\n.reg .b32 %r<100>;\n.reg .f32 %f<100>;\n.reg .b64 %rd<100>;\n\
          .reg .f64 %fd<20>;\n.reg .b16 %h<20>;\n.shared .align 1024 .b8 st[4096];\n\
          ld.param.u64 %rd1, [k_param_0];\ncvta.to.global.u64 %rd1, %rd1;\n\
