@@ -15,6 +15,7 @@ use moesaic_target::{
     Arg, Artifact, Buffer, Device, DeviceError, FunctionId, LaunchDims, Module, Ptr, Report,
     StreamDevice,
 };
+use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -28,6 +29,8 @@ pub struct Harness {
     /// The file name the target looks for first.
     pub library: &'static str,
     pub open: fn(usize) -> Result<Arc<dyn Device>, DeviceError>,
+    /// Makes a device on a stream that another owns, which lives longer.
+    pub on_handle: fn(usize, *mut c_void) -> Result<Arc<dyn Device>, DeviceError>,
     pub count: fn() -> Result<usize, DeviceError>,
     /// Returns the driver's name of a function: `launch` is `cuLaunchKernel`.
     pub symbol: fn(&str) -> &'static str,
