@@ -270,6 +270,18 @@ mod tests {
     }
 
     #[test]
+    fn a_text_has_the_room_that_its_blocks_leave() {
+        let mut table = Table::new(&["MESH", "STRATEGY", ">MEMORY"]);
+        table.row(["ep 8 x expert_tp 8 x dp 1", "r=2,overlap_degree=4", "2 GiB"]);
+        // Both texts fit into a line, though not with the number.
+        let text = table.render(&PLAIN.within(Some(52)));
+        let first = "  MESH                       STRATEGY\n  \
+                     ep 8 x expert_tp 8 x dp 1  r=2,overlap_degree=4\n";
+        assert!(text.starts_with(first), "{text}");
+        assert_eq!(text.lines().count(), 5, "{text}");
+    }
+
+    #[test]
     fn columns_of_dashes_go() {
         let mut table = Table::new(&["A", "B", "C"]);
         table.row(["1", "-", "-"]);

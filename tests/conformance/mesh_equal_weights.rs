@@ -26,9 +26,10 @@ fn changed(tensor: &Tensor<'_>) -> Tensor<'static> {
 
 fn with_changed(weights: &Tensors<'_>, name: &str) -> Tensors<'static> {
     let one = |(key, tensor): (&String, &Tensor<'_>)| {
-        let tensor = match key == name {
-            true => changed(tensor),
-            false => tensor.clone().into_static(),
+        let tensor = if key == name {
+            changed(tensor)
+        } else {
+            tensor.clone().into_static()
         };
         (key.clone(), tensor)
     };

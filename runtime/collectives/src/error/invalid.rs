@@ -24,7 +24,7 @@ pub enum InvalidReason {
     },
     /// The device has no memory for the operation, or cannot read or write it.
     #[error(transparent)]
-    Device(#[from] DeviceError),
+    Device(Box<DeviceError>),
     /// Messages that differ from the counts that were exchanged.
     #[error(transparent)]
     Schedule(#[from] ScheduleError),
@@ -61,6 +61,13 @@ pub enum InvalidReason {
     /// Ranks sent the tokens of other rows than they had announced.
     #[error("ranks sent the tokens of other rows than they counted")]
     Rows,
+}
+
+impl From<DeviceError> for InvalidReason {
+    fn from(error: DeviceError) -> InvalidReason {
+        // In a box, because every result of an operation is as large as its error.
+        InvalidReason::Device(Box::new(error))
+    }
 }
 
 impl From<String> for InvalidReason {

@@ -138,8 +138,9 @@ const READ_BYTES: usize = 8 << 20;
 fn weight_names(plan: &LayerPlan, tensor: TensorId) -> Vec<&str> {
     let packs = plan.prepare.iter().filter(|step| step.tensors[1] == tensor);
     let names: Vec<&str> = packs.map(|step| &*plan[step.tensors[0]].name).collect();
-    match names.is_empty() {
-        true => vec![&plan[tensor].name],
-        false => names,
+    if names.is_empty() {
+        vec![&plan[tensor].name]
+    } else {
+        names
     }
 }
