@@ -65,8 +65,9 @@ impl Engine {
     ///
     /// # Errors
     /// [`EngineError::Plan`] for a mesh that the layer cannot have; [`EngineError::Collective`] when
-    /// ranks ask for different layers, naming what differs; [`EngineError::NotOverRanks`] for
-    /// options of ranks without a mesh; otherwise as [`Engine::layer`].
+    /// ranks ask for different layers, naming what differs; [`EngineError::DifferentWeights`] when
+    /// they bring different values of a weight that every rank holds; [`EngineError::NotOverRanks`]
+    /// for options of ranks without a mesh; otherwise as [`Engine::layer`].
     pub fn layer_with(
         &self,
         spec: &LayerSpec,
@@ -98,8 +99,10 @@ impl Engine {
     /// # Errors
     /// [`EngineError::Spec`] when the number of experts differs, for a mesh that splits or
     /// replicates experts, and for options that such a layer does not take: a part of the weights,
-    /// a strategy of more than an all-to-all algorithm, a tuner. [`EngineError::Plan`] when the spec has biases of experts or
-    /// `weight_on = "activation"`, which are inside them; otherwise as [`Engine::layer_with`].
+    /// a tuner, settings of a strategy that move weights or sums of experts (`r`, `shadows`,
+    /// `overlap_by=peers`, `all_to_all=dedup`). [`EngineError::Plan`] when the spec has biases of
+    /// experts or `weight_on = "activation"`, which are inside them; otherwise as
+    /// [`Engine::layer_with`].
     pub fn user_layer<E: UserExpert>(
         &self,
         spec: &LayerSpec,

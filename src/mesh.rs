@@ -42,6 +42,34 @@ pub use moesaic_plan::SharedExperts;
 #[doc(inline)]
 pub use moesaic_plan::TokenScope;
 
+/// A weight of which ranks hold different values, where all should hold the same.
+///
+/// ```
+/// use moesaic::collectives::threads;
+/// use moesaic::{Engine, EngineError, LayerOptions, Mesh, Parallel, Tensor};
+///
+/// # use moesaic::example::{spec, weights};
+/// let engine = Engine::cpu()?;
+/// let device = |_| Ok(engine.device().clone());
+/// let ranks = threads::run(2, device, |mut world| {
+///     let mesh = Mesh::new(&mut world, Parallel { ep: 2, ..Parallel::default() }).unwrap();
+///     let layer = engine.layer_with(&spec(), &weights(), LayerOptions::over(&mesh)).unwrap();
+///     if mesh.rank() == 1 {
+///         let shape = &weights()["router.weight"].shape;
+///         let zeros = vec![0.0f32; shape.iter().product()];
+///         layer.set_weight("router.weight", &Tensor::owned(shape, zeros)).unwrap();
+///     }
+///     layer.check_weights()
+/// });
+/// for checked in ranks? {
+///     let Err(EngineError::DifferentWeights(weights)) = checked.unwrap() else { panic!() };
+///     assert_eq!(weights[0].to_string(), "`router.weight`: one on rank 0, another on rank 1");
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::DifferentWeight;
+
 /// The assignment of experts to groups of ranks; an expert may have several replicas.
 ///
 /// ```

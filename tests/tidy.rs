@@ -219,6 +219,7 @@ const MESH: &[&str] = &[
     "sharding",
     "workspace_pool",
     "groups",
+    "digests",
     "ranks",
     "gpus",
     "timestamp",

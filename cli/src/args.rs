@@ -17,10 +17,12 @@ use clap::{Parser, Subcommand};
     arg_required_else_help = true
 )]
 pub struct Cli {
+    // These three come last in the help of a command, whose own options are what people look for.
     /// When to colour: auto, always or never
     #[arg(
         long,
         global = true,
+        display_order = 900,
         value_name = "WHEN",
         default_value = "auto",
         hide_possible_values = true,
@@ -28,10 +30,16 @@ pub struct Cli {
     )]
     pub color: ColorChoice,
     /// Print errors and warnings alone: no notes and no progress
-    #[arg(short, long, global = true, conflicts_with = "verbose")]
+    #[arg(
+        short,
+        long,
+        global = true,
+        display_order = 901,
+        conflicts_with = "verbose"
+    )]
     pub quiet: bool,
     /// Print details, and with -vv what the library logs
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    #[arg(short, long, global = true, display_order = 902, action = clap::ArgAction::Count)]
     pub verbose: u8,
     #[command(subcommand)]
     pub command: Command,

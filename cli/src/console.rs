@@ -70,6 +70,11 @@ impl Console {
         Ok(())
     }
 
+    /// Writes a report to stdout, within its columns.
+    pub fn report(&self, text: &str) -> Result {
+        self.print(&self.out.fold(text))
+    }
+
     /// Writes one JSON document to stdout.
     pub fn json(&self, value: &serde_json::Value) -> Result {
         let text = serde_json::to_string_pretty(value)

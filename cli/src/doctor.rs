@@ -109,7 +109,7 @@ pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
     if args.form.json {
         console.json(&diagnosis.json())
     } else {
-        console.print(&if console.verbose() {
+        console.report(&if console.verbose() {
             diagnosis.details(&console.out)
         } else {
             diagnosis.screen(&console.out)

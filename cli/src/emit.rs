@@ -27,7 +27,7 @@ Examples:
   moesaic emit --spec layer.toml --target cuda:sm_80,cuda:sm_90a,rocm:gfx942 -o kernels
   moesaic emit --spec layer.toml --target cuda:sm_90a --mesh ep=8 --strategy comm_dtype=fp8 -o kernels
 
-Without -o the sources go to stdout, each below a line that names it. The text for sim:sm_80 is
+Without -o the sources go to stdout, each below a line that names it. The text for sim:sm_80 is \
 that for cuda:sm_80 to the byte; sim:gfx942 has the text of rocm:gfx942 over another prelude.")]
 #[command(mut_arg("target", |arg| arg.required_unless_present("rust")))]
 pub struct EmitArgs {

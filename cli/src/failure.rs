@@ -6,7 +6,7 @@ use moesaic::collectives::CollectiveError;
 use moesaic::spec::SpecError;
 use moesaic::target::{CompileError, DeviceError};
 use moesaic::toolchain::ToolchainError;
-use moesaic::weights::WeightsError;
+use moesaic::weights::{Damage, WeightsError};
 use moesaic::{EngineError, OpenError};
 use std::fmt::Display;
 use std::path::Path;
@@ -27,7 +27,7 @@ pub enum Code {
 }
 
 /// The reason why a command failed.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// The exit code.
     pub code: Code,
@@ -237,6 +237,10 @@ fn weights_hint(error: &WeightsError) -> Option<&'static str> {
         WeightsError::Narrowing { .. } => Some("--narrow rounds the values"),
         WeightsError::Overflow { .. } => Some("--allow-infinite lets them become infinite"),
         WeightsError::Extra { .. } => Some("--allow-extra ignores such tensors"),
+        WeightsError::Corrupt {
+            reason: Damage::CutShort(_) | Damage::Shrunk,
+            ..
+        } => Some("download or copy the file again"),
         _ => None,
     }
 }

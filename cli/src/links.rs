@@ -77,7 +77,7 @@ pub fn execute(ranks: u16, expected: Expected, json: bool, console: &Console) ->
     if json {
         console.json(&report.json())?;
     } else {
-        console.print(&report.text(&console.out))?;
+        console.report(&report.text(&console.out))?;
     }
     report.verdict()
 }

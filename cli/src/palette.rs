@@ -51,6 +51,16 @@ impl Palette {
         self.columns
     }
 
+    /// Divides the lines that are wider than the stream between words. What follows a break is
+    /// indented by two columns more than its line.
+    pub fn fold(&self, text: &str) -> String {
+        let Some(columns) = self.columns else {
+            return text.to_string();
+        };
+        let lines = text.split_inclusive('\n');
+        lines.map(|line| folded(line, columns)).collect()
+    }
+
     /// Returns whether colours are on.
     pub fn on(&self) -> bool {
         self.on
@@ -88,5 +98,57 @@ impl Palette {
     /// Paints a note or a hint.
     pub fn cyan(&self, text: &str) -> String {
         self.paint("1;36", text)
+    }
+}
+
+/// Divides a line at spaces into lines of at most `columns`, where its words allow that.
+fn folded(line: &str, columns: usize) -> String {
+    if width(line.trim_end()) <= columns {
+        return line.to_string();
+    }
+    let own = line.len() - line.trim_start_matches(' ').len();
+    let (indent, text) = line.split_at(own);
+    let (mut folded, mut at) = (String::from(indent), own);
+    for (index, word) in text.split(' ').enumerate() {
+        let wide = width(word.trim_end());
+        if index > 0 && at + 1 + wide > columns {
+            folded += &format!("\n{indent}  ");
+            at = own + 2;
+        } else if index > 0 {
+            folded.push(' ');
+            at += 1;
+        }
+        folded += word;
+        at += wide;
+    }
+    folded
+}
+
+/// Returns the columns of a text, whose escapes have none.
+fn width(text: &str) -> usize {
+    let mut parts = text.split("\x1b[");
+    let first = parts.next().map_or(0, |part| part.chars().count());
+    let behind = parts.map(|part| part.split_once('m').map_or(part, |(_, text)| text));
+    first + behind.map(|part| part.chars().count()).sum::<usize>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_folded_between_words() {
+        let narrow = Palette::PLAIN.within(Some(14));
+        assert_eq!(
+            narrow.fold("one two three four\n\n  a bb ccc dddd eeeee\nshort\n"),
+            "one two three\n  four\n\n  a bb ccc\n    dddd eeeee\nshort\n"
+        );
+        assert_eq!(
+            narrow.fold("one_word_that_is_long b"),
+            "one_word_that_is_long\n  b"
+        );
+        let painted = "\x1b[1mone\x1b[0m two three\n";
+        assert_eq!(narrow.fold(painted), painted);
+        assert_eq!(Palette::PLAIN.fold("a b c"), "a b c");
     }
 }

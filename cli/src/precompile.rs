@@ -37,15 +37,15 @@ Examples:
   moesaic precompile --spec layer.toml --target cuda:sm_90a --mesh ep=8 --placement experts.txt
   moesaic precompile --spec layer.toml --target cpu:avx512 --l1 32KiB --l2 1MiB -o pack.tar.gz
 
-No GPU and no driver is needed. Kernels for CPUs follow the sizes of caches: those of this machine, or
---l1 and --l2. A pack is filled into another machine's cache with
+No GPU and no driver is needed. Kernels for CPUs follow the sizes of caches: those of this machine, or \
+--l1 and --l2. A pack is filled into another machine's cache with \
 `moesaic cache import pack.tar.gz`.")]
 #[command(mut_arg("target", |arg| arg.required(true)))]
 pub struct PrecompileArgs {
     /// The layer specs, TOML files
     #[arg(value_name = "SPEC")]
     files: Vec<PathBuf>,
-    /// The same, as an option
+    /// The layer specs, as an option
     #[arg(
         long,
         value_name = "FILE[,FILE]",
@@ -336,16 +336,18 @@ fn check_compilers(compilers: &Compilers, targets: &[Target]) -> Result {
     let missing = targets
         .iter()
         .filter_map(|&target| compilers.get(target).err());
-    let mut failures = missing.map(|error| Failure::from(&error));
-    let Some(mut all) = failures.next() else {
-        return Ok(());
-    };
-    for failure in failures {
+    let mut failures: Vec<Failure> = Vec::new();
+    for failure in missing.map(|error| Failure::from(&error)) {
         // Targets of one backend fail alike.
-        if !all.message.contains(&failure.message) {
-            all.message = format!("{}\n{}", all.message.trim_end(), failure.message);
+        if !failures.contains(&failure) {
+            failures.push(failure);
         }
     }
+    let Some(mut all) = failures.first().cloned() else {
+        return Ok(());
+    };
+    let messages = failures.iter().map(|failure| failure.message.trim_end());
+    all.message = messages.collect::<Vec<_>>().join("\n");
     Err(all)
 }
 

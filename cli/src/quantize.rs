@@ -27,11 +27,11 @@ Examples:
   moesaic quantize --hf ~/models/mixtral --format int4 --group 64 -o mixtral-int4
   moesaic quantize --hf ~/models/qwen3-30b-a3b --format q4_k -o qwen3-30b-q4_k.gguf
 
-Only the matrices of routed experts become codes, each rounded to nearest by the format's own rule
-(docs/FAMILIES.md); everything else is copied. An output that ends in .gguf is one file, any other
-a Hugging Face folder. If the command is interrupted, the same command goes on after the last
-finished file of the folder. The error of a matrix is the root mean square of what rounding changed,
-relative to that of its elements; the error of y is that of one layer's output for random tokens,
+Only the matrices of routed experts become codes, each rounded to nearest by the format's own rule \
+(docs/FAMILIES.md); everything else is copied. An output that ends in .gguf is one file, any other \
+a Hugging Face folder. If the command is interrupted, the same command goes on after the last \
+finished file of the folder. The error of a matrix is the root mean square of what rounding changed, \
+relative to that of its elements; the error of y is that of one layer's output for random tokens, \
 with f32 activations.")]
 pub struct QuantizeArgs {
     /// The model directory, with its config.json and safetensors

@@ -22,7 +22,7 @@ pub struct LayerArgs {
     /// The layer spec, a TOML file; `-` reads it from stdin
     #[arg(value_name = "SPEC", conflicts_with_all = ["spec", "model"])]
     file: Option<PathBuf>,
-    /// The same, as an option
+    /// The layer spec, as an option
     #[arg(
         long,
         value_name = "FILE",

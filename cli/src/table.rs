@@ -69,8 +69,9 @@ impl Table {
     /// the columns that name the rows.
     pub fn render(&self, palette: &Palette) -> String {
         let columns = palette.columns().unwrap_or(usize::MAX);
-        let widths = self.widths(columns);
+        let mut widths = self.widths(columns);
         let blocks = self.blocks(&widths, columns);
+        self.widen(&mut widths, &blocks, columns);
         let blocks: Vec<String> = blocks
             .iter()
             .map(|block| self.block(block, &widths, palette))
@@ -123,6 +124,19 @@ impl Table {
             }
         }
         blocks
+    }
+
+    /// Gives wrapped texts the room that is left in every block that shows them.
+    fn widen(&self, widths: &mut [usize], blocks: &[Vec<usize>], columns: usize) {
+        for column in 0..widths.len() {
+            let with = blocks.iter().filter(|block| block.contains(&column));
+            let left = with.map(|block| {
+                let block: Vec<usize> = block.iter().map(|&i| widths[i]).collect();
+                columns.saturating_sub(line_width(&block))
+            });
+            let left = left.min().unwrap_or(0);
+            widths[column] = self.width(column).min(widths[column] + left);
+        }
     }
 
     fn block(&self, block: &[usize], widths: &[usize], palette: &Palette) -> String {
@@ -253,6 +267,18 @@ mod tests {
         assert_eq!(text.matches("combine").count(), 2, "{text}");
         assert!(text.contains("1.53 ms") && text.contains("slots"), "{text}");
         assert_eq!(table.render(&PLAIN).lines().count(), 2);
+    }
+
+    #[test]
+    fn a_text_has_the_room_that_its_blocks_leave() {
+        let mut table = Table::new(&["MESH", "STRATEGY", ">MEMORY"]);
+        table.row(["ep 8 x expert_tp 8 x dp 1", "r=2,overlap_degree=4", "2 GiB"]);
+        // Both texts fit into a line, though not with the number.
+        let text = table.render(&PLAIN.within(Some(52)));
+        let first = "  MESH                       STRATEGY\n  \
+                     ep 8 x expert_tp 8 x dp 1  r=2,overlap_degree=4\n";
+        assert!(text.starts_with(first), "{text}");
+        assert_eq!(text.lines().count(), 5, "{text}");
     }
 
     #[test]

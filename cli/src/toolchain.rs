@@ -19,7 +19,7 @@ Examples:
   moesaic toolchain install cuda rocm
   moesaic toolchain list
 
-Compilers come as vendor wheels through pip, into the cache directory; a machine's own are
+Compilers come as vendor wheels through pip, into the cache directory; a machine's own are \
 used when it has them.")]
 pub struct ToolchainArgs {
     #[command(subcommand)]

@@ -142,7 +142,13 @@ fn files_that_are_cut_short_or_no_safetensors() {
                 "weights" => small.weights = cut.clone(),
                 _ => small.input = cut.clone(),
             }
-            small.refuses(&[], &["cut.safetensors is damaged"]);
+            small.refuses(
+                &[],
+                &[
+                    "cut.safetensors is damaged",
+                    "download or copy the file again",
+                ],
+            );
         }
     }
 }

@@ -6,8 +6,8 @@ use super::case::{floats, host};
 use super::gates::SMALL;
 use super::layers::engine;
 use super::mesh::{layer_on, mesh, on_ranks, part, shares, spec};
-use super::mesh_gates;
 use super::trained::RNG_KEY;
+use super::{mesh_equal_weights, mesh_gates};
 use moesaic::collectives::{Call, mpi};
 use moesaic::toolchain::testing::mpich;
 use moesaic::{DType, Mesh, Parallel, Training};
@@ -47,6 +47,11 @@ fn a_process() {
     assert!(deduplicated(&mesh) == threads[rank], "deduplicated");
     let threads = on_ranks(&engine(), RANKS, gates);
     assert!(gates(&mesh).equals(&threads[rank]), "three gates");
+    let text = mesh_equal_weights::refused(&mesh, "router.weight");
+    assert!(
+        text.contains("one on ranks 0, 2, 3, another on rank 1"),
+        "{text}"
+    );
     drop(mesh);
     world.finish(&Call::new("end")).expect("all came here");
     println!("rank {rank} is right");

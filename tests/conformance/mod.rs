@@ -30,6 +30,7 @@ pub mod mesh;
 mod mesh_adaptive_r;
 mod mesh_all_to_all;
 mod mesh_disagreement;
+mod mesh_equal_weights;
 mod mesh_gates;
 mod mesh_groups;
 mod mesh_placed;

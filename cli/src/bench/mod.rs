@@ -41,8 +41,8 @@ Examples:
   moesaic bench --spec layer.toml --skew zipf:1.2
   moesaic bench --spec layer.toml --ranks 4 --machine mpi-emulated --calibration measured.toml
 
-Weights and tokens are random. The result is checked once against the f64 reference; then each
-launch is timed on its own. Rooflines follow from the plan's arithmetic and traffic and the
+Weights and tokens are random. The result is checked once against the f64 reference; then each \
+launch is timed on its own. Rooflines follow from the plan's arithmetic and traffic and the \
 machine's limits: measured before and after the run for a CPU, published for a GPU.")]
 #[command(mut_arg("target", |arg| arg.default_value("auto").help(WHERE)))]
 pub struct BenchArgs {
@@ -133,7 +133,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     if args.form.json {
         console.json(&report.json())
     } else {
-        console.print(&report.text(&console.out))
+        console.report(&report.text(&console.out))
     }
 }
 

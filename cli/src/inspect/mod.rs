@@ -45,7 +45,7 @@ Examples:
   moesaic inspect --spec layer.toml --target cpu --html report.html
   moesaic inspect --spec layer.toml --mesh ep=8 --strategy comm_dtype=fp8 --kernel comm_cast_pack --source
 
-Kernels are compiled through the cache; no GPU is needed. Limits are measured for this
+Kernels are compiled through the cache; no GPU is needed. Limits are measured for this \
 machine's CPU and taken from data sheets for GPUs.")]
 #[command(mut_arg("tokens", |arg| arg.default_value("1,64,4096").help(COUNTS)))]
 pub struct InspectArgs {
@@ -197,7 +197,9 @@ impl InspectArgs {
                 per_node,
             ));
         }
-        let mut text = ranks::text(&plan, &self.tokens.counts.wide(), per_node, &console.out);
+        let palette = &console.out;
+        let text = ranks::text(&plan, &self.tokens.counts.wide(), per_node, palette);
+        let mut text = palette.fold(&text);
         text += &ranks::listing(&kernels, self.source, &console.out);
         console.print(&text)
     }
@@ -224,7 +226,7 @@ impl InspectArgs {
 
     fn text(&self, inspection: &Inspection, asm: Option<&[String]>, console: &Console) -> String {
         let palette = &console.out;
-        let mut text = text::render(inspection, palette);
+        let mut text = palette.fold(&text::render(inspection, palette));
         for (i, kernel) in inspection.kernels.iter().enumerate() {
             if self.source {
                 let source = kernel.source.text.trim_end();
@@ -237,12 +239,8 @@ impl InspectArgs {
             }
         }
         if !self.source && asm.is_none() {
-            text += &format!(
-                "\n{}\n",
-                palette.dim(
-                    "--source shows the source, --asm the machine code, --html FILE makes a page"
-                )
-            );
+            let how = "--source shows the source, --asm the machine code, --html FILE makes a page";
+            text += &palette.fold(&format!("\n{}\n", palette.dim(how)));
         }
         text
     }

@@ -107,11 +107,11 @@ pub fn text(plan: &RankPlan, tokens: &[u64], per_node: usize, palette: &Palette)
         plan.text()
     );
     let mut table = Table::new(&[
-        "pass",
-        "tokens a rank",
-        "to itself",
-        "to its node",
-        "to others",
+        "PASS",
+        "TOKENS A RANK",
+        "TO ITSELF",
+        "TO ITS NODE",
+        "TO OTHERS",
     ]);
     for (name, steps) in passes(plan) {
         for &tokens in tokens {

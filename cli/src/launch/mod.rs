@@ -36,8 +36,8 @@ Examples:
   moesaic launch -n 4 -- ./train --steps 100
   moesaic launch -n 8 --bind cores -- python train.py
 
-Ranks find each other by MPI, if there is one (`moesaic toolchain install mpi`), and have torchrun's
-variables. The first rank that fails ends the others, and gives the exit code. On clusters, start
+Ranks find each other by MPI, if there is one (`moesaic toolchain install mpi`), and have torchrun's \
+variables. The first rank that fails ends the others, and gives the exit code. On clusters, start \
 programs by mpirun or srun.")]
 pub struct LaunchArgs {
     /// Number of ranks

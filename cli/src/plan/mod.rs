@@ -36,7 +36,7 @@ Examples:
   moesaic plan --hf deepseek-v3/config.json --world 2048 --machine h100-ib --training --html plan.html
   moesaic plan --spec layer.toml --layers 58 --params 671B --world 2048 --machine h800 --training
 
-Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md says how
+Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md says how \
 far the model is from what others have measured.")]
 pub struct PlanArgs {
     #[command(flatten)]
@@ -77,8 +77,8 @@ pub struct PlanArgs {
     /// Only this mesh
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// Only this strategy:
-    /// r=N,overlap_degree=N/N,overlap_by=B,all_to_all=A,comm_dtype=D/D,shadows=N, or default
+    /// Only this strategy: `default`, or some of r=N, overlap_degree=N/N, overlap_by=B, all_to_all=A,
+    /// comm_dtype=D/D and shadows=N, with commas between them and no spaces
     #[arg(long, value_name = "S", requires = "mesh")]
     strategy: Option<Strategy>,
     /// Also write the timeline of the best configuration, in Chrome's trace format
@@ -141,7 +141,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     if args.form.json {
         console.json(&report.json())
     } else {
-        console.print(&report.text(&console.out))
+        console.report(&report.text(&console.out))
     }
 }
 

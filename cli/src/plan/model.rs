@@ -137,7 +137,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     if args.form.json {
         console.json(&report.json())
     } else {
-        console.print(&report.text(&console.out))
+        console.report(&report.text(&console.out))
     }
 }
 

@@ -40,9 +40,9 @@ pub struct RankArgs {
     /// shared=sharded sharded over expert_tp ranks
     #[arg(long, value_name = mesh::FORM, value_parser = mesh::parse)]
     mesh: Option<Parallel>,
-    /// Strategy of the ranks:
-    /// r=N,overlap_degree=N,overlap_by=B,all_to_all=A,comm_dtype=D,shadows=N; the default where not
-    /// named. docs/ADAPTIVE.md explains each
+    /// Strategy of the ranks: some of r=N, overlap_degree=N, overlap_by=B, all_to_all=A, comm_dtype=D
+    /// and shadows=N, with commas between them and no spaces; the default where not named.
+    /// docs/ADAPTIVE.md explains each
     #[arg(long, value_name = "S", value_parser = str::parse::<Strategy>, default_value = "default")]
     strategy: Strategy,
     /// File that assigns experts to groups of ranks, such as `0-2 | 3-5,+2` (text or JSON); experts

@@ -40,9 +40,9 @@ Examples:
   moesaic tune --spec layer.toml --tokens 1,8 --threads 8 --pin
   moesaic tune --spec layer.toml --training --tokens 4096 --seconds 2
 
-Each of --tokens gets the tiles that are best for it, and a call uses those of the token count that
-is nearest by ratio. What is found is kept in the cache for this CPU model, this number of threads
-and these kernels, in place of what was kept before; engines use it from then on. Results are the
+Each of --tokens gets the tiles that are best for it, and a call uses those of the token count that \
+is nearest by ratio. What is found is kept in the cache for this CPU model, this number of threads \
+and these kernels, in place of what was kept before; engines use it from then on. Results are the \
 same bytes with it and without it. MOESAIC_TUNING=off makes engines pass over it.")]
 #[command(
     mut_arg("target", |arg| arg.help(WHERE)),
@@ -105,7 +105,7 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     if args.form.json {
         console.json(&report.json())
     } else {
-        console.print(&report.text(&console.out))
+        console.report(&report.text(&console.out))
     }
 }
 

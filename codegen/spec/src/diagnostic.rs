@@ -20,6 +20,8 @@ pub struct Problem {
     pub label: String,
     /// The accepted values, and the change to make.
     pub help: Option<String>,
+    /// The numbers that the key accepts, `from 1 to 64`, if the value is a number outside them.
+    pub range: Option<String>,
     /// Other keys that contribute to the problem.
     pub related: Vec<Related>,
     /// Bytes of the TOML at fault; absent for specs that come from elsewhere.
@@ -46,6 +48,7 @@ impl Problem {
             message: message.into(),
             label: String::new(),
             help: None,
+            range: None,
             related: Vec::new(),
             span: None,
         }
@@ -58,6 +61,12 @@ impl Problem {
 
     pub(crate) fn help(mut self, help: impl Into<String>) -> Problem {
         self.help = Some(help.into());
+        self
+    }
+
+    /// Says that the value is a number outside of a range.
+    pub(crate) fn range(mut self, range: impl Into<String>) -> Problem {
+        self.range = Some(range.into());
         self
     }
 

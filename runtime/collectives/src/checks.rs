@@ -4,7 +4,7 @@ use crate::api::Transfer;
 use crate::eager::OpKind;
 use crate::schedules::Algorithm;
 use crate::schedules::{GroupRank, HopOrder};
-use crate::{CollectiveError, Slice};
+use crate::{CollectiveError, InvalidReason, Slice};
 
 type Checked<T = ()> = Result<T, CollectiveError>;
 
@@ -95,10 +95,10 @@ pub(crate) fn broadcast(root: usize, size: usize) -> Checked {
     is_rank(OpKind::Broadcast, "the root", root, size)
 }
 
-pub(crate) fn invalid(kind: OpKind, reason: String) -> CollectiveError {
+pub(crate) fn invalid(kind: OpKind, reason: impl Into<InvalidReason>) -> CollectiveError {
     CollectiveError::Invalid {
         operation: kind.name().to_string(),
-        reason,
+        reason: reason.into(),
     }
 }
 

@@ -11,7 +11,7 @@ use crate::operation::{Group, Next, Operation, Task};
 use crate::schedules::Algorithm;
 use crate::schedules::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
 use crate::transport::Transport;
-use crate::{CollectiveError, ProgressThread, Reduction, Slice, hierarchical};
+use crate::{CollectiveError, InvalidReason, ProgressThread, Reduction, Slice, hierarchical};
 use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
 use std::sync::Arc;
@@ -82,10 +82,10 @@ impl Communicator {
             None => lock(&self.core).close(),
             Some(busy) => Err(CollectiveError::Invalid {
                 operation: "finish".to_string(),
-                reason: format!(
-                    "{} is still in flight; wait for it first",
-                    String::from_utf8_lossy(busy)
-                ),
+                reason: InvalidReason::InFlight {
+                    operation: String::from_utf8_lossy(busy).into_owned(),
+                    meanwhile: false,
+                },
             }),
         }
     }
@@ -109,7 +109,7 @@ impl Communicator {
         core.usable(kind.name())?;
         let failed = |error: DeviceError| CollectiveError::Invalid {
             operation: kind.name().to_string(),
-            reason: error.to_string(),
+            reason: error.into(),
         };
         let task = Task {
             signature: draft.signature,
@@ -477,7 +477,7 @@ impl Collectives for Communicator {
         checks::transfers(kind, own, sends, receives)?;
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);
-        let plan = plan.map_err(|error| checks::invalid(kind, error.to_string()))?;
+        let plan = plan.map_err(|error| checks::invalid(kind, error))?;
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let draft = OperationDraft {
             signature: Signature {

@@ -61,7 +61,7 @@ mod world;
 
 pub use api::{Call, Collectives, Transfer};
 pub use communicator::{Communicator, DEADLINE};
-pub use error::{At, CollectiveError, MeetingError, Missing, SetupError};
+pub use error::{At, CollectiveError, InvalidReason, MeetingError, Missing, SetupError};
 pub use handle::Handle;
 pub use heartbeat::with_heartbeat;
 pub use moesaic_dist::schedules;

@@ -5,7 +5,10 @@ mod levels;
 
 pub use levels::{Exchanged, LevelOptions, over_levels};
 
-use crate::{Algorithm, Call, CollectiveError, Collectives, Element, Slice, Topology, Transfer};
+use crate::{
+    Algorithm, Call, CollectiveError, Collectives, Element, InvalidReason, Slice, Topology,
+    Transfer,
+};
 use moesaic_target::Device;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -229,10 +232,10 @@ impl<'a> PairProbe<'a> {
         }
         Err(CollectiveError::Invalid {
             operation: "measure".to_string(),
-            reason: format!(
-                "what rank {from} has sent arrived changed on rank {}",
-                self.world.rank()
-            ),
+            reason: InvalidReason::Changed {
+                from,
+                to: self.world.rank(),
+            },
         })
     }
 
@@ -294,7 +297,7 @@ fn median(mut times: Vec<Duration>) -> Duration {
 fn trouble(error: moesaic_target::DeviceError) -> CollectiveError {
     CollectiveError::Invalid {
         operation: "measure".to_string(),
-        reason: error.to_string(),
+        reason: error.into(),
     }
 }
 

@@ -232,7 +232,7 @@ impl Operation {
         let address = region.and_then(|region| region.at(offset, bytes));
         address.ok_or_else(|| CollectiveError::Invalid {
             operation: self.at().to_string(),
-            reason: format!("{bytes} bytes at byte {offset} of {place:?} are not there"),
+            reason: format!("{bytes} bytes at byte {offset} of {place:?} are not there").into(),
         })
     }
 

@@ -1,6 +1,6 @@
 //! Element ranges of device buffers.
 
-use crate::{CollectiveError, Element};
+use crate::{CollectiveError, Element, InvalidReason};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
@@ -31,10 +31,12 @@ impl Slice {
         if end.flatten().is_none_or(|end| end > buffer.bytes()) {
             return Err(CollectiveError::Invalid {
                 operation: "slice".to_string(),
-                reason: format!(
-                    "{elements} {element} from element {first} do not fit in a buffer of {} bytes",
-                    buffer.bytes()
-                ),
+                reason: InvalidReason::Slice {
+                    first,
+                    elements,
+                    element,
+                    bytes: buffer.bytes(),
+                },
             });
         }
         Ok(Slice {

@@ -65,6 +65,13 @@ pub enum EngineError {
         /// The source's reason.
         source: SourceError,
     },
+    /// Ranks hold different values of weights that should be the same.
+    #[error(
+        "ranks hold different values of {}:{}\n\
+         give all ranks the same weights: of one checkpoint, one seed, or those of rank 0",
+        if .0.len() == 1 { "a weight" } else { "weights" }, lines(.0)
+    )]
+    DifferentWeights(Vec<DifferentWeight>),
     /// The tensors of all ranks cannot be saved.
     #[error("the tensors of all ranks cannot be saved: {0}")]
     Save(#[source] SaveReason),
@@ -190,6 +197,38 @@ pub enum EngineError {
     },
 }
 
+/// A weight of which ranks hold different values.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DifferentWeight {
+    /// The canonical name.
+    pub name: String,
+    /// The expert, of a weight of routed experts.
+    pub expert: Option<usize>,
+    /// The ranks that hold equal values, most ranks first.
+    pub ranks: Vec<Vec<usize>>,
+}
+
+impl fmt::Display for DifferentWeight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}`", self.name)?;
+        if let Some(expert) = self.expert {
+            write!(f, " of expert {expert}")?;
+        }
+        for (at, ranks) in self.ranks.iter().enumerate() {
+            let which = if at == 0 { ": one" } else { ", another" };
+            let s = if ranks.len() == 1 { "" } else { "s" };
+            let shown = ranks[..ranks.len().min(SHOWN)].iter().map(usize::to_string);
+            let shown = shown.collect::<Vec<_>>().join(", ");
+            write!(f, "{which} on rank{s} {shown}")?;
+            if let more @ 1.. = ranks.len().saturating_sub(SHOWN) {
+                write!(f, " and {more} more")?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The text of `Display`: Rust prints the `Debug` of an error that `main` returns, and of one that
 /// is unwrapped.
 impl fmt::Debug for EngineError {
@@ -201,10 +240,10 @@ impl fmt::Debug for EngineError {
 /// Errors that are shown one by one.
 const SHOWN: usize = 8;
 
-fn lines(errors: &[EngineError]) -> String {
-    let shown = errors.iter().take(SHOWN);
-    let mut text: String = shown.map(|error| format!("\n  {error}")).collect();
-    if let more @ 1.. = errors.len().saturating_sub(SHOWN) {
+fn lines(list: &[impl fmt::Display]) -> String {
+    let shown = list.iter().take(SHOWN);
+    let mut text: String = shown.map(|one| format!("\n  {one}")).collect();
+    if let more @ 1.. = list.len().saturating_sub(SHOWN) {
         text += &format!("\n  and {more} more");
     }
     text

@@ -58,7 +58,7 @@ mod variants;
 pub use by_token::SavedByToken;
 pub use call::{CallInput, Input, Output, OutputGradient, RawBackward, RawCall, RngKey, StepTime};
 pub use engine::{Engine, LoadedKernel};
-pub use error::EngineError;
+pub use error::{DifferentWeight, EngineError};
 pub use jit::{EngineParts, Stats};
 pub use layer::{Layer, LayerOptions, PassTime, Saved, StrategyTuner, TunedCall};
 pub use mesh::{

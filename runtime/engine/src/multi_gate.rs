@@ -55,12 +55,8 @@ impl From<Vec<Saved>> for MultiSaved {
 }
 
 impl Engine {
-    /// Makes one layer per element of `routers`, the weights whose names begin
-    /// with `router.`; all others are in `weights`, once for all layers. Over ranks all of them call
-    /// it, with the same number of routers.
-    ///
-    /// # Errors
-    /// As [`Engine::layer_with`].
+    /// Makes one layer per element of `routers`, over one set of the other weights. `moesaic::Engine`
+    /// documents it.
     pub fn multi_gate(
         &self,
         spec: &LayerSpec,

@@ -8,11 +8,13 @@ use crate::expert_ranks::{ExpertRanks, RowCounts, RowPass};
 use crate::launch::{Bound, Scalars};
 use crate::layer::{Layer, LayerOptions};
 use crate::memory::Addresses;
+use crate::mesh::Digested;
 use crate::pass::Pass;
 use crate::reason::SpecReason;
 use crate::texts::Texts;
 use crate::training::DeviceSaved;
 use crate::user_expert::{Held, UserExpert, run_backward, run_forward};
+use moesaic_collectives::Call;
 use moesaic_plan::{SATURATED, Step, TensorId};
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
@@ -71,17 +73,7 @@ struct Routed {
 }
 
 impl Engine {
-    /// Makes a layer around `experts`: one per expert of the spec, or over ranks one per expert that
-    /// the mesh places on this rank, in that order. `weights` are those of router and shared
-    /// experts; of the spec's experts only their number counts.
-    ///
-    /// # Errors
-    /// [`EngineError::Spec`] when the number of experts differs, for a mesh that splits or
-    /// replicates experts, and for options that such a layer does not take: a part of the weights,
-    /// a tuner, settings of a strategy that move weights or sums of experts (`r`, `shadows`,
-    /// `overlap_by=peers`, `all_to_all=dedup`). [`EngineError::Plan`] when the spec has biases of
-    /// experts or `weight_on = "activation"`, which are inside them; otherwise as
-    /// [`Engine::layer_with`].
+    /// Makes a layer around `experts`. `moesaic::Engine` documents it.
     pub fn user_layer<E: UserExpert>(
         &self,
         spec: &LayerSpec,
@@ -100,7 +92,20 @@ impl Engine {
         let ranks = ranks.transpose()?;
         let expected = ranks.as_ref().map(ExpertRanks::count);
         check_experts(expected.unwrap_or(spec.shape.experts), experts.len())?;
-        let layer = self.device_layer(&Texts::of(plan.layer.into())?, weights)?;
+        let texts = Texts::of(plan.layer.into())?;
+        let layer = match options.mesh {
+            None => self.device_layer(&texts, weights)?,
+            // Every rank routes its own tokens, and rows of a token meet experts of all ranks: other
+            // weights of the router would be another layer, and no error.
+            Some(mesh) => {
+                let everywhere = Digested::new(mesh, weights);
+                let call = Call::new("kernels and weights of a layer");
+                let layer =
+                    mesh.with_heartbeat(&call, || self.device_layer(&texts, &everywhere))?;
+                everywhere.compare(mesh)?;
+                layer
+            }
+        };
         let around = |steps, at| Around::new(&layer, steps, at);
         let steps = layer.plan();
         Ok(UserLayer {

@@ -1,8 +1,8 @@
 //! Safetensors files mapped into memory.
 
-use crate::WeightsError;
 use crate::gguf::{self, Gguf, Kind};
 use crate::regular;
+use crate::{Damage, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::parse_json;
 use moesaic_tensor::{Bytes, Map, SourceError, Tensor, WeightSource};
@@ -93,7 +93,7 @@ impl TensorRef<'_> {
             Ok(true) => Ok(()),
             Ok(false) => Err(WeightsError::Corrupt {
                 file: self.file.to_path_buf(),
-                reason: "it was cut short since it was opened".to_string(),
+                reason: Damage::Shrunk,
             }),
             Err(error) => Err(WeightsError::io(self.file)(error)),
         }
@@ -217,10 +217,11 @@ impl Checkpoint {
             other => other,
         })?;
         let Some(info) = shard.metadata.info(name) else {
-            let reason = format!("the index says it has `{name}`, but it has not");
             return Err(WeightsError::Corrupt {
                 file: shard.file.clone(),
-                reason,
+                reason: Damage::NotThere {
+                    tensor: name.clone(),
+                },
             });
         };
         let (start, end) = info.data_offsets;
@@ -347,6 +348,7 @@ impl Shard {
         // An empty file cannot be mapped, and a shorter one has no header length.
         if length < 8 {
             let reason = format!("{length} bytes are too few for a safetensors file");
+            let reason = Damage::CutShort(reason);
             return Err(WeightsError::Corrupt { file, reason });
         }
         let map = Map::new(&handle).map_err(WeightsError::io(&file))?;
@@ -368,16 +370,16 @@ impl Shard {
 }
 
 /// Explains the library's error in a user's words.
-fn explain(error: &safetensors::SafeTensorError, length: u64) -> String {
+fn explain(error: &safetensors::SafeTensorError, length: u64) -> Damage {
     use safetensors::SafeTensorError as E;
     match error {
-        E::MetadataIncompleteBuffer => {
-            format!("its {length} bytes are not those its header asks for; it may be cut short")
-        }
+        E::MetadataIncompleteBuffer => Damage::CutShort(format!(
+            "its {length} bytes are not those its header asks for"
+        )),
         E::InvalidHeaderLength => {
-            format!("its header is longer than its {length} bytes; it may be cut short")
+            Damage::CutShort(format!("its header is longer than its {length} bytes"))
         }
-        other => format!("not a safetensors file ({other})"),
+        other => Damage::Header(format!("not a safetensors file ({other})")),
     }
 }
 
@@ -433,7 +435,7 @@ pub(crate) fn read_index(index: &Path) -> Result<Vec<(String, String)>, WeightsE
     let text = fs::read_to_string(index).map_err(WeightsError::io(index))?;
     let corrupt = |reason: String| WeightsError::Corrupt {
         file: index.to_path_buf(),
-        reason,
+        reason: Damage::Index(reason),
     };
     let json = parse_json(&text).map_err(|e| corrupt(format!("not JSON ({e})")))?;
     let map = json
@@ -456,10 +458,11 @@ pub(crate) fn inside(dir: &Path, index: &Path, file: &str) -> Result<PathBuf, We
     {
         return Ok(dir.join(path));
     }
-    let reason = format!("it names the file `{file}` outside the directory");
     Err(WeightsError::Corrupt {
         file: index.to_path_buf(),
-        reason,
+        reason: Damage::Outside {
+            file: file.to_string(),
+        },
     })
 }
 

@@ -1,6 +1,8 @@
 //! Errors of weight files.
 
+use crate::Damage;
 use moesaic_spec::format::StoredError;
+use safetensors::SafeTensorError;
 use std::collections::BTreeSet;
 use std::io;
 use std::path::PathBuf;
@@ -60,7 +62,20 @@ pub enum WeightsError {
         /// The file.
         file: PathBuf,
         /// The damage.
-        reason: String,
+        #[source]
+        reason: Damage,
+    },
+
+    /// A tensor whose bytes are not those of its shape, so no file can hold it.
+    #[error("`{tensor}` cannot be written to {file} ({reason})", file = .file.display())]
+    Unwritable {
+        /// The tensor's name.
+        tensor: String,
+        /// The file.
+        file: PathBuf,
+        /// The contradiction.
+        #[source]
+        reason: SafeTensorError,
     },
 
     /// A tensor is missing.

@@ -1,8 +1,8 @@
 //! GGUF files mapped into memory: one file, or the shards of a model.
 
-use crate::WeightsError;
 use crate::gguf_header::{Header, Info, read_header};
 use crate::regular;
+use crate::{Damage, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::format::Blocks;
 use moesaic_spec::gguf::{Metadata, NUMBERS, TensorInfo, number_id};
@@ -201,7 +201,7 @@ impl Gguf {
     fn add(&mut self, file: &Path) -> Result<Header, WeightsError> {
         let handle = regular::open(file)?;
         let map = Map::new(&handle).map_err(WeightsError::io(file))?;
-        let corrupt = |reason: String| WeightsError::Corrupt {
+        let corrupt = |reason: Damage| WeightsError::Corrupt {
             file: file.to_path_buf(),
             reason,
         };
@@ -212,7 +212,8 @@ impl Gguf {
             let place = Place { shard, index };
             // Which of the two was meant is unknowable.
             if self.names.insert(info.name.clone(), place).is_some() {
-                return Err(corrupt(format!("tensor `{}` is there twice", info.name)));
+                let twice = format!("tensor `{}` is there twice", info.name);
+                return Err(corrupt(Damage::Header(twice)));
             }
             let dtype = match info.kind {
                 Kind::Numbers(dtype) => Some(dtype),

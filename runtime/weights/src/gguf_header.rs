@@ -1,6 +1,7 @@
 //! Headers of GGUF files: metadata and the place of each tensor, all checked against the bytes that
 //! exist.
 
+use crate::Damage;
 use crate::gguf::Kind;
 use moesaic_spec::gguf::Value;
 use std::collections::BTreeMap;
@@ -15,22 +16,20 @@ pub(crate) struct Header {
 
 impl Header {
     /// Refuses a file that says it is another one than the shard with index `at` of `count` files.
-    pub(crate) fn check_shard(&self, at: usize, count: usize) -> Result<(), String> {
+    pub(crate) fn check_shard(&self, at: usize, count: usize) -> Result<(), Damage> {
         let said = |key| match self.values.get(key) {
             Some(Value::Int(number)) => usize::try_from(*number).ok(),
             _ => None,
         };
         match (said("split.count"), said("split.no")) {
             // A renamed part would otherwise look like a whole model with most tensors missing.
-            (Some(said), _) if said > 1 && said != count => Err(format!(
-                "it is one of {said} shards; name it as llama.cpp does, \
-                 NAME-00001-of-{said:05}.gguf, beside the others"
-            )),
-            (_, Some(said)) if said != at => Err(format!(
-                "by its name it is shard {}, and by its key `split.no` shard {}",
-                at + 1,
-                said.saturating_add(1)
-            )),
+            (Some(said), _) if said > 1 && said != count => {
+                Err(Damage::OneOfShards { count: said })
+            }
+            (_, Some(said)) if said != at => Err(Damage::OtherShard {
+                by_name: at + 1,
+                by_key: said.saturating_add(1),
+            }),
             _ => Ok(()),
         }
     }
@@ -61,23 +60,24 @@ pub(crate) const MOST_DIMENSIONS: u32 = 4;
 /// The default alignment.
 const ALIGNMENT: u64 = 32;
 
-/// Reads a header. The error is the reason.
-pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
+/// Returns the damage of a header that contradicts itself or the format.
+fn header(problem: impl Into<String>) -> Damage {
+    Damage::Header(problem.into())
+}
+
+/// Reads a header.
+pub(crate) fn read_header(file: &[u8]) -> Result<Header, Damage> {
     let mut from = Reader { file, at: 0 };
     if from.take(4)? != b"GGUF" {
-        return Err("it does not begin as GGUF files do".to_string());
+        return Err(header("it does not begin as GGUF files do"));
     }
     match from.u32()? {
         2 | 3 => {}
         // A swapped version number is the only sign of a big-endian file.
         other if (2..=3).contains(&other.swap_bytes()) => {
-            return Err("it is of a big-endian machine, which is not read".to_string());
+            return Err(Damage::BigEndian);
         }
-        other => {
-            return Err(format!(
-                "it is of version {other} of GGUF; versions 2 and 3 are read"
-            ));
-        }
+        other => return Err(Damage::Version(other)),
     }
     // These counts are not trusted: nothing is allocated by them, and reading stops at the end of
     // the file.
@@ -89,7 +89,7 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
         let value = from.value(kind)?;
         // Which of the two was meant is unknowable.
         if values.contains_key(&key) {
-            return Err(format!("its header has `{key}` twice"));
+            return Err(header(format!("its header has `{key}` twice")));
         }
         values.insert(key, value);
     }
@@ -100,23 +100,25 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, String> {
     let alignment = match values.get("general.alignment") {
         None => ALIGNMENT,
         Some(Value::Int(size)) if *size > 0 && size.count_ones() == 1 => *size as u64,
-        Some(other) => return Err(format!("general.alignment is {other}, no power of two")),
+        Some(other) => {
+            let problem = format!("general.alignment is {other}, no power of two");
+            return Err(header(problem));
+        }
     };
     let data = (from.at as u64)
         .checked_next_multiple_of(alignment)
-        .ok_or("its header has no end")?;
-    let infos = entries.into_iter().map(|entry| {
-        let name = entry.name.clone();
-        let placed = place(entry, data, alignment, file.len() as u64);
-        placed.map_err(|reason| format!("tensor `{name}` {reason}"))
-    });
+        .ok_or_else(|| header("its header has no end"))?;
+    let length = file.len() as u64;
+    let infos = entries
+        .into_iter()
+        .map(|entry| place(entry, data, alignment, length));
     let infos = infos.collect::<Result<Vec<_>, _>>()?;
     check_apart(&infos)?;
     Ok(Header { values, infos })
 }
 
 /// Refuses tensors that share bytes, because at least one of them is not what its name says.
-fn check_apart(infos: &[Info]) -> Result<(), String> {
+fn check_apart(infos: &[Info]) -> Result<(), Damage> {
     let mut by_place: Vec<&Info> = infos.iter().filter(|info| !info.bytes.is_empty()).collect();
     by_place.sort_by_key(|info| info.bytes.start);
     let shared = by_place
@@ -124,15 +126,15 @@ fn check_apart(infos: &[Info]) -> Result<(), String> {
         .find(|pair| pair[1].bytes.start < pair[0].bytes.end);
     match shared {
         None => Ok(()),
-        Some(pair) => Err(format!(
+        Some(pair) => Err(header(format!(
             "tensors `{}` and `{}` share bytes",
             pair[0].name, pair[1].name
-        )),
+        ))),
     }
 }
 
 /// Returns the place of the tensor in a file of `length` bytes whose tensors begin at `data`.
-fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, String> {
+fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, Damage> {
     let Entry {
         name,
         shape,
@@ -142,16 +144,17 @@ fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, S
     let elements = shape
         .iter()
         .try_fold(1u64, |count, size| count.checked_mul(*size as u64));
+    let wrong = |problem: String| header(format!("tensor `{name}` {problem}"));
     let elements =
-        elements.ok_or_else(|| format!("has shape {shape:?}, more than there can be"))?;
+        elements.ok_or_else(|| wrong(format!("has shape {shape:?}, more than there can be")))?;
     let row = shape.last().copied().unwrap_or(1);
     let size = match kind {
         Kind::Numbers(dtype) => elements.checked_mul(dtype.size() as u64),
         Kind::Blocks(blocks) if row % blocks.elements != 0 => {
-            return Err(format!(
+            return Err(wrong(format!(
                 "has rows of {row} elements, which are no whole blocks of {} ({} elements)",
                 blocks.name, blocks.elements
-            ));
+            )));
         }
         Kind::Blocks(blocks) => {
             (elements / blocks.elements as u64).checked_mul(blocks.bytes as u64)
@@ -161,7 +164,7 @@ fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, S
     };
     // The format demands alignment, and decoders rely on it.
     if offset % alignment != 0 {
-        return Err(format!("is at {offset}, no multiple of {alignment}"));
+        return Err(wrong(format!("is at {offset}, no multiple of {alignment}")));
     }
     let start = data.checked_add(offset);
     let end = start
@@ -175,9 +178,9 @@ fn place(entry: Entry, data: u64, alignment: u64, length: u64) -> Result<Info, S
             // Both lie within the file, which is mapped, so they fit a usize.
             bytes: start as usize..end as usize,
         }),
-        _ => Err(format!(
-            "ends behind the file's {length} bytes; it may be cut short"
-        )),
+        _ => Err(Damage::CutShort(format!(
+            "tensor `{name}` ends behind the file's {length} bytes"
+        ))),
     }
 }
 
@@ -188,7 +191,7 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn take(&mut self, count: u64) -> Result<&'a [u8], String> {
+    fn take(&mut self, count: u64) -> Result<&'a [u8], Damage> {
         let left = &self.file[self.at..];
         match usize::try_from(count)
             .ok()
@@ -198,33 +201,33 @@ impl<'a> Reader<'a> {
                 self.at += bytes.len();
                 Ok(bytes)
             }
-            None => Err(format!(
-                "its header asks for {count} bytes where {} are left; it may be cut short",
+            None => Err(Damage::CutShort(format!(
+                "its header asks for {count} bytes where {} are left",
                 left.len()
-            )),
+            ))),
         }
     }
 
-    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], String> {
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], Damage> {
         let mut bytes = [0; N];
         bytes.copy_from_slice(self.take(N as u64)?);
         Ok(bytes)
     }
 
-    fn u32(&mut self) -> Result<u32, String> {
+    fn u32(&mut self) -> Result<u32, Damage> {
         Ok(u32::from_le_bytes(self.bytes()?))
     }
 
-    fn u64(&mut self) -> Result<u64, String> {
+    fn u64(&mut self) -> Result<u64, Damage> {
         Ok(u64::from_le_bytes(self.bytes()?))
     }
 
-    fn text(&mut self) -> Result<String, String> {
+    fn text(&mut self) -> Result<String, Damage> {
         let count = self.u64()?;
         Ok(String::from_utf8_lossy(self.take(count)?).into_owned())
     }
 
-    fn value(&mut self, kind: u32) -> Result<Value, String> {
+    fn value(&mut self, kind: u32) -> Result<Value, Damage> {
         Ok(match kind {
             0 => Value::Int(i64::from(u8::from_le_bytes(self.bytes()?))),
             1 => Value::Int(i64::from(i8::from_le_bytes(self.bytes()?))),
@@ -244,15 +247,14 @@ impl<'a> Reader<'a> {
             11 => Value::Int(i64::from_le_bytes(self.bytes()?)),
             12 => Value::Float(f64::from_le_bytes(self.bytes()?)),
             other => {
-                return Err(format!(
-                    "its header has a value of type {other}, which is none"
-                ));
+                let problem = format!("its header has a value of type {other}, which is none");
+                return Err(header(problem));
             }
         })
     }
 
     /// Skips a list and keeps its length, since vocabularies are long and no layer needs one.
-    fn list(&mut self) -> Result<Value, String> {
+    fn list(&mut self) -> Result<Value, Damage> {
         let (kind, count) = (self.u32()?, self.u64()?);
         let size = match kind {
             0 | 1 | 7 => 1,
@@ -268,30 +270,30 @@ impl<'a> Reader<'a> {
                 return Ok(Value::List(count));
             }
             other => {
-                return Err(format!(
-                    "its header has a list of type {other}, which is none"
-                ));
+                let problem = format!("its header has a list of type {other}, which is none");
+                return Err(header(problem));
             }
         };
         let bytes = count
             .checked_mul(size)
-            .ok_or("its header has an endless list")?;
+            .ok_or_else(|| header("its header has an endless list"))?;
         self.take(bytes)?;
         Ok(Value::List(count))
     }
 
-    fn entry(&mut self) -> Result<Entry, String> {
+    fn entry(&mut self) -> Result<Entry, Damage> {
         let name = self.text()?;
         let dimensions = self.u32()?;
         if dimensions > MOST_DIMENSIONS {
-            return Err(format!(
+            return Err(header(format!(
                 "tensor `{name}` has {dimensions} dimensions, more than {MOST_DIMENSIONS}"
-            ));
+            )));
         }
         let mut shape = Vec::new();
         for _ in 0..dimensions {
             let size = usize::try_from(self.u64()?);
-            shape.push(size.map_err(|_| format!("tensor `{name}` is larger than memory"))?);
+            let size = size.map_err(|_| header(format!("tensor `{name}` is larger than memory")));
+            shape.push(size?);
         }
         // The file lists the innermost size first.
         shape.reverse();

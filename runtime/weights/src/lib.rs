@@ -16,6 +16,7 @@
 mod checkpoint;
 mod codes;
 mod copy;
+mod damage;
 mod error;
 mod experts;
 mod gguf;
@@ -35,6 +36,7 @@ mod write;
 mod writer;
 
 pub use checkpoint::{Checkpoint, TensorRef};
+pub use damage::Damage;
 pub use error::{CodesError, WeightsError};
 pub use experts::{ExpertFormats, dequantized, set_expert_formats};
 pub use keys::{KeyOptions, load_keys};

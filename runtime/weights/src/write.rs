@@ -14,8 +14,8 @@ use tempfile::NamedTempFile;
 ///
 /// # Errors
 ///
-/// [`WeightsError::Io`] if the file cannot be written, [`WeightsError::Corrupt`] for a tensor whose
-/// bytes do not fit its shape.
+/// [`WeightsError::Io`] if the file cannot be written, [`WeightsError::Unwritable`] for a tensor
+/// whose bytes do not fit its shape.
 pub fn write_safetensors(
     path: impl AsRef<Path>,
     tensors: &Tensors<'_>,
@@ -104,9 +104,10 @@ fn serialized(
     tensors: &Tensors<'_>,
     note: Option<HashMap<String, String>>,
 ) -> Result<Vec<u8>, WeightsError> {
-    let invalid = |name: &str, error: safetensors::SafeTensorError| WeightsError::Corrupt {
+    let invalid = |name: &str, reason: safetensors::SafeTensorError| WeightsError::Unwritable {
+        tensor: name.to_string(),
         file: path.to_path_buf(),
-        reason: format!("`{name}` cannot be written ({error})"),
+        reason,
     };
     let mut views = Vec::with_capacity(tensors.len());
     for (name, tensor) in tensors {

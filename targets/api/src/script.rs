@@ -1,4 +1,4 @@
-//! Compilers behind scripts, which may add flags of their own.
+//! Compilers behind scripts, which may add flags of their own, and behind other launchers.
 
 use std::fs::File;
 use std::io::Read;
@@ -21,6 +21,20 @@ pub fn scripts(program: &Path, args: &[String]) -> Option<String> {
         return None;
     }
     Some(format!("script {:016x}", hash(&texts.concat())))
+}
+
+/// Programs that are called by a compiler's name, through a link, and start the compiler of that
+/// name: `/usr/lib/ccache/gcc` is a link to ccache.
+const LAUNCHERS: [&str; 4] = ["ccache", "sccache", "distcc", "icecc"];
+
+/// Returns true if `program` is a link to a launcher, whose file does not change along with the
+/// compiler behind it.
+pub fn is_link_to_launcher(program: &Path) -> bool {
+    let file = program.canonicalize().ok();
+    let name = file.as_deref().and_then(Path::file_stem);
+    LAUNCHERS
+        .iter()
+        .any(|launcher| name.is_some_and(|name| name == *launcher))
 }
 
 /// Returns the file that a launcher starts for the word `name`.

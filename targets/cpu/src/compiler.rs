@@ -5,7 +5,7 @@ use crate::find::{self, Process};
 use crate::{Identity, flags, report};
 use moesaic_kernel::{CpuIsa, KernelSource, Target};
 use moesaic_target::{
-    Artifact, CompileError, CompileOptions, Compiler, CompilerReason, Report, Scratch,
+    Artifact, CompileError, CompileOptions, Compiler, CompilerReason, Report, Scratch, script,
 };
 use std::path::Path;
 use std::sync::OnceLock;
@@ -64,8 +64,8 @@ impl CpuCompiler {
     /// Returns the identity to remember for the next process. Runs the compiler
     /// once if its version is not known yet. The result is `None` if the
     /// compiler does not tell its version, or if it is a launcher such as
-    /// `ccache gcc` or a script, whose file does not change along with the
-    /// compiler behind it.
+    /// `ccache gcc`, `/usr/lib/ccache/gcc` or a script, whose file does not
+    /// change along with the compiler behind it.
     pub fn identity(&self) -> Option<Identity> {
         if self.is_launcher() || self.version() == UNKNOWN {
             return None;
@@ -74,7 +74,9 @@ impl CpuCompiler {
     }
 
     fn is_launcher(&self) -> bool {
-        !self.driver.leading_args().is_empty() || self.scripts().is_some()
+        !self.driver.leading_args().is_empty()
+            || self.scripts().is_some()
+            || script::is_link_to_launcher(self.program())
     }
 
     fn scripts(&self) -> Option<&str> {

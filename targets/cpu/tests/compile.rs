@@ -261,6 +261,11 @@ fn a_launcher_is_not_remembered() {
     let dir = tempfile::tempdir().unwrap();
     let behind_script = CpuCompiler::at(&script(dir.path(), "exit 1"));
     assert!(behind_script.identity().is_none());
+    let ccache = dir.path().join("ccache");
+    std::fs::copy(compiler().program(), &ccache).unwrap();
+    let link = dir.path().join("gcc");
+    std::os::unix::fs::symlink(&ccache, &link).unwrap();
+    assert!(CpuCompiler::at(&link).identity().is_none());
 }
 
 #[test]

@@ -8,12 +8,9 @@ use crate::driver::{self, Table};
 use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{CudaContext, CudaStream};
-use moesaic_kernel::{CudaArch, Entry, Target};
-use moesaic_target::gpu::{GpuDevice, Setup, StreamHandle};
-use moesaic_target::{
-    Artifact, Buffer, Device, DeviceError, DeviceInfo, Fault, GpuInfo, Module, RowCopy,
-    StreamDevice, UnavailableReason,
-};
+use moesaic_kernel::{CudaArch, Target};
+use moesaic_target::gpu::{GpuDevice, GpuWrapper, Setup, StreamHandle};
+use moesaic_target::{Device, DeviceError, DeviceInfo, Fault, GpuInfo, UnavailableReason};
 use std::ffi::c_void;
 use std::sync::Arc;
 use vendor::Cuda;
@@ -119,50 +116,9 @@ impl CudaDevice {
     }
 }
 
-impl Device for CudaDevice {
-    fn info(&self) -> &DeviceInfo {
-        self.gpu.info()
-    }
-
-    fn streams(&self) -> Result<&dyn StreamDevice, DeviceError> {
-        self.gpu.streams()
-    }
-
-    fn capturing(&self) -> Option<String> {
-        self.gpu.capturing()
-    }
-
-    fn keep(&self, used: Arc<Buffer>) {
-        self.gpu.keep(used);
-    }
-
-    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
-        self.gpu.load(artifact, entries)
-    }
-
-    fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        self.gpu.alloc(bytes)
-    }
-
-    fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
-        self.gpu.upload(bytes, buffer, offset)
-    }
-
-    fn download(
-        &self,
-        buffer: &Buffer,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), DeviceError> {
-        self.gpu.download(buffer, offset, bytes)
-    }
-
-    fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
-        self.gpu.copy_rows(copy)
-    }
-
-    fn synchronize(&self) -> Result<(), DeviceError> {
-        self.gpu.synchronize()
+impl GpuWrapper for CudaDevice {
+    fn gpu(&self) -> &dyn Device {
+        &self.gpu
     }
 }
 

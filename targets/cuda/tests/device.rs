@@ -33,7 +33,6 @@ extern "C" __global__ void mapped(const __grid_constant__ Map map, unsigned long
 const CASES: &[Case] = &[
     Case::new("cuda_facts", cuda_facts),
     Case::new("cuda_shares_its_stream", shares_its_stream),
-    Case::new("cuda_on_a_handle", on_a_handle),
     Case::new("cuda_shared_memory", shared_memory),
     Case::new("cuda_refused_shared_memory", refused_shared_memory).failing("function_set", 1, 0),
     Case::new("cuda_clusters", clusters),
@@ -52,6 +51,10 @@ fn main() {
         fake: "tests/fake_cuda.c",
         library: "libcuda.so.1",
         open: |ordinal| Ok(Arc::new(CudaDevice::open(ordinal)?)),
+        on_handle: |ordinal, stream| {
+            // SAFETY: the suite keeps the stream's owner for longer than the device.
+            Ok(Arc::new(unsafe { CudaDevice::on_handle(ordinal, stream) }?))
+        },
         count: CudaDevice::count,
         symbol,
         compile,
@@ -164,31 +167,6 @@ fn shares_its_stream(_: &Harness) {
         "free a2 on s1",
         "one stream for both"
     );
-}
-
-fn on_a_handle(harness: &Harness) {
-    let owner = CudaDevice::open(0).unwrap();
-    let handle = owner.stream().cu_stream().cast();
-    // SAFETY: the owner of the stream outlives the device.
-    let device = unsafe { CudaDevice::on_handle(0, handle) }.unwrap();
-    let module = harness.load(&device);
-    // SAFETY: it touches nothing.
-    unsafe { module.launch("scale", dims([1, 1]), &nothing()) }.unwrap();
-    device.synchronize().unwrap();
-    drop(module);
-    drop(device);
-    let destroyed = |line: &String| line.contains("destroy s1");
-    assert!(!log().iter().any(destroyed), "the stream is its owner's");
-    drop(owner);
-    let log = log();
-    let launched = |line: &String| line.starts_with("launch scale") && line.contains("on s1");
-    assert!(log.iter().any(launched), "{log:?}");
-    assert!(log.iter().any(destroyed), "{log:?}");
-    // SAFETY: it is refused.
-    let error = unsafe { CudaDevice::on_handle(9, std::ptr::null_mut()) }
-        .err()
-        .unwrap();
-    assert!(error.to_string().contains("GPU 9 was asked for"), "{error}");
 }
 
 fn with_shared(harness: &Harness, device: &dyn Device, bytes: u32) -> Result<(), DeviceError> {

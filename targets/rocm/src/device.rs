@@ -4,16 +4,12 @@ mod vendor;
 
 use crate::hip::{Hip, Properties};
 use moesaic_dl::DlError;
-use moesaic_kernel::{Entry, Target};
-use moesaic_target::gpu::{Fault, GpuDevice, Setup, StreamHandle};
-use moesaic_target::{
-    Artifact, Buffer, Device, DeviceError, DeviceInfo, GpuInfo, Module, RowCopy, SharedError,
-    StreamDevice, UnavailableReason,
-};
+use moesaic_kernel::Target;
+use moesaic_target::gpu::{Fault, GpuDevice, GpuWrapper, Setup, StreamHandle};
+use moesaic_target::{Device, DeviceError, DeviceInfo, GpuInfo, SharedError, UnavailableReason};
 use std::any::Any;
 use std::ffi::c_void;
 use std::path::Path;
-use std::sync::Arc;
 use vendor::Rocm;
 
 /// An AMD GPU and one stream on it.
@@ -96,50 +92,9 @@ impl HipDevice {
     }
 }
 
-impl Device for HipDevice {
-    fn info(&self) -> &DeviceInfo {
-        self.gpu.info()
-    }
-
-    fn streams(&self) -> Result<&dyn StreamDevice, DeviceError> {
-        self.gpu.streams()
-    }
-
-    fn capturing(&self) -> Option<String> {
-        self.gpu.capturing()
-    }
-
-    fn keep(&self, used: Arc<Buffer>) {
-        self.gpu.keep(used);
-    }
-
-    fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
-        self.gpu.load(artifact, entries)
-    }
-
-    fn alloc(&self, bytes: usize) -> Result<Buffer, DeviceError> {
-        self.gpu.alloc(bytes)
-    }
-
-    fn upload(&self, bytes: &[u8], buffer: &Buffer, offset: usize) -> Result<(), DeviceError> {
-        self.gpu.upload(bytes, buffer, offset)
-    }
-
-    fn download(
-        &self,
-        buffer: &Buffer,
-        offset: usize,
-        bytes: &mut [u8],
-    ) -> Result<(), DeviceError> {
-        self.gpu.download(buffer, offset, bytes)
-    }
-
-    fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
-        self.gpu.copy_rows(copy)
-    }
-
-    fn synchronize(&self) -> Result<(), DeviceError> {
-        self.gpu.synchronize()
+impl GpuWrapper for HipDevice {
+    fn gpu(&self) -> &dyn Device {
+        &self.gpu
     }
 }
 

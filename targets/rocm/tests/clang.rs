@@ -1,10 +1,11 @@
 //! Real compiles with the clang of the toolchain registry, and a fake clang for
 //! the rare failures of a real one.
 
-use moesaic_kernel::{
-    Access, DType, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Size, Stem,
-    Target,
-};
+#[path = "../../api/tests/compilers/mod.rs"]
+mod compilers;
+
+use compilers::{entries, entry};
+use moesaic_kernel::{Entry, KernelSource, Language, Param, Stem, Target};
 use moesaic_rocm::{ClangTool, RocmCompiler, read_code_object};
 use moesaic_target::{Artifact, CompileError, CompileOptions, Compiler, KernelReport};
 use moesaic_toolchain::testing;
@@ -64,52 +65,6 @@ fn source(target: &str, text: &str, entries: Vec<Entry>) -> KernelSource {
         text: format!("{PRELUDE}{text}"),
         entries,
     }
-}
-
-fn entry(symbol: &str, threads: u32, params: Vec<Param>) -> Entry {
-    let launch = Launch {
-        grid: [Size::Tokens, Size::Const(1)],
-        threads,
-        shared_bytes: 0,
-        cluster: 1,
-        dependent: false,
-    };
-    Entry {
-        symbol: symbol.to_string(),
-        summary: String::new(),
-        params,
-        launch,
-    }
-}
-
-fn float(name: &str) -> Param {
-    Param {
-        name: name.to_string(),
-        ty: ParamType::Scalar(Scalar::F32),
-        shape: String::new(),
-    }
-}
-
-fn tensor(name: &str) -> Param {
-    Param::tensor(name, DType::F32, Access::ReadWrite, "[tokens]")
-}
-
-fn scale_params() -> Vec<Param> {
-    vec![
-        float("factor"),
-        tensor("in"),
-        tensor("out"),
-        Param::i64("count"),
-        float("bias"),
-    ]
-}
-
-/// Entries in another order than the text, which the report must keep.
-fn entries() -> Vec<Entry> {
-    vec![
-        entry("scale", 256, scale_params()),
-        entry("fill", 64, vec![tensor("out"), Param::i64("count")]),
-    ]
 }
 
 fn compile(source: &KernelSource) -> Result<Artifact, CompileError> {

@@ -2,8 +2,8 @@
 
 use moesaic_kernel::DType;
 use moesaic_spec::{
-    Activation, ClampSite, ExpertForm, Expression, LayerSpec, RouterKind, SharedExpert, SharedGate,
-    WeightSite,
+    Activation, CapacityMode, CapacityOrder, ClampSite, ExpertForm, Expression, LayerSpec,
+    RouterKind, SharedExpert, SharedGate, WeightSite,
 };
 
 /// A layer of these widths (model and hidden), experts and top-k.
@@ -61,6 +61,82 @@ pub fn limited(spec: &mut LayerSpec, clamp: Option<f64>) {
         activation: None,
     };
     spec.shared = vec![shared(Some(0.2)), shared(Some(0.0))];
+}
+
+/// A change of a layer.
+pub type Change = fn(&mut LayerSpec);
+
+/// What experts compute, each way once.
+pub const EXPERTS: [Change; 8] = [
+    |s| {
+        s.experts.bias = true.into();
+        s.experts.clamp = Some(0.4);
+        s.experts.alpha = 1.702;
+        s.experts.up_offset = 1.0;
+    },
+    |s| limited(s, None),
+    |s| limited(s, Some(0.3)),
+    |s| {
+        s.experts.form = ExpertForm::Plain;
+        s.experts.activation = Activation::Gelu;
+        s.experts.bias = true.into();
+        s.shape.output_dim = Some(40);
+    },
+    |s| {
+        s.experts.form = ExpertForm::Plain;
+        s.experts.activation = Activation::Relu2;
+    },
+    |s| s.experts.activation = Activation::GeluTanh,
+    |s| {
+        s.experts.activation = Activation::Relu;
+        s.experts.bias = true.into();
+        s.router.weight_on = WeightSite::Activation;
+    },
+    |s| {
+        s.router.weight_on = WeightSite::Input;
+        s.precision.activations = DType::Bf16;
+        s.experts.bias = true.into();
+    },
+];
+
+/// The ways in which a capacity drops tokens, as far as a backward pass sees them.
+pub const DROPS: [Change; 3] = [
+    |s| {
+        s.capacity.mode = CapacityMode::Factor;
+        s.capacity.factor = 0.7;
+        s.experts.bias = true.into();
+    },
+    |s| {
+        s.capacity.mode = CapacityMode::Factor;
+        s.capacity.factor = -0.9;
+        s.capacity.order = CapacityOrder::Probability;
+        s.capacity.renormalize_after_drop = true;
+        s.experts.identity = 1;
+    },
+    |s| {
+        s.capacity.mode = CapacityMode::Fixed;
+        s.capacity.rows = Some(1);
+        s.capacity.renormalize_after_drop = true;
+        s.router.weight_on = WeightSite::Input;
+    },
+];
+
+/// A layer with a capacity, shared experts and narrow numbers.
+pub fn busy() -> LayerSpec {
+    with(
+        biased(typed(external(45, 70, 5, 3), DType::Bf16, DType::Bf16)),
+        |s| {
+            s.capacity.mode = CapacityMode::Factor;
+            s.capacity.factor = 0.9;
+            s.shared = vec![SharedExpert {
+                hidden_dim: 40,
+                gate: SharedGate::Sigmoid,
+                bias: None,
+                clamp: None,
+                activation: None,
+            }];
+        },
+    )
 }
 
 /// What may become of a sum, and in which type.

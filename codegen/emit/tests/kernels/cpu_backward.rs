@@ -1,7 +1,7 @@
 //! The backward kernels for CPUs, stem by stem.
 
 use moesaic_harness::cpu::{host, isas};
-use moesaic_harness::specs::{biased, external as spec, limited, with};
+use moesaic_harness::specs::{biased, external as spec, with};
 use moesaic_harness::thorough::in_turns;
 use moesaic_harness::{Harness, backward, specs};
 use moesaic_kernel::{CpuIsa, DType};
@@ -25,7 +25,7 @@ fn run(spec: &LayerSpec, isa: CpuIsa, tokens: &[usize]) {
 }
 
 /// Changes of a layer of 33 x 21, 6 experts, 2 per token.
-fn variants(changes: &[fn(&mut LayerSpec)]) {
+fn variants(changes: &[specs::Change]) {
     for change in changes {
         run(&with(spec(33, 21, 6, 2), change), host(), &[0, 1, 47]);
     }
@@ -95,94 +95,35 @@ fn large_results() {
 
 #[test]
 fn experts() {
-    variants(&[
-        |s| {
-            s.experts.bias = true.into();
-            s.experts.clamp = Some(0.7);
-            s.experts.alpha = 1.702;
-            s.experts.up_offset = 1.0;
-        },
-        |s| limited(s, None),
-        |s| limited(s, Some(0.3)),
-        |s| {
-            s.experts.form = ExpertForm::Plain;
-            s.experts.activation = Activation::Gelu;
-            s.experts.bias = true.into();
-            s.shape.output_dim = Some(40);
-        },
-        |s| {
-            s.experts.form = ExpertForm::Plain;
-            s.experts.activation = Activation::Relu2;
-        },
-        |s| s.experts.activation = Activation::GeluTanh,
-        |s| {
-            s.experts.activation = Activation::Relu;
-            s.experts.bias = true.into();
-            s.router.weight_on = WeightSite::Activation;
-        },
-        |s| {
-            s.router.weight_on = WeightSite::Input;
-            s.precision.activations = DType::Bf16;
-            s.experts.bias = true.into();
-        },
-        |s| {
-            let shared = |gate| SharedExpert {
-                hidden_dim: 9,
-                gate,
-                bias: None,
-                clamp: None,
-                activation: None,
-            };
-            s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
-            s.experts.bias = true.into();
-            s.experts.identity = 2;
-            s.experts.zero = 1;
-        },
-    ]);
+    variants(&specs::EXPERTS);
+}
+
+#[test]
+fn shared_and_identity_experts() {
+    variants(&[|s| {
+        let shared = |gate| SharedExpert {
+            hidden_dim: 9,
+            gate,
+            bias: None,
+            clamp: None,
+            activation: None,
+        };
+        s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
+        s.experts.bias = true.into();
+        s.experts.identity = 2;
+        s.experts.zero = 1;
+    }]);
 }
 
 #[test]
 fn capacities() {
-    variants(&[
-        |s| {
-            s.capacity.mode = CapacityMode::Factor;
-            s.capacity.factor = 0.7;
-            s.experts.bias = true.into();
-        },
-        |s| {
-            s.capacity.mode = CapacityMode::Factor;
-            s.capacity.factor = -0.9;
-            s.capacity.order = CapacityOrder::Probability;
-            s.capacity.renormalize_after_drop = true;
-            s.experts.identity = 1;
-        },
-        |s| {
-            s.capacity.mode = CapacityMode::Fixed;
-            s.capacity.rows = Some(1);
-            s.capacity.renormalize_after_drop = true;
-            s.router.weight_on = WeightSite::Input;
-        },
-    ]);
-}
-
-fn busy() -> LayerSpec {
-    with(typed(spec(45, 70, 5, 3), DType::Bf16, DType::Bf16), |s| {
-        s.capacity.mode = CapacityMode::Factor;
-        s.capacity.factor = 0.9;
-        s.shared = vec![SharedExpert {
-            hidden_dim: 40,
-            gate: SharedGate::Sigmoid,
-            bias: None,
-            clamp: None,
-            activation: None,
-        }];
-    })
+    variants(&specs::DROPS);
 }
 
 #[test]
 fn recomputing_gives_the_same_bits() {
     let run = |recompute| {
-        let harness = Harness::training(&busy(), host(), 2, Training { recompute });
+        let harness = Harness::training(&specs::busy(), host(), 2, Training { recompute });
         harness.train(300, &[0])
     };
     let kept = run(Recompute::None);
@@ -195,7 +136,7 @@ fn recomputing_gives_the_same_bits() {
 #[test]
 fn threads_give_the_same_bits() {
     let run = |threads| {
-        let harness = Harness::training(&busy(), host(), threads, Training::default());
+        let harness = Harness::training(&specs::busy(), host(), threads, Training::default());
         harness.train(300, &[0])
     };
     let one = run(1);
@@ -206,7 +147,7 @@ fn threads_give_the_same_bits() {
 #[test]
 fn gradients_add_up() {
     for tokens in [0, 200] {
-        let harness = Harness::training(&busy(), host(), 2, Training::default());
+        let harness = Harness::training(&specs::busy(), host(), 2, Training::default());
         let once = harness.train(tokens, &[0]);
         let twice = harness.train(tokens, &[0, 1]);
         let weights = harness

@@ -1,7 +1,7 @@
 //! The CPU kernels, stem by stem, against the reference.
 
 use moesaic_harness::cpu::{host, isas};
-use moesaic_harness::specs::{biased, limited, spec, with};
+use moesaic_harness::specs::{biased, spec, with};
 use moesaic_harness::{Harness, check, specs};
 use moesaic_kernel::{CpuIsa, DType};
 use moesaic_spec::*;
@@ -19,7 +19,7 @@ fn run(spec: &LayerSpec, isa: CpuIsa, tokens: &[usize]) {
 }
 
 /// Changes of a layer of 33 x 21, 6 experts, 2 per token.
-fn variants(changes: &[fn(&mut LayerSpec)]) {
+fn variants(changes: &[specs::Change]) {
     for change in changes {
         run(&with(spec(33, 21, 6, 2), change), host(), &[0, 1, 47]);
     }
@@ -152,46 +152,22 @@ fn routers() {
 
 #[test]
 fn experts() {
-    variants(&[
-        |s| {
-            s.experts.bias = true.into();
-            s.experts.clamp = Some(0.7);
-            s.experts.alpha = 1.702;
-            s.experts.up_offset = 1.0;
-        },
-        |s| limited(s, None),
-        |s| limited(s, Some(0.3)),
-        |s| {
-            s.experts.form = ExpertForm::Plain;
-            s.experts.activation = Activation::Gelu;
-            s.experts.bias = true.into();
-            s.shape.output_dim = Some(40);
-        },
-        |s| {
-            s.experts.form = ExpertForm::Plain;
-            s.experts.activation = Activation::Relu2;
-        },
-        |s| {
-            s.experts.activation = Activation::Relu;
-            s.experts.bias = true.into();
-            s.router.weight_on = WeightSite::Activation;
-        },
-        |s| {
-            s.router.weight_on = WeightSite::Input;
-            s.precision.activations = DType::Bf16;
-        },
-        |s| {
-            let shared = |gate| SharedExpert {
-                hidden_dim: 9,
-                gate,
-                bias: None,
-                clamp: None,
-                activation: None,
-            };
-            s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
-            s.experts.identity = 3;
-        },
-    ]);
+    variants(&specs::EXPERTS);
+}
+
+#[test]
+fn shared_and_identity_experts() {
+    variants(&[|s| {
+        let shared = |gate| SharedExpert {
+            hidden_dim: 9,
+            gate,
+            bias: None,
+            clamp: None,
+            activation: None,
+        };
+        s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
+        s.experts.identity = 3;
+    }]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! stem by stem.
 
 use moesaic_harness::plans::planned;
-use moesaic_harness::specs::{biased, external as spec, limited, with};
+use moesaic_harness::specs::{biased, external as spec, with};
 use moesaic_harness::thorough::in_turns;
 use moesaic_harness::{Harness, backward, specs};
 use moesaic_kernel::DType;
@@ -33,7 +33,7 @@ fn run(target: &str, spec: &LayerSpec, tokens: &[usize]) {
 
 /// Changes of a layer of 33 x 21, 6 experts, 2 per token, on one target after
 /// the other.
-fn variants(changes: &[fn(&mut LayerSpec)]) {
+fn variants(changes: &[specs::Change]) {
     for (change, target) in changes.iter().zip(TARGETS.iter().cycle()) {
         run(target, &with(spec(33, 21, 6, 2), change), &[0, 1, 47]);
     }
@@ -73,37 +73,7 @@ fn any_number_of_experts_and_choices() {
 
 #[test]
 fn experts() {
-    variants(&[
-        |s| {
-            s.experts.bias = true.into();
-            s.experts.clamp = Some(0.4);
-            s.experts.alpha = 1.702;
-            s.experts.up_offset = 1.0;
-        },
-        |s| limited(s, None),
-        |s| limited(s, Some(0.3)),
-        |s| {
-            s.experts.form = ExpertForm::Plain;
-            s.experts.activation = Activation::Gelu;
-            s.experts.bias = true.into();
-            s.shape.output_dim = Some(40);
-        },
-        |s| {
-            s.experts.form = ExpertForm::Plain;
-            s.experts.activation = Activation::Relu2;
-        },
-        |s| s.experts.activation = Activation::GeluTanh,
-        |s| {
-            s.experts.activation = Activation::Relu;
-            s.experts.bias = true.into();
-            s.router.weight_on = WeightSite::Activation;
-        },
-        |s| {
-            s.router.weight_on = WeightSite::Input;
-            s.precision.activations = DType::Bf16;
-            s.experts.bias = true.into();
-        },
-    ]);
+    variants(&specs::EXPERTS);
 }
 
 #[test]
@@ -134,47 +104,14 @@ fn shared_and_identity_experts() {
 
 #[test]
 fn capacities() {
-    variants(&[
-        |s| {
-            s.capacity.mode = CapacityMode::Factor;
-            s.capacity.factor = 0.7;
-            s.experts.bias = true.into();
-        },
-        |s| {
-            s.capacity.mode = CapacityMode::Factor;
-            s.capacity.factor = -0.9;
-            s.capacity.order = CapacityOrder::Probability;
-            s.capacity.renormalize_after_drop = true;
-            s.experts.identity = 1;
-        },
-        |s| {
-            s.capacity.mode = CapacityMode::Fixed;
-            s.capacity.rows = Some(1);
-            s.capacity.renormalize_after_drop = true;
-            s.router.weight_on = WeightSite::Input;
-        },
-    ]);
-}
-
-fn busy() -> LayerSpec {
-    with(typed(spec(45, 70, 5, 3), DType::Bf16, DType::Bf16), |s| {
-        s.capacity.mode = CapacityMode::Factor;
-        s.capacity.factor = 0.9;
-        s.shared = vec![SharedExpert {
-            hidden_dim: 40,
-            gate: SharedGate::Sigmoid,
-            bias: None,
-            clamp: None,
-            activation: None,
-        }];
-    })
+    variants(&specs::DROPS);
 }
 
 #[test]
 fn recomputing_gives_the_same_bits() {
     for target in in_turns(1, TARGETS) {
         let run = |recompute| {
-            let harness = harness(&busy(), target, Training { recompute });
+            let harness = harness(&specs::busy(), target, Training { recompute });
             harness.train(90, &[0])
         };
         let kept = run(Recompute::None);
@@ -188,7 +125,7 @@ fn recomputing_gives_the_same_bits() {
 #[test]
 fn gradients_are_added_in_place() {
     for target in in_turns(0, TARGETS) {
-        let harness = harness(&busy(), target, Training::default());
+        let harness = harness(&specs::busy(), target, Training::default());
         let (once, twice) = (harness.train(90, &[0]), harness.train(90, &[0, 1]));
         for tensor in &harness.plan.tensors {
             if tensor.role != moesaic_plan::Role::WeightGradient {

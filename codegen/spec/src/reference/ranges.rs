@@ -1,7 +1,7 @@
 //! The range of a number, as validation reports it.
 
+use crate::LayerSpec;
 use crate::testing::sample;
-use crate::{LayerSpec, Problem};
 use serde_json::{Value, json};
 
 /// Number of random specs tried until one uses the key.
@@ -9,32 +9,19 @@ const SAMPLES: u64 = 400;
 
 /// Returns the range of a key, read off the validator's answers to numbers out of range.
 pub fn range(path: &str) -> Option<String> {
-    let counts = [json!(0), json!(u32::MAX as u64 * 4)].map(|number| refused(path, &number));
-    let numbers = refused(path, &json!(1e300));
-    match (counts, numbers) {
-        ([Some(low), _], None) => low.help.map(|help| possible(&help)),
-        ([_, Some(high)], None) => Some(high.label.replace("must be ", "")),
-        (_, Some(number)) => number.help.map(|help| possible(&help)),
-        ([None, None], None) => None,
-    }
+    let outside = [json!(1e300), json!(0), json!(u32::MAX as u64 * 4)];
+    outside.iter().find_map(|number| refused(path, number))
 }
 
-/// Turns `use a number from 1 to 64` into `from 1 to 64`.
-fn possible(help: &str) -> String {
-    help.trim_start_matches("use ")
-        .trim_start_matches("a number ")
-        .to_string()
-}
-
-/// Returns the first complaint about a value out of range.
-fn refused(path: &str, number: &Value) -> Option<Problem> {
+/// Returns the range that the first complaint about a value outside it names.
+fn refused(path: &str, number: &Value) -> Option<String> {
     (0..SAMPLES).find_map(|seed| {
         let mut spec = serde_json::to_value(sample(seed)).expect("a spec is JSON");
         put(&mut spec, &path.split('.').collect::<Vec<_>>(), number)?;
         let spec: LayerSpec = serde_json::from_value(spec).ok()?;
         let problems = spec.validate().err()?.into_iter();
         let mut own = problems.filter(|p| plain(&p.key) == path);
-        own.find(|problem| problem.message.contains("out of range"))
+        own.find_map(|problem| problem.range)
     })
 }
 

@@ -59,19 +59,20 @@ fn factor(capacity: &Capacity, key: &str, value: Option<f64>, problems: &mut Vec
     let before = problems.len();
     Real::Any.check(key, value, problems);
     if problems.len() > before {
-        // The range of alignments is narrower than that of other numbers.
-        let possible =
-            format!("use 0, or a number from 1.2e-38 to {MAX_CAPACITY_FACTOR}, of either sign");
-        let own = problems.pop().map(|problem| problem.help(possible));
-        problems.extend(own);
+        // The range of factors is narrower than that of other numbers.
+        let range = format!("0, or a number from 1.2e-38 to {MAX_CAPACITY_FACTOR}, of either sign");
+        let help = format!("use {range}");
+        let own = problems.pop();
+        problems.extend(own.map(|problem| problem.help(help).range(range)));
         return;
     }
     if value.abs() > MAX_CAPACITY_FACTOR {
         let message = format!("`{key}` = {value:?} is out of range");
         let help = "a factor equal to the number of experts already gives every assignment a row; \
                     for no limit use mode = \"dropless\"";
-        let limit = format!("must be between -{MAX_CAPACITY_FACTOR} and {MAX_CAPACITY_FACTOR}");
-        problems.push(Problem::new(key, message).label(limit).help(help));
+        let range = format!("between -{MAX_CAPACITY_FACTOR} and {MAX_CAPACITY_FACTOR}");
+        let problem = Problem::new(key, message).label(format!("must be {range}"));
+        problems.push(problem.help(help).range(range));
     }
 }
 

@@ -91,11 +91,17 @@ impl Range<'_> {
             problems.push(
                 problem
                     .label(format!("must be at least {least}"))
-                    .help(help),
+                    .help(help)
+                    .range(format!("from {least} to {most}")),
             );
         } else if value > most {
             let help = format!("{most} is {because}");
-            problems.push(problem.label(format!("must be at most {most}")).help(help));
+            problems.push(
+                problem
+                    .label(format!("must be at most {most}"))
+                    .help(help)
+                    .range(format!("at most {most}")),
+            );
         }
     }
 }
@@ -133,15 +139,22 @@ impl Real {
         };
         let message = format!("`{key}` = {value:?} is out of range");
         let problem = Problem::new(key, message).label(complaint);
-        problems.push(problem.help(self.possible()));
+        problems.push(problem.help(self.possible()).range(self.range()));
     }
 
-    fn possible(self) -> &'static str {
+    fn possible(self) -> String {
         match self {
-            Real::Any => "use a number between -3.4e38 and 3.4e38",
-            Real::NotNegative => "use 0, or a number between 1.2e-38 and 3.4e38",
-            Real::Positive => "use a number between 1.2e-38 and 3.4e38",
-            Real::Fraction => "use a number from 0 to below 1",
+            Real::NotNegative => format!("use {}", self.range()),
+            _ => format!("use a number {}", self.range()),
+        }
+    }
+
+    fn range(self) -> &'static str {
+        match self {
+            Real::Any => "between -3.4e38 and 3.4e38",
+            Real::NotNegative => "0, or a number between 1.2e-38 and 3.4e38",
+            Real::Positive => "between 1.2e-38 and 3.4e38",
+            Real::Fraction => "from 0 to below 1",
         }
     }
 }

@@ -433,7 +433,8 @@ fn check_groups(spec: &LayerSpec, groups: &Groups, problems: &mut Vec<Problem>) 
         let problem = Problem::new("router.groups.keep", message)
             .label(format!("must be 1 to {count}"))
             .with("router.groups.count", format!("{count} groups"));
-        problems.push(problem.help(format!("keep at least 1 and at most {count} groups")));
+        let help = format!("keep at least 1 and at most {count} groups");
+        problems.push(problem.help(help).range("from 1 to `count`"));
         return;
     }
     group_size(spec, groups, experts / count, problems);

@@ -14,7 +14,7 @@ use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
 use crate::progress_thread::{Bell, ProgressThread};
 use crate::transport::{MemoryRange, Transport, TransportError};
-use crate::{CollectiveError, SetupError};
+use crate::{CollectiveError, InvalidReason, SetupError};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
@@ -116,7 +116,10 @@ impl Core {
         if let Some(busy) = self.in_flight() {
             let error = CollectiveError::Invalid {
                 operation: "finish".to_string(),
-                reason: format!("{busy} was begun meanwhile; wait for it first"),
+                reason: InvalidReason::InFlight {
+                    operation: busy,
+                    meanwhile: true,
+                },
             };
             self.fail(None, error.clone());
             return Err(error);

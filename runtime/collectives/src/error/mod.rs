@@ -1,7 +1,9 @@
 //! Errors of operations, and the operation and rank they happened on.
 
+mod invalid;
 mod setup;
 
+pub use invalid::InvalidReason;
 pub(crate) use setup::shown;
 pub use setup::{MeetingError, SetupError};
 
@@ -84,7 +86,8 @@ pub enum CollectiveError {
         /// The function that was called.
         operation: String,
         /// The problem, and what would be right.
-        reason: String,
+        #[source]
+        reason: InvalidReason,
     },
     /// Some ranks did not do their part in time.
     #[error(

@@ -3,7 +3,8 @@
 
 use super::{pattern, trouble};
 use crate::{
-    Call, CollectiveError, Collectives, Element, NodeRank, NodeShape, Slice, Topology, Transfer,
+    Call, CollectiveError, Collectives, Element, InvalidReason, NodeRank, NodeShape, Slice,
+    Topology, Transfer,
 };
 use moesaic_target::Device;
 use std::sync::Arc;
@@ -67,9 +68,7 @@ pub fn over_levels(
 ) -> Result<Vec<Exchanged>, CollectiveError> {
     let shape = topology.shape.ok_or_else(|| CollectiveError::Invalid {
         operation: "measure".to_string(),
-        reason: "nodes have unequally many ranks, or ranks that are not in a row; start as many \
-                 on each, one node's after the other's"
-            .to_string(),
+        reason: InvalidReason::UnequalNodes,
     })?;
     let mut list = Vec::new();
     for (same_node, peers) in kinds(shape) {
@@ -223,10 +222,10 @@ impl<'a> LevelProbe<'a> {
             if came.iter().any(|byte| *byte != pattern(*peer)) {
                 return Err(CollectiveError::Invalid {
                     operation: "measure".to_string(),
-                    reason: format!(
-                        "what rank {peer} has sent arrived changed on rank {}",
-                        self.world.rank()
-                    ),
+                    reason: InvalidReason::Changed {
+                        from: *peer,
+                        to: self.world.rank(),
+                    },
                 });
             }
         }

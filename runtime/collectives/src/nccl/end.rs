@@ -3,7 +3,7 @@
 use super::group::Nccl;
 use super::watch::Board;
 use crate::api::{Call, Collectives};
-use crate::{CollectiveError, SetupError};
+use crate::{CollectiveError, InvalidReason, SetupError};
 use std::time::Instant;
 
 impl Nccl {
@@ -24,10 +24,10 @@ impl Nccl {
         if let Some(busy) = all.iter().find(|busy| !busy.is_empty()) {
             return Err(CollectiveError::Invalid {
                 operation: "finish".to_string(),
-                reason: format!(
-                    "{} is still in flight; wait for it first",
-                    String::from_utf8_lossy(busy)
-                ),
+                reason: InvalidReason::InFlight {
+                    operation: String::from_utf8_lossy(busy).into_owned(),
+                    meanwhile: false,
+                },
             });
         }
         let until = Instant::now() + deadline;

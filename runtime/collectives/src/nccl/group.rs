@@ -16,7 +16,7 @@ use crate::handle::Handle;
 use crate::operation::{Group, Next};
 use crate::schedules::Algorithm;
 use crate::schedules::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
-use crate::{CollectiveError, Element, Reduction, Slice, hierarchical};
+use crate::{CollectiveError, Element, InvalidReason, Reduction, Slice, hierarchical};
 use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -259,10 +259,13 @@ impl Nccl {
     ) -> BegunHandle {
         let own = |list: &[&Slice]| -> Vec<Slice> { list.iter().map(|s| (*s).clone()).collect() };
         if let (Some(graph), Some(why)) = (self.world.device.capturing(), task.waits) {
-            let reason = format!("it cannot be a part of graph `{graph}`: {why}");
+            let reason = InvalidReason::Captured {
+                graph,
+                why: Some(why),
+            };
             return Err(checks::invalid(task.kind, reason));
         }
-        let failed = |error: DeviceError| checks::invalid(task.kind, error.to_string());
+        let failed = |error: DeviceError| checks::invalid(task.kind, error);
         // Folds would compete with the kernels that the operation overlaps, and a plan that
         // continues needs the host, so neither is overlapped.
         let may = task.call.overlapped && next.is_none() && plan.only_moves();

@@ -46,9 +46,7 @@ impl Nccl {
         checks::transfers(kind, own, sends, receives)?;
         let (to, from) = (hierarchical::sizes(sends), hierarchical::sizes(receives));
         let plan = schedule.plan(own, &to, &from);
-        let plan = plan
-            .map_err(|error| checks::invalid(kind, error.to_string()))?
-            .packed();
+        let plan = plan.map_err(|error| checks::invalid(kind, error))?.packed();
         let slices = |list| -> Vec<&Slice> { <[Transfer]>::iter(list).map(|t| &t.slice).collect() };
         let mut task = self.task(kind, call);
         task.signature.hop_code = schedule.code();

@@ -236,7 +236,7 @@ impl Launch<'_> {
         let part = slice.and_then(|slice| slice.part(span.offset, span.bytes));
         part.ok_or_else(|| CollectiveError::Invalid {
             operation: self.at.to_string(),
-            reason: format!("bytes of {span:?} are not there"),
+            reason: format!("bytes of {span:?} are not there").into(),
         })
     }
 

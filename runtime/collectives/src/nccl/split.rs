@@ -5,7 +5,7 @@ use crate::api::{Call, Collectives};
 use crate::communicator::Communicator;
 use crate::eager::OpKind;
 use crate::operation::Group;
-use crate::{CollectiveError, Element, Slice, checks};
+use crate::{CollectiveError, Element, InvalidReason, Slice, checks};
 use moesaic_target::DeviceError;
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ impl Nccl {
         own: &[u8],
         call: &Call,
     ) -> Result<Vec<u8>, CollectiveError> {
-        let failed = |error: DeviceError| checks::invalid(OpKind::Agree, error.to_string());
+        let failed = |error: DeviceError| checks::invalid(OpKind::Agree, error);
         let device = Arc::clone(&self.world.device);
         let allocate = |bytes| device.alloc(bytes).map(Arc::new).map_err(failed);
         let (from, to) = (allocate(own.len())?, allocate(own.len() * self.size())?);
@@ -97,7 +97,7 @@ impl Nccl {
     ) -> Result<Option<Nccl>, CollectiveError> {
         self.usable(OpKind::Split)?;
         if let Some(graph) = self.world.device.capturing() {
-            let reason = format!("it cannot be a part of graph `{graph}`");
+            let reason = InvalidReason::Captured { graph, why: None };
             return Err(checks::invalid(OpKind::Split, reason));
         }
         let found = self.members_of(color, key, call)?;

@@ -59,11 +59,7 @@ impl<'m> LayerOptions<'m> {
 }
 
 impl Engine {
-    /// Makes a layer for inference of one process: plans it, gets its kernels, and copies its
-    /// weights to the device, so you may free them afterwards.
-    ///
-    /// # Errors
-    /// Whatever [`EngineError`] lists, apart from input errors.
+    /// Makes a layer for inference of one process. `moesaic::Engine` documents this and what follows.
     pub fn layer(
         &self,
         spec: &LayerSpec,
@@ -72,10 +68,7 @@ impl Engine {
         self.layer_with(spec, weights, LayerOptions::default())
     }
 
-    /// Makes a layer of one process that can run backward; see [`Layer::forward_train`].
-    ///
-    /// # Errors
-    /// As [`Engine::layer`].
+    /// Makes a layer of one process that can run backward.
     pub fn training_layer(
         &self,
         spec: &LayerSpec,
@@ -85,14 +78,7 @@ impl Engine {
         self.layer_with(spec, weights, LayerOptions::default().training(training))
     }
 
-    /// Makes a layer with options: for training, over ranks, with a strategy. Over ranks all of
-    /// them call it, and a rank reads its own experts and what every rank holds: router,
-    /// projections, and shared experts or its shards of them.
-    ///
-    /// # Errors
-    /// [`EngineError::Plan`] for a mesh that the layer cannot have; [`EngineError::Collective`] when
-    /// ranks ask for different layers, naming what differs; [`EngineError::NotOverRanks`] for
-    /// options of ranks without a mesh; otherwise as [`Engine::layer`].
+    /// Makes a layer with options: for training, over ranks, with a strategy.
     pub fn layer_with(
         &self,
         spec: &LayerSpec,
@@ -123,19 +109,7 @@ impl Engine {
         Ok(layer)
     }
 
-    /// Makes a layer whose routed experts are those of `bank`, in the same memory (Intern-S2-Mobius,
-    /// whose decoder layers share banks of experts). Router, projections and shared experts are the
-    /// layer's own, from `weights`, which need not have the experts. The spec may differ in all but
-    /// the experts. The layer trains if `bank` does, and has the mesh of `bank`, all of whose ranks
-    /// make it.
-    ///
-    /// The experts of both have one gradient, too: begin a step with [`Layer::zero_gradients`] of
-    /// each, and let every backward pass add. [`Layer::reduce_gradients`] of the new layer leaves
-    /// it to that of `bank` to sum the experts' gradients, so reduce `bank` last.
-    ///
-    /// # Errors
-    /// [`EngineError::Weight`] for an expert's tensor that the bank does not have in the form that
-    /// the spec asks for; otherwise as [`Engine::layer_with`].
+    /// Makes a layer whose routed experts are those of `bank`, in the same memory.
     pub fn layer_over_experts_of(
         &self,
         bank: &Layer,
@@ -155,13 +129,7 @@ impl Engine {
         }
     }
 
-    /// Makes a training layer without weights. Each call names the address of every weight, and
-    /// each backward pass also that of every gradient, `grad.<weight>`, so the layer copies
-    /// neither. Layers of other weights can share it.
-    ///
-    /// # Errors
-    /// As [`Engine::layer`], without those of weights. Calls fail with
-    /// [`EngineError::NoWeight`] where they do not bring a weight.
+    /// Makes a training layer without weights: each call names the address of every one.
     pub fn layer_without_weights(
         &self,
         spec: &LayerSpec,

@@ -34,12 +34,29 @@ impl Layer {
     }
 
     /// Replaces a weight, over ranks this rank's part of it, when no call of any [`Layer::handle`]
-    /// is in flight. Earlier launches see the old values.
+    /// is in flight. Earlier launches see the old values. Nothing is compared with other ranks:
+    /// [`Layer::check_weights`] does.
     ///
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
     pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
         self.part(name).set_weight(name, tensor)
+    }
+
+    /// Compares the weights that several ranks hold, byte by byte as digests, as they are now:
+    /// router, projections, shared experts, and the experts of `dp` groups and of replicas. Making a
+    /// layer compares what every rank holds; call this after [`Layer::set_weight`], or now and then
+    /// in training, when no call is in flight. All ranks call it; it reads all weights from the
+    /// device once. Does nothing without ranks.
+    ///
+    /// # Errors
+    /// [`EngineError::DifferentWeights`] on all ranks, naming weights and ranks;
+    /// [`EngineError::Collective`], [`EngineError::Device`].
+    pub fn check_weights(&self) -> Result<(), EngineError> {
+        match &self.form {
+            Form::One(_) => Ok(()),
+            Form::Ranks(layer) => layer.check_weights(),
+        }
     }
 
     /// Returns the address of a weight on the device, for an optimizer that runs there. `None` if

@@ -8,7 +8,8 @@ use moesaic_collectives::schedules::{
     self, AddendRow, Block, DedupCombine, DedupMap, HopCounts, RowBytes, Schedule,
 };
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Element, NodeRank, NodeShape, Slice, Transfer,
+    Algorithm, Call, CollectiveError, Collectives, Element, InvalidReason, NodeRank, NodeShape,
+    Slice, Transfer,
 };
 use moesaic_dist::{CollectiveOp, Payload};
 use moesaic_plan::{AdaptiveMesh, AllToAll, PlanError, StrategyError};
@@ -290,7 +291,7 @@ impl Rows {
         let dedup = DedupMap::new(shape, group.rank(), hop_counts, sent, passed.collect());
         let dedup = dedup.ok_or_else(|| CollectiveError::Invalid {
             operation: call.label.clone(),
-            reason: "ranks sent the tokens of other rows than they counted".to_string(),
+            reason: InvalidReason::Rows,
         })?;
         self.dedup = Some(Arc::new(dedup));
         Ok(())

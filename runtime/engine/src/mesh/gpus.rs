@@ -8,23 +8,15 @@ use moesaic_target::DeviceError;
 use std::sync::{Arc, OnceLock};
 
 impl Engine {
-    /// Starts this process as one of the ranks that a launcher started, with one GPU each, over
-    /// NCCL or RCCL. Waits until all ranks have joined. A kernel of the device sums over ranks,
-    /// unless the options name something else.
-    ///
-    /// # Errors
-    /// [`EngineError::Collective`] as [`nccl::start`]; those of a kernel that cannot be had.
+    /// Starts this process as one of the ranks that a launcher started. `moesaic::Engine` documents
+    /// this and what follows.
     pub fn nccl(&self, options: nccl::Options) -> Result<Nccl, EngineError> {
         self.folding(options, |options| {
             nccl::start(self.device().clone(), options)
         })
     }
 
-    /// Starts ranks that can already exchange messages: by MPI, or because they are threads of one
-    /// process.
-    ///
-    /// # Errors
-    /// [`EngineError::Collective`] as [`nccl::over`]; those of a kernel that cannot be had.
+    /// Starts ranks that can already exchange messages.
     pub fn nccl_over(
         &self,
         control: Communicator,

@@ -324,7 +324,7 @@ impl Mesh {
 
     /// Runs work that takes each rank its own time, such as compiling; all ranks meet at its end.
     /// Ranks that are done wait as long as the others are alive, whatever the deadline.
-    pub(super) fn with_heartbeat<T>(
+    pub(crate) fn with_heartbeat<T>(
         &self,
         call: &Call,
         work: impl FnOnce() -> Result<T, EngineError>,

@@ -3,6 +3,7 @@
 use super::all_to_all::RowSchedule;
 use super::bound_plan::{BoundPlan, PartLayers, sharing};
 use super::comm_cast::Packing;
+use super::digests::Digested;
 use super::groups::Mesh;
 use super::part::ReplicatedWeights;
 use super::shard::Shard;
@@ -168,8 +169,9 @@ impl Engine {
             layer.map_err(|error| error.needing(&options))
         };
         let call = Call::new("kernels and weights of a layer");
+        let everywhere = Digested::new(mesh, weights.tokens);
         let (tokens, experts, shared) = mesh.with_heartbeat(&call, || {
-            let tokens = part(&plan.tokens, weights.tokens)?;
+            let tokens = part(&plan.tokens, &everywhere)?;
             let experts = match bank {
                 None => part(&plan.experts, weights.experts)?,
                 Some(bank) => {
@@ -181,6 +183,7 @@ impl Engine {
             let shared = plan.shared.as_ref().map(|plan| part(plan, weights.experts));
             Ok((tokens, experts, shared.transpose()?))
         })?;
+        everywhere.compare(mesh)?;
         let parts = PartLayers {
             tokens: &tokens,
             experts: &experts,
@@ -354,11 +357,13 @@ impl RankLayer {
         // name tensors by number and kernels that are loaded once, so those bound for the first
         // layer serve it, too.
         let call = Call::new("weights of a router");
+        let router = Digested::new(&self.mesh, router);
         let tokens = self.mesh.with_heartbeat(&call, || {
-            sharing(&self.engine, &texts, &self.tokens, router, |name| {
+            sharing(&self.engine, &texts, &self.tokens, &router, |name| {
                 !is_of_router(name)
             })
         })?;
+        router.compare(&self.mesh)?;
         let shared = self.shared.as_ref().map(DeviceLayer::handle_to_gradients);
         Ok(RankLayer {
             tokens,

@@ -14,6 +14,7 @@ mod cast_rows;
 mod collect;
 mod comm_cast;
 mod counts;
+mod digests;
 mod executor;
 mod gathered_weights;
 mod global_routing;
@@ -48,6 +49,7 @@ mod workspace_pool;
 
 pub(crate) use calls::RankSaved;
 pub(crate) use cast_kernels::{CastKernels, CastWorkspace, counted};
+pub(crate) use digests::Digested;
 pub(crate) use global_routing::looks_at_all;
 pub use groups::Mesh;
 pub(crate) use layer::RankLayer;

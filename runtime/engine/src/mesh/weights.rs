@@ -1,11 +1,16 @@
 //! Weights and gradients of one rank's part of a layer, all parts under one set of names.
 
+use super::digests::{Digest, Held, compare};
 use super::layer::RankLayer;
 use super::process_group::ProcessGroup;
 use super::ranks::Ranks;
+use super::sharding::Sharding;
+use crate::call::shape_for;
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
+use moesaic_plan::{LayerPlan, Role, TensorId};
 use moesaic_spec::canonical_tensors;
+use moesaic_target::Buffer;
 use moesaic_tensor::{Tensors, WeightSource};
 
 impl RankLayer {
@@ -45,6 +50,76 @@ impl RankLayer {
         Ok(all)
     }
 
+    /// Compares the weights that several ranks hold, as they are on the device now. All ranks call
+    /// it.
+    pub fn check_weights(&self) -> Result<(), EngineError> {
+        let mut held = Vec::new();
+        for part in self.parts() {
+            for (tensor, buffer) in part.weights.iter() {
+                let names = weight_names(part.plan(), tensor);
+                // A part also has room for weights of other ranks, which arrive in a call.
+                if std::ptr::eq(self.weight_layer(names[0]), part) {
+                    held.extend(self.held_values(part, &names, (tensor, buffer))?);
+                }
+            }
+        }
+        compare(self.mesh(), &held)
+    }
+
+    /// Returns the ids of this rank's experts.
+    fn own_experts(&self) -> Vec<usize> {
+        let (mesh, spec) = (self.mesh(), self.replicated().spec());
+        let placement = mesh.placement_of(spec.shape.experts);
+        placement.map_or(Vec::new(), |all| all.of(mesh.place().ep).into_owned())
+    }
+
+    /// Returns the digests of a tensor that holds these weights, one of each expert where they are
+    /// of routed experts.
+    fn held_values(
+        &self,
+        part: &DeviceLayer,
+        names: &[&str],
+        (tensor, buffer): (TensorId, &Buffer),
+    ) -> Result<Vec<Held>, EngineError> {
+        let (mesh, plan) = (self.mesh(), part.plan());
+        let share = Sharding::of(mesh.parallel(), names[0]);
+        let shape = shape_for(&plan[tensor], 0);
+        let rows = shape.first().copied().unwrap_or(1);
+        let row_bytes = plan[tensor].bytes(0) as usize / rows.max(1);
+        let shard = (!share.is_everywhere()).then_some(mesh.place().tp);
+        // Ranks of other targets pack weights in other ways, and ranks of one target in equal ones,
+        // but for the number of experts.
+        let packed = (plan[tensor].role == Role::Packed).then_some((plan.target, shape.get(1..)));
+        let form = format!("{shard:?} {packed:?}");
+        let experts = share.counts_experts().then(|| self.own_experts());
+        let mut digests = match &experts {
+            Some(experts) => vec![Digest::default(); experts.len()],
+            None => vec![Digest::default()],
+        };
+        // A layer may have more gigabytes on a device than the host has free.
+        let step = (READ_BYTES / row_bytes.max(1)).max(1);
+        let mut read = vec![0; row_bytes * step.min(rows)];
+        for first in (0..rows).step_by(step) {
+            let some = &mut read[..row_bytes * step.min(rows - first)];
+            part.device.download(buffer, first * row_bytes, some)?;
+            for (row, bytes) in some.chunks(row_bytes.max(1)).enumerate() {
+                let at = experts.as_ref().map_or(0, |_| first + row);
+                digests[at].add(bytes, row_bytes);
+            }
+        }
+        let each = digests.into_iter().enumerate();
+        let held = each.flat_map(|(at, digest)| {
+            let (experts, form) = (&experts, &form);
+            names.iter().map(move |name| Held {
+                name: name.to_string(),
+                expert: experts.as_ref().map(|experts| experts[at]),
+                form: form.clone(),
+                digest,
+            })
+        });
+        Ok(held.collect())
+    }
+
     /// Returns the part that holds a weight.
     pub fn weight_layer(&self, name: &str) -> &DeviceLayer {
         match self.mesh().process_group(name) {
@@ -52,5 +127,20 @@ impl RankLayer {
             ProcessGroup::EpDp => self.shared().unwrap_or(self.replicated()),
             _ => self.replicated(),
         }
+    }
+}
+
+/// The bytes of a weight that are read back at a time.
+const READ_BYTES: usize = 8 << 20;
+
+/// Returns the name of a weight; of a packed tensor those of the weights it is made of, because
+/// kernels may read gate and up as one.
+fn weight_names(plan: &LayerPlan, tensor: TensorId) -> Vec<&str> {
+    let packs = plan.prepare.iter().filter(|step| step.tensors[1] == tensor);
+    let names: Vec<&str> = packs.map(|step| &*plan[step.tensors[0]].name).collect();
+    if names.is_empty() {
+        vec![&plan[tensor].name]
+    } else {
+        names
     }
 }

@@ -24,6 +24,7 @@ mod memory;
 mod module;
 mod shared;
 mod staging;
+mod wrapper;
 
 pub use crate::Fault;
 use crate::{KernelReport, MapBytes, Ptr};
@@ -36,6 +37,7 @@ pub use functions::{
 use moesaic_kernel::{Launch, TensorMap};
 use std::ffi::{c_int, c_void};
 use std::fmt;
+pub use wrapper::GpuWrapper;
 
 /// The differences between GPU drivers.
 pub trait Vendor: Send + Sync + 'static {

@@ -15,9 +15,13 @@ use moesaic_target::{
     Arg, Artifact, Buffer, Device, DeviceError, FunctionId, LaunchDims, Module, Ptr, Report,
     StreamDevice,
 };
+use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+
+/// A device, or the reason there is none.
+pub type Opened = Result<Arc<dyn Device>, DeviceError>;
 
 /// A target under test.
 pub struct Harness {
@@ -27,7 +31,9 @@ pub struct Harness {
     pub fake: &'static str,
     /// The file name the target looks for first.
     pub library: &'static str,
-    pub open: fn(usize) -> Result<Arc<dyn Device>, DeviceError>,
+    pub open: fn(usize) -> Opened,
+    /// Makes a device on a stream that another owns, which lives longer.
+    pub on_handle: fn(usize, *mut c_void) -> Opened,
     pub count: fn() -> Result<usize, DeviceError>,
     /// Returns the driver's name of a function: `launch` is `cuLaunchKernel`.
     pub symbol: fn(&str) -> &'static str,

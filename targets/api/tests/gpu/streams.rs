@@ -11,6 +11,7 @@ pub const CASES: &[Case] = &[
         modules_wait_for_every_stream,
     ),
     Case::new("foreign_things", foreign_things),
+    Case::new("on_a_handle", on_a_handle),
 ];
 
 fn two_streams(harness: &Harness) {
@@ -159,4 +160,25 @@ fn foreign_things(harness: &Harness) {
     );
     // A stream may wait for an event of another GPU.
     gpu.wait(&*streams(&*second).record().unwrap()).unwrap();
+}
+
+fn on_a_handle(harness: &Harness) {
+    let owner = harness.open();
+    let handle = streams(&*owner).native_stream().unwrap();
+    let device = (harness.on_handle)(0, handle).unwrap();
+    let module = harness.load(&*device);
+    // SAFETY: it touches nothing.
+    unsafe { module.launch("scale", dims([1, 1]), &nothing()) }.unwrap();
+    device.synchronize().unwrap();
+    drop(module);
+    drop(device);
+    let destroyed = |line: &String| line.contains("destroy s1");
+    assert!(!log().iter().any(destroyed), "the stream is its owner's");
+    drop(owner);
+    let log = log();
+    let launched = |line: &String| line.starts_with("launch scale") && line.contains("on s1");
+    assert!(log.iter().any(launched), "{log:?}");
+    assert!(log.iter().any(destroyed), "{log:?}");
+    let none = (harness.on_handle)(9, std::ptr::null_mut());
+    check_part(none, "GPU 9 was asked for");
 }
