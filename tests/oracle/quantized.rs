@@ -252,8 +252,8 @@ fn ascending(ids: &Tensor<'_>, top_k: usize) -> Vec<Vec<i64>> {
 /// holds the f64 reference to the same, and `stored.rs` next to it the codes to the numbers.
 #[test]
 fn published_formats_run() {
-    let cases = entries("formats");
-    assert_eq!(cases.len(), 24);
+    let cases = [entries("formats"), entries("formats_more")].concat();
+    assert_eq!(cases.len(), 31);
     let as_numbers = run_as_numbers_and_codes([&hurried(), &engine()], &cases);
     let [(only, dequantized)] = as_numbers.as_slice() else {
         panic!("no codes: {as_numbers:?}");
