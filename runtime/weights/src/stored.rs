@@ -329,11 +329,10 @@ impl<'a> Parts<'a, '_, '_> {
         let from = ints.then(|| self.part(names.groups)).flatten();
         let across = scales.grid.map_or(1, |[_, across]| across);
         let Some(from) = from.filter(|_| scales.grid.is_some()) else {
-            let lost = names.reordered && across > 1;
-            return match lost {
-                true => Err(self.missing("the group of each column is", &self.named(names.groups))),
-                false => Ok(None),
-            };
+            if names.reordered && across > 1 {
+                return Err(self.missing("the group of each column is", &self.named(names.groups)));
+            }
+            return Ok(None);
         };
         if from.dtype != Ok(DType::I32) {
             return Err(wrong_dtype(&from, "i32, being the group of each column"));
