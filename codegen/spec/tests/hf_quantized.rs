@@ -37,6 +37,7 @@ fn published_deepseek_v3_is_quantized() {
         "a.weight_scale",
         "a.scale",
         "a.qscale_weight",
+        "a.weight_weight_scale",
     ];
     assert_eq!(scales, names);
     let every = codes.names("a.weight");
@@ -82,11 +83,14 @@ fn quantizations_that_are_read() {
     assert_eq!(float(r#""strategy": "tensor""#), "Codes(fp8, MatrixOrRow)");
     let block = float(r#""strategy": "block", "block_structure": [64, 32]"#);
     assert_eq!(block, "Codes(fp8, Tile([64, 32]))");
+    let spelt = float(r#""strategy": "block", "block_structure": "64x32""#);
+    assert_eq!(spelt, block, "as compressed-tensors once spelt it");
     let by = r#""strategy": "group", "group_size": 64"#;
     for (format, bits, kind, expected) in [
         ("pack-quantized", 4, "int", "pack-quantized of 4 bits"),
         ("pack-quantized", 8, "int", "pack-quantized of 8 bits"),
         ("int-quantized", 8, "int", "int-quantized"),
+        ("int-quantized", 4, "int", "int-quantized"),
         ("nvfp4-pack-quantized", 4, "float", "nvfp4-pack-quantized"),
         ("mxfp4-pack-quantized", 4, "float", "mxfp4"),
         ("mxfp8-quantized", 8, "float", "mxfp8"),
@@ -115,6 +119,26 @@ fn quantizations_that_are_read() {
             "Codes(awq of 4 bits, Tile([1, 32]); awq of 4 bits, Tile([1, 64]))",
         ),
         (
+            r#"{"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": false,
+                "packing_format": "auto_round", "rotation_config": null}"#,
+            "Codes(gptq_v2 of 4 bits, Tile([1, 32]))",
+        ),
+        (
+            r#"{"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3",
+                "qscheme": "per_block", "block_size": [64, 32]}}, "layer_quant_config": {
+                "a": {"weight": {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1,
+                "group_size": 32, "scale_format": "e8m0"}}, "b": {"weight": null}}}"#,
+            "Codes(mxfp4, Tile([1, 32]); fp8-block, Tile([64, 32]))",
+        ),
+        (
+            r#"{"quant_method": "mxfp8", "scale_fmt": "ue8m0"}"#,
+            "Codes(mxfp8, Tile([1, 32]); mxfp4, Tile([1, 32]))",
+        ),
+        (
+            r#"{"quant_method": "fbgemm_fp8"}"#,
+            "Codes(fp8, MatrixOrRow)",
+        ),
+        (
             r#"{"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}"#,
             "Codes(nvfp4, Tile([1, 16]))",
         ),
@@ -139,9 +163,10 @@ fn quantizations_that_are_refused() {
         let config = format!(r#"{{"model_type": "{model}", "quantization_config": {config}}}"#);
         error(&config, 5)
     };
-    let rest = "; supported are fp8, gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, \
-                MXFP8 and NVFP4, and compressed-tensors' float-, int- and pack-quantized, mxfp4, \
-                mxfp8 and nvfp4: use such a checkpoint, or one in f32, f16 or bf16";
+    let rest = "; supported are fp8, mxfp8, fbgemm_fp8, gpt_oss's mxfp4, gptq, awq (gemm), \
+                auto-round, modelopt's FP8, MXFP8 and NVFP4, quark's FP8 and MXFP4, and \
+                compressed-tensors' float-, int- and pack-quantized, mxfp4, mxfp8 and nvfp4: use \
+                such a checkpoint, or one in f32, f16 or bf16";
     let compressed = |rest: &str| format!(r#"{{"quant_method": "compressed-tensors", {rest}}}"#);
     let weights = |weights: &str| {
         compressed(&format!(
@@ -162,9 +187,49 @@ fn quantizations_that_are_refused() {
             "awq, version gemv",
         ),
         (
-            r#"{"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"}"#
+            r#"{"quant_method": "awq", "bits": 4, "format": "gemv_fast"}"#.to_string(),
+            "awq, version gemv_fast",
+        ),
+        (
+            r#"{"quant_method": "awq", "bits": 4, "version": "gemm", "checkpoint_format": "gemv"}"#
                 .to_string(),
-            "auto-round, auto_round of int",
+            "awq, version gemv",
+        ),
+        (
+            r#"{"quant_method": "awq", "bits": 4, "backend": "llm-awq"}"#.to_string(),
+            "awq, llm-awq",
+        ),
+        (
+            r#"{"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8"}"#
+                .to_string(),
+            "auto-round, auto_round:fp8 of int",
+        ),
+        (
+            r#"{"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq",
+                "rotation_config": {"hadamard_type": "quarot"}}"#
+                .to_string(),
+            "auto-round, rotation_config",
+        ),
+        (
+            r#"{"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4",
+                "qscheme": "per_group"}}}"#
+                .to_string(),
+            "quark, int4 per_group",
+        ),
+        (
+            r#"{"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "int4"}]}}"#
+                .to_string(),
+            "quark, weights quantized twice",
+        ),
+        (
+            r#"{"quant_method": "quark", "algo_config": [{"name": "rotation"}]}"#.to_string(),
+            "quark, weights that were rotated",
+        ),
+        (
+            r#"{"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3",
+                "qscheme": "per_channel", "ch_axis": 1}}}"#
+                .to_string(),
+            "quark, fp8_e4m3 per_channel",
         ),
         (
             r#"{"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}"#.to_string(),
@@ -181,6 +246,10 @@ fn quantizations_that_are_refused() {
         (r#"{"quant_method": "mxfp4"}"#.to_string(), "mxfp4"),
         (r#"{"bits": 4}"#.to_string(), "no quant_method"),
         (r#""fp8""#.to_string(), "no quant_method"),
+        (
+            r#"{"group_size": 64, "bits": 4, "mode": "affine"}"#.to_string(),
+            "no quant_method, as MLX writes",
+        ),
         (
             compressed(
                 r#""format": "marlin-24", "config_groups": {"a": {"weights": {"strategy": "channel"}}}"#,
@@ -207,6 +276,9 @@ fn quantizations_that_are_refused() {
         let expected = format!("qwen3_moe: the quantization is not supported ({method}){rest}");
         assert_eq!(refused("qwen3_moe", &config), expected);
     }
+    let alone = r#"{"model_type": "qwen3_moe", "quantization": {"group_size": 64, "bits": 4}}"#;
+    let said = error(alone, 5);
+    assert!(said.contains("(no quant_method, as MLX writes)"), "{said}");
     for size in [
         "[128]",
         "[0, 128]",

@@ -176,7 +176,8 @@ impl View<'_, '_> {
         let first = self.start / columns % rows;
         let one = matrices.scales.grid.is_none() || (down >= rows && across >= columns);
         if self.whole_rows(Some(&columns)) {
-            let tiles = matches!(matrices.format.block, ScaleBlock::Tile(_));
+            // A scale for each column has blocks as wide as that.
+            let tiles = matches!(matrices.format.block, ScaleBlock::Tile(_)) || across < columns;
             let kept = self.down == columns && first.is_multiple_of(down);
             return Ok(match (tiles && matrices.scales.grid.is_some(), kept) {
                 (false, _) => [1, 0],
@@ -186,7 +187,8 @@ impl View<'_, '_> {
         }
         // The file's columns are the layer's rows.
         let turned = self.down == 1 && self.along == columns;
-        match (turned && first.is_multiple_of(down), one) {
+        let columns_alone = turned && across == 1 && down >= rows;
+        match (turned && first.is_multiple_of(down), one || columns_alone) {
             (_, true) if self.along.is_multiple_of(columns) => Ok([1, 0]),
             (true, false) if (self.start % columns).is_multiple_of(across) => Ok([across, down]),
             (true, false) => Ok([1, down]),

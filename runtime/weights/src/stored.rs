@@ -65,6 +65,7 @@ pub(crate) fn held<'a>(
         from,
         beside: Vec::new(),
     };
+    parts.refuse()?;
     let shape = parts.shape()?;
     let size = [shape[shape.len() - 2], shape[shape.len() - 1]];
     let scales = parts.scales(&shape)?;
@@ -102,6 +103,20 @@ impl<'a> Parts<'a, '_, '_> {
         let found = self.finder.checkpoint.tensor(&name)?;
         self.beside.push(found);
         Some(found)
+    }
+
+    /// Refuses a matrix that is not the product of codes and scales alone.
+    fn refuse(&self) -> Result<(), WeightsError> {
+        let names = self.way.names.refused.iter();
+        let mut names = names.filter_map(|end| replaced(self.name, *end));
+        match names.find_map(|name| self.finder.checkpoint.tensor(&name)) {
+            None => Ok(()),
+            Some(found) => {
+                let of = self.from.name;
+                let problem = format!("it multiplies the activations of `{of}`, which is not read");
+                Err(contradiction(&found, problem))
+            }
+        }
     }
 
     /// Returns the shape in numbers, with two dimensions or more.
@@ -173,7 +188,7 @@ impl<'a> Parts<'a, '_, '_> {
         let found: Vec<NameEnd> = found.copied().collect();
         let found = found.into_iter().find_map(|end| self.part(Some(end)));
         let Some(from) = found else {
-            return Err(self.missing(&names));
+            return Err(self.missing("its scales are", &names));
         };
         let format = self.way.format;
         let kind = scale_type(format.scale, &from)?;
@@ -206,6 +221,12 @@ impl<'a> Parts<'a, '_, '_> {
         let block = match format.block {
             ScaleBlock::Tile(block) => block,
             ScaleBlock::Row => [1, columns.max(1)],
+            // Stacked matrices that are stored transposed have their rows as columns.
+            ScaleBlock::MatrixOrRow
+                if !outer.is_empty() && columns > 1 && from.shape == wide([1, columns]) =>
+            {
+                return Ok(made([rows, 1], Some([1, columns])));
+            }
             ScaleBlock::MatrixOrRow => {
                 // Dimensions of size one carry no information: rows are [rows] or [rows, 1].
                 let is = |grid| bare(from.shape) == bare(&wide(grid));
@@ -236,7 +257,7 @@ impl<'a> Parts<'a, '_, '_> {
         }
         let end = self.way.names.second;
         let Some(from) = self.part(end) else {
-            return Err(self.missing(&self.named(end)));
+            return Err(self.missing("its scales are", &self.named(end)));
         };
         let kind = match from.dtype {
             Ok(DType::F32) => ScaleType::F32,
@@ -274,7 +295,9 @@ impl<'a> Parts<'a, '_, '_> {
         let Some(from) = from else {
             return match zero {
                 Zero::None | Zero::Middle => Ok(None),
-                Zero::Stored | Zero::LessOne => Err(self.missing(&self.named(end))),
+                Zero::Stored | Zero::LessOne => {
+                    Err(self.missing("its zero points are", &self.named(end)))
+                }
             };
         };
         let [down, across] = scales.grid.unwrap_or([1, 1]);
@@ -302,9 +325,13 @@ impl<'a> Parts<'a, '_, '_> {
         scales: &Scales<'_>,
         columns: usize,
     ) -> Result<Option<&'a [u8]>, WeightsError> {
-        let ints = self.way.format.element.is_int();
-        let from = ints.then(|| self.part(self.way.names.groups)).flatten();
-        let (Some(from), Some([_, across])) = (from, scales.grid) else {
+        let (ints, names) = (self.way.format.element.is_int(), self.way.names);
+        let from = ints.then(|| self.part(names.groups)).flatten();
+        let across = scales.grid.map_or(1, |[_, across]| across);
+        let Some(from) = from.filter(|_| scales.grid.is_some()) else {
+            if names.reordered && across > 1 {
+                return Err(self.missing("the group of each column is", &self.named(names.groups)));
+            }
             return Ok(None);
         };
         if from.dtype != Ok(DType::I32) {
@@ -345,13 +372,13 @@ impl<'a> Parts<'a, '_, '_> {
     }
 
     /// Returns the error for a missing part.
-    fn missing(&self, names: &[String]) -> WeightsError {
+    fn missing(&self, what: &str, names: &[String]) -> WeightsError {
         let names: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
         let (from, names) = (self.from.name, names.join(", "));
         WeightsError::MissingTensor {
             tensor: self.finder.tensor.name.clone(),
             path: self.finder.checkpoint.path().to_path_buf(),
-            tried: format!("; `{from}` is there, its scales are not: looked for {names}"),
+            tried: format!("; `{from}` is there, {what} not: looked for {names}"),
             near: String::new(),
         }
     }

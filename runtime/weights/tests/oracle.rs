@@ -48,7 +48,7 @@ fn more_families() {
 #[test]
 fn published_formats() {
     let mut wrong = Vec::new();
-    for dir in [cases("formats"), cases("gguf")].concat() {
+    for dir in [cases("formats"), cases("formats_more"), cases("gguf")].concat() {
         let name = dir.file_name().unwrap().to_string_lossy().into_owned();
         match support::check(&dir) {
             Ok(report) if report.wrong_rows == 0 && report.error < 2e-6 => {}

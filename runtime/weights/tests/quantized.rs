@@ -499,7 +499,8 @@ fn broken_fp8_is_refused_with_one_reason() {
         refused(&|file| drop(file.0.remove(&inverse(&up)))),
         format!(
             "FILE has no tensor for `experts.up.weight`; `{up}` is there, its scales are not: \
-             looked for `{up}_scale_inv`, `{up}_scale`, `{0}.scale`, `{0}.qscale_weight`",
+             looked for `{up}_scale_inv`, `{up}_scale`, `{0}.scale`, `{0}.qscale_weight`, \
+             `{up}_weight_scale`",
             up.strip_suffix(".weight").unwrap()
         )
     );

@@ -1,6 +1,7 @@
 //! Codes of experts stand for the numbers that dequantizing gives, to the bit.
 
 use crate::archive;
+use crate::quantizer;
 use crate::support::imported;
 use moesaic_kernel::DType;
 use moesaic_spec::format::StoredMatrix;
@@ -10,6 +11,7 @@ use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use moesaic_weights::{
     Checkpoint, ExpertFormats, LayerReader, LoadOptions, load_import, set_expert_formats,
 };
+use safetensors::SafeTensors;
 use std::fs;
 
 /// Returns every number of the matrices with a name, decoded from their codes.
@@ -134,6 +136,17 @@ const HELD: [(&str, &str); 24] = [
     ("modelopt_nvfp4", "nvfp4 nvfp4"),
 ];
 
+/// The same of `formats_more`.
+const HELD_MORE: [(&str, &str); 7] = [
+    ("autoround_asym", "uint4-g32 uint4-g32"),
+    ("ct_fp8_block", "custom custom"),
+    ("ct_int4_bytes", "custom custom"),
+    ("fbgemm_llama4", "fp8-row fp8-row"),
+    ("mxfp8", "mxfp8 mxfp8"),
+    ("quark_mixed", "mxfp4 fp8-row"),
+    ("quark_mxfp4", "mxfp4 mxfp4"),
+];
+
 /// The same of files that gguf-py wrote.
 const HELD_BY_GGUF: [(&str, &str); 4] = [
     ("granitemoe", "custom q4_0"),
@@ -145,6 +158,7 @@ const HELD_BY_GGUF: [(&str, &str); 4] = [
 #[test]
 fn published_layers_keep_their_codes() {
     check_held("formats", &HELD);
+    check_held("formats_more", &HELD_MORE);
 }
 
 #[test]
@@ -180,4 +194,46 @@ fn check_held(archive: &str, all: &[(&str, &str)]) {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Returns why a layer of `formats` is refused after a change to its tensors.
+fn refusal_of(name: &str, change: &dyn Fn(&mut quantizer::Tensors)) -> String {
+    let dir = archive::folder("formats").join(name);
+    let bytes = fs::read(dir.join("model.safetensors")).unwrap();
+    let mut tensors = quantizer::Tensors::default();
+    for (name, tensor) in SafeTensors::deserialize(&bytes).unwrap().iter() {
+        let data = tensor.data().to_vec();
+        tensors.put(name, tensor.dtype(), tensor.shape(), data);
+    }
+    change(&mut tensors);
+    let folder = tempfile::tempdir().unwrap();
+    let file = tensors.write(&folder.path().join("model.safetensors"));
+    let case = serde_json::json!({"layer": 1});
+    let (import, _) = imported(&dir, &case).unwrap();
+    let reader = LayerReader::of_import(&import, &file, LoadOptions::default());
+    let said = reader.err().expect("it is refused").to_string();
+    said.replace(&folder.path().display().to_string(), "FOLDER")
+}
+
+/// Codes in an order that is lost, and codes of weights that activations are divided for.
+#[test]
+fn codes_that_say_something_else_are_refused() {
+    let up = "model.layers.1.mlp.experts.0.up_proj";
+    let said = refusal_of("gptq_int4_act", &|file| {
+        drop(file.0.remove(&format!("{up}.g_idx")))
+    });
+    let expected = format!(
+        "FOLDER/model.safetensors has no tensor for `experts.up.weight`; `{up}.qweight` is there, \
+         the group of each column is not: looked for `{up}.g_idx`"
+    );
+    assert_eq!(said, expected);
+    let factors = format!("{up}.pre_quant_scale");
+    let said = refusal_of("modelopt_nvfp4", &|file| {
+        file.bf16(&factors, &[64], &[2.0; 64])
+    });
+    let expected = format!(
+        "`{factors}` in FOLDER/model.safetensors contradicts the configuration or another tensor: it \
+         multiplies the activations of `{up}.weight`, which is not read"
+    );
+    assert_eq!(said, expected);
 }

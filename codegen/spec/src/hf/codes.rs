@@ -40,10 +40,14 @@ pub struct TensorNames {
     pub zeros: Option<NameEnd>,
     /// The group of each column.
     pub groups: Option<NameEnd>,
+    /// Whether groups are in any order, so that the group of each column must be there.
+    pub reordered: bool,
     /// The row and column counts of the matrix.
     pub shape: Option<NameEnd>,
     /// Tensors without information on the weights, such as the scales of activations.
     pub unread: &'static [NameEnd],
+    /// Tensors with which the matrix computes something else.
+    pub refused: &'static [NameEnd],
 }
 
 /// A replacement for the end of a tensor's name.
@@ -68,15 +72,20 @@ pub(super) const IN_PLACE: TensorNames = TensorNames {
         end("", "_scale"),
         end(".weight", ".scale"),
         end(".weight", ".qscale_weight"),
+        // ModelOpt's, of a stack of experts that is no module of its own.
+        end("", "_weight_scale"),
     ],
     second: Some(end("", "_scale_2")),
     zeros: Some(end("", "_zero_point")),
     groups: Some(end("", "_g_idx")),
+    reordered: false,
     shape: None,
     unread: &[
         end(".weight", ".input_scale"),
         end(".weight", ".activation_scale"),
     ],
+    // ModelOpt's AWQ multiplies activations by it.
+    refused: &[end(".weight", ".pre_quant_scale")],
 };
 
 /// compressed-tensors' names of packed codes.
@@ -100,8 +109,10 @@ pub(super) const QWEIGHT: TensorNames = TensorNames {
     second: None,
     zeros: Some(end(".weight", ".qzeros")),
     groups: Some(end(".weight", ".g_idx")),
+    reordered: false,
     shape: None,
     unread: &[],
+    refused: &[],
 };
 
 /// gpt-oss' names. Its recipes name the codes themselves.
@@ -111,8 +122,10 @@ pub(super) const BLOCKS: TensorNames = TensorNames {
     second: None,
     zeros: None,
     groups: None,
+    reordered: false,
     shape: None,
     unread: &[],
+    refused: &[],
 };
 
 impl TensorNames {

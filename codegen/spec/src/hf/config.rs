@@ -117,7 +117,11 @@ impl Config {
                 _ => return Err(self.bad(key, value, "float32, float16 or bfloat16")),
             };
         }
-        if let Some((_, value)) = self.find(&["quantization_config"]) {
+        let said = self.find(&["quantization_config"]).map(|(_, value)| value);
+        // MLX has a key of its own, which may stand alone.
+        let own = self.peek("quantization");
+        let own = own.filter(|value| value.get("bits").is_some());
+        if let Some(value) = said.or(own) {
             self.codes = Some(Codes::read(&self.model, value)?);
         }
         Ok(())

@@ -13,7 +13,8 @@ const E4M3: [&str; 4] = ["e4m3", "e4m3fn", "float8_e4m3fn", "float8_e4m3"];
 const E5M2: [&str; 2] = ["e5m2", "float8_e5m2"];
 
 /// Keys that list modules exempt from quantization.
-const KEPT: [&str; 4] = [
+const KEPT: [&str; 5] = [
+    "exclude",
     "ignore",
     "modules_to_not_convert",
     "ignored_layers",
@@ -31,14 +32,21 @@ pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
         config: value.as_object().unwrap_or(&empty),
     };
     let stored = match reader.word("quant_method") {
-        Some("fp8") => reader.fp8()?,
+        Some("fp8") => reader.fp8(format::FP8_BLOCK)?,
+        Some("mxfp8") => reader.fp8(format::MXFP8)?,
         Some("compressed-tensors") => reader.compressed()?,
         Some("mxfp4") => vec![stored(format::MXFP4, BLOCKS)],
         Some("gptq") => reader.gptq()?,
         Some("awq") => reader.awq()?,
         Some("auto-round") => reader.auto_round()?,
+        Some("quark") => reader.quark()?,
+        // A scale for each row.
+        Some("fbgemm_fp8") => vec![stored(format::FP8, IN_PLACE)],
         Some(method) if method.starts_with("modelopt") => reader.modelopt()?,
         Some(other) => return Err(refused(model, &shortened(other))),
+        None if reader.config.contains_key("group_size") => {
+            return Err(refused(model, "no quant_method, as MLX writes"));
+        }
         None => return Err(refused(model, "no quant_method")),
     };
     let nested = reader.config.get("quantization").and_then(Value::as_object);
@@ -83,6 +91,22 @@ fn stored(format: Format, names: TensorNames) -> StoredFormat {
     StoredFormat { format, names }
 }
 
+/// Returns true unless the value is empty.
+fn says(value: &Value) -> bool {
+    match value {
+        Value::Null => false,
+        Value::Object(object) => !object.is_empty(),
+        _ => true,
+    }
+}
+
+/// Returns the sizes of a block that compressed-tensors once spelt "128x128".
+fn unspelt(size: &Value) -> Value {
+    let text = size.as_str().unwrap_or_default();
+    let sizes: Result<Vec<u64>, _> = text.split('x').map(str::parse::<u64>).collect();
+    sizes.map_or_else(|_| size.clone(), Value::from)
+}
+
 /// A `quantization_config`.
 struct Reader<'a> {
     model: &'a str,
@@ -98,8 +122,8 @@ impl Reader<'_> {
         refused(self.model, what)
     }
 
-    /// Reads DeepSeek-V3's format, which transformers calls fine-grained.
-    fn fp8(&self) -> Result<Vec<StoredFormat>, HfError> {
+    /// Reads DeepSeek-V3's format, which transformers calls fine-grained, and MiniMax-M3's.
+    fn fp8(&self, usual: Format) -> Result<Vec<StoredFormat>, HfError> {
         let named = self.word("fmt").unwrap_or(E4M3[0]);
         let element = match named {
             _ if E4M3.contains(&named) => CodeType::E4m3,
@@ -107,11 +131,11 @@ impl Reader<'_> {
             _ => return Err(self.refused(&format!("fp8, {}", shortened(named)))),
         };
         let of = match self.config.get("weight_block_size") {
-            None => format::FP8_BLOCK,
+            None => usual,
             Some(Value::Null) => format::FP8,
             Some(size) => Format {
                 block: ScaleBlock::Tile(self.block("weight_block_size", size)?),
-                ..format::FP8_BLOCK
+                ..usual
             },
         };
         let bytes = stored(Format { element, ..of }, IN_PLACE);
@@ -177,13 +201,15 @@ impl Reader<'_> {
             ("group" | "tensor_group", _) if size == Some(-1) => ScaleBlock::MatrixOrRow,
             ("group" | "tensor_group", _) => tile(size, 128)?,
             ("block", size) => {
-                ScaleBlock::Tile(self.block("block_structure", size.unwrap_or(&Value::Null))?)
+                let size = unspelt(size.unwrap_or(&Value::Null));
+                ScaleBlock::Tile(self.block("block_structure", &size)?)
             }
             _ => return Err(unread()),
         };
         let (of, names) = match (named, kind, bits) {
             ("float-quantized" | "naive-quantized", "float", Some(8)) => (format::FP8, IN_PLACE),
-            ("int-quantized" | "naive-quantized", "int", Some(8)) => (format::INT8, IN_PLACE),
+            // Fewer bits take a byte each, too.
+            ("int-quantized" | "naive-quantized", "int", Some(1..=8)) => (format::INT8, IN_PLACE),
             ("pack-quantized", "int", Some(bits @ (2 | 4 | 8))) => {
                 let element = CodeType::Uint(bits as u8);
                 let packed = Format {
@@ -287,9 +313,14 @@ impl Reader<'_> {
 
     /// Reads AWQ, as AutoAWQ writes it.
     fn awq(&self) -> Result<Vec<StoredFormat>, HfError> {
-        let version = self.word("version").unwrap_or("gemm");
-        if !version.eq_ignore_ascii_case("gemm") {
-            return Err(self.refused(&format!("awq, version {}", shortened(version))));
+        // AutoAWQ's key, and those of transformers and GPTQModel.
+        let keys = ["version", "format", "checkpoint_format"];
+        let mut said = keys.into_iter().filter_map(|key| self.word(key));
+        if let Some(other) = said.find(|word| !word.eq_ignore_ascii_case("gemm")) {
+            return Err(self.refused(&format!("awq, version {}", shortened(other))));
+        }
+        if self.word("backend") == Some("llm-awq") {
+            return Err(self.refused("awq, llm-awq"));
         }
         self.integers("awq", format::AWQ, [])
     }
@@ -298,9 +329,14 @@ impl Reader<'_> {
     fn auto_round(&self) -> Result<Vec<StoredFormat>, HfError> {
         let packing = self.word("packing_format").unwrap_or("no packing_format");
         let kind = self.word("data_type").unwrap_or("int");
+        if self.config.get("rotation_config").is_some_and(says) {
+            return Err(self.refused("auto-round, rotation_config"));
+        }
         let of = match (packing, kind) {
-            ("auto_round:auto_gptq" | "auto_gptq", "int") => format::GPTQ,
-            ("auto_round:auto_awq" | "auto_awq", "int") => format::AWQ,
+            ("auto_round:auto_gptq" | "auto_round:gptq" | "auto_gptq", "int") => format::GPTQ,
+            ("auto_round:auto_awq" | "auto_round:awq" | "auto_awq", "int") => format::AWQ,
+            // Zero points as they are.
+            ("auto_round" | "auto_round:gptqmodel", "int") => format::GPTQ_V2,
             _ => {
                 let [packing, kind] = [packing, kind].map(shortened);
                 return Err(self.refused(&format!("auto-round, {packing} of {kind}")));
@@ -311,6 +347,64 @@ impl Reader<'_> {
         let own = own.into_iter().flat_map(Map::values);
         let own = own.filter(|s| s.get("bits").and_then(Value::as_u64) < Some(16));
         self.integers("auto-round", of, own)
+    }
+
+    /// Reads AMD's Quark: a setting for the model, and settings of modules.
+    fn quark(&self) -> Result<Vec<StoredFormat>, HfError> {
+        let algorithms = self.config.get("algo_config");
+        if algorithms.is_some_and(|said| said.to_string().contains("rotation")) {
+            return Err(self.refused("quark, weights that were rotated"));
+        }
+        let of = |key: &str| self.config.get(key).and_then(Value::as_object);
+        let own = [of("layer_quant_config"), of("layer_type_quant_config")];
+        let own = own.into_iter().flatten().flat_map(Map::values);
+        let all = own.chain(self.config.get("global_quant_config"));
+        let weights = all.filter_map(|settings| settings.get("weight"));
+        let mut ways = Vec::new();
+        for weights in weights.filter(|weights| says(weights)) {
+            let way = self.quark_weights(weights)?;
+            if !ways.contains(&way) {
+                ways.push(way);
+            }
+        }
+        if ways.is_empty() {
+            Err(self.refused("quark, no weights"))
+        } else {
+            Ok(ways)
+        }
+    }
+
+    fn quark_weights(&self, weights: &Value) -> Result<StoredFormat, HfError> {
+        let word = |key: &str| weights.get(key).and_then(Value::as_str);
+        let (kind, by) = (word("dtype"), word("qscheme"));
+        let powers = word("scale_format") == Some("e8m0");
+        let axis = weights.get("ch_axis").and_then(Value::as_i64);
+        let size = || self.tile(weights.get("group_size").unwrap_or(&Value::Null));
+        let of = match (kind, by, powers, axis) {
+            (Some("fp4"), Some("per_group"), true, Some(-1 | 1)) => Format {
+                block: size()?,
+                ..format::MXFP4
+            },
+            (Some("fp8_e4m3"), Some("per_group"), true, Some(-1 | 1)) => Format {
+                block: size()?,
+                ..format::MXFP8
+            },
+            (Some("fp8_e4m3"), Some("per_tensor"), false, _)
+            | (Some("fp8_e4m3"), Some("per_channel"), false, Some(0)) => format::FP8,
+            (Some("fp8_e4m3"), Some("per_block"), false, _) => {
+                let size = weights.get("block_size").unwrap_or(&Value::Null);
+                Format {
+                    block: ScaleBlock::Tile(self.block("block_size", size)?),
+                    ..format::FP8_BLOCK
+                }
+            }
+            _ if weights.is_array() => return Err(self.refused("quark, weights quantized twice")),
+            (kind, by, ..) => {
+                let [kind, by] = [kind, by].map(|word| shortened(word.unwrap_or("?")));
+                return Err(self.refused(&format!("quark, {kind} {by}")));
+            }
+        };
+        Ok(stored(of, IN_PLACE))
     }
 
     /// Returns integer formats with the checkpoint's bits and group size, and with those of single
@@ -348,7 +442,13 @@ impl Reader<'_> {
                 block,
                 ..of
             };
-            let way = stored(format, QWEIGHT);
+            let said = own.get("desc_act").or(self.config.get("desc_act"));
+            let columns = of.packing == format::CodeOrder::Columns;
+            let names = TensorNames {
+                reordered: columns && said.and_then(Value::as_bool) == Some(true),
+                ..QWEIGHT
+            };
+            let way = stored(format, names);
             if !ways.contains(&way) {
                 ways.push(way);
             }
