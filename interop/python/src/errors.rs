@@ -39,6 +39,21 @@ impl From<EngineError> for Failure {
     }
 }
 
+impl From<moesaic::Error> for Failure {
+    fn from(error: moesaic::Error) -> Failure {
+        use moesaic::Error as E;
+        match error {
+            E::Engine(error) => error.into(),
+            E::Open(error) => error.into(),
+            E::Spec(_) | E::Target(_) | E::Hf(_) | E::Gguf(_) | E::Io { .. } => {
+                Failure::Invalid(error.to_string())
+            }
+            E::Weights(_) | E::Plan(_) | E::Shape(_) => Failure::Invalid(error.to_string()),
+            other => Failure::Other(other.to_string()),
+        }
+    }
+}
+
 impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Failure {
         match error {
