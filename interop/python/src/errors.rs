@@ -1,5 +1,6 @@
 //! `moesaic.Error` and how failures become it.
 
+use moesaic::target::{DeviceError, UnavailableReason};
 use moesaic::{EngineError, OpenError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -58,6 +59,12 @@ impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Failure {
         match error {
             OpenError::Target(_) => Failure::Invalid(error.to_string()),
+            OpenError::Device(DeviceError::Unavailable {
+                reason: UnavailableReason::NotBuilt { feature },
+                ..
+            }) => Failure::Other(format!(
+                "this wheel of moesaic is for CPUs: make one by `maturin build --features {feature}`"
+            )),
             other => Failure::Other(other.to_string()),
         }
     }
