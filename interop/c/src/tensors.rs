@@ -137,8 +137,8 @@ impl<'a> Given<'a> {
         let mut sizes = self.shape.iter();
         let elements = sizes.try_fold(1usize, |n, size| n.checked_mul(*size));
         let reach = self.strides.iter().flatten().zip(&self.shape);
-        let reach = reach.map(|(stride, size)| size.saturating_sub(1).checked_mul(*stride));
-        let extent = reach.fold(Some(1usize), |n, far| n?.checked_add(far?));
+        let mut reach = reach.map(|(stride, size)| size.saturating_sub(1).checked_mul(*stride));
+        let extent = reach.try_fold(1usize, |n, far| n.checked_add(far?));
         let fits = |elements: Option<usize>| {
             let bytes = elements.and_then(|n| n.checked_mul(self.dtype.size()));
             bytes.is_some_and(|bytes| bytes <= isize::MAX as usize)
