@@ -204,7 +204,7 @@ typedef struct moesaic_call {
   size_t tokens;
   // Inputs, "x" [T, model_dim] at least, and the outputs that you want, such as "y"
   // [T, output_dim] in the spec's activation type, "topk_ids" [T, K] i32, "topk_weights" [T, K]
-  // f32, "counts" [E] i64. moesaic_layer_tensor lists them.
+  // f32, "counts" [E] i64. moesaic_layer_tensor lists them. A result has memory of its own.
   const struct moesaic_tensor *tensors;
   // The number of tensors.
   size_t tensor_count;

@@ -19,7 +19,7 @@ namespace moesaic {
 // A call that failed, with its text.
 class Error : public std::runtime_error {
 public:
-  Error(moesaic_status status, const char *text) : std::runtime_error(text), status(status) {}
+  Error(moesaic_status code, const char *text) : std::runtime_error(text), status(code) {}
   moesaic_status status;
 };
 

@@ -4,7 +4,7 @@ use crate::info::Role;
 use crate::layer::Layer;
 use crate::pointers::{Out, borrow, free, slice};
 use crate::status::{Failure, Status, guard};
-use crate::tensors::{Given, Tensor};
+use crate::tensors::{Given, Tensor, check_tokens};
 use moesaic::target::Ptr;
 use moesaic::{Buffer, RawBackward, RawCall, RngKey as Key};
 use std::ffi::c_int;
@@ -17,7 +17,7 @@ pub struct Call {
     pub tokens: usize,
     /// Inputs, "x" [T, model_dim] at least, and the outputs that you want, such as "y"
     /// [T, output_dim] in the spec's activation type, "topk_ids" [T, K] i32, "topk_weights" [T, K]
-    /// f32, "counts" [E] i64. moesaic_layer_tensor lists them.
+    /// f32, "counts" [E] i64. moesaic_layer_tensor lists them. A result has memory of its own.
     pub tensors: *const Tensor,
     /// The number of tensors.
     pub tensor_count: usize,
@@ -70,6 +70,11 @@ impl Prepared<'_> {
     }
 }
 
+/// Returns whether a call writes tensors of a role.
+fn is_written(role: Role) -> bool {
+    !matches!(role, Role::Input | Role::OutputGradient)
+}
+
 /// Returns the address of a buffer on a CPU.
 fn host(buffer: &Buffer) -> *mut u8 {
     std::ptr::with_exposed_provenance_mut(buffer.ptr().0 as usize)
@@ -85,18 +90,18 @@ impl Layer {
         tokens: usize,
         given: Vec<Given<'a>>,
     ) -> Result<Prepared<'a>, Failure> {
-        let most = i32::MAX as usize;
-        if tokens > most {
-            let problem = format!("is {tokens}, a call takes at most {most}");
-            return Err(Failure::argument("tokens", problem));
-        }
+        check_tokens(tokens)?;
         let mut prepared = Prepared {
             tensors: Vec::with_capacity(given.len()),
             copies: Vec::new(),
         };
-        for given in given {
+        for given in &given {
             let tensor = self.find(given.name)?;
             given.check(tensor.dtype, &tensor.shape(tokens))?;
+        }
+        self.check_apart(&given)?;
+        for given in given {
+            let tensor = self.find(given.name)?;
             let (role, name) = (tensor.role, given.name);
             if role == Role::Weight || (role == Role::WeightGradient && self.binds()) {
                 let problem = match self.binds() {
@@ -105,7 +110,7 @@ impl Layer {
                 };
                 return Err(Failure::tensor(name, problem));
             }
-            let written = !matches!(role, Role::Input | Role::OutputGradient);
+            let written = is_written(role);
             if !written {
                 self.check_ids(&given)?;
             }
@@ -135,6 +140,26 @@ impl Layer {
             });
         }
         Ok(prepared)
+    }
+
+    /// Refuses a result that lies over another tensor of the call. Copies stand in for strided ones.
+    fn check_apart(&self, given: &[Given<'_>]) -> Result<(), Failure> {
+        let packed = given.iter().filter(|one| one.strides.is_none());
+        let packed: Vec<&Given<'_>> = packed.collect();
+        for (number, one) in packed.iter().enumerate() {
+            for other in packed[..number].iter().filter(|other| one.overlaps(other)) {
+                if is_written(self.find(one.name)?.role) || is_written(self.find(other.name)?.role)
+                {
+                    let problem = format!(
+                        "lies over `{}`: the call writes one and reads the other; give each \
+                         memory of its own",
+                        other.name
+                    );
+                    return Err(Failure::tensor(one.name, problem));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Returns the addresses of a call, with those that are bound: all of `needed` must be.

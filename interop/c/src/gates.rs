@@ -8,7 +8,7 @@ use crate::options::LayerOptions;
 use crate::pointers::{Out, borrow, free, slice, text};
 use crate::spec::Spec;
 use crate::status::{Failure, Status, guard};
-use crate::tensors::{Given, Tensor, read_weights};
+use crate::tensors::{Given, Tensor, check_tokens, read_weights};
 use moesaic::experts::{MultiGate as Gates, MultiSaved as Kept, SavedByToken};
 use moesaic::{Bytes, DType, EngineError, Input, Output, Tensors};
 use std::ffi::{c_char, c_int};
@@ -138,11 +138,7 @@ impl MultiGate {
         tokens: usize,
         given: Vec<Given<'a>>,
     ) -> Result<Prepared<'a>, Failure> {
-        let most = i32::MAX as usize;
-        if tokens > most {
-            let problem = format!("is {tokens}, a call takes at most {most}");
-            return Err(Failure::argument("tokens", problem));
-        }
+        check_tokens(tokens)?;
         let mut input = Input {
             tokens,
             tensors: Tensors::new(),
@@ -154,7 +150,7 @@ impl MultiGate {
             Some(ids) => {
                 ids.check(DType::I32, &[tokens])?;
                 // SAFETY: the caller vouches for it.
-                Some(unsafe { ids.host() }.to_vec().unwrap_or_default())
+                Some(unsafe { ids.host() }?.to_vec().unwrap_or_default())
             }
         };
         let mut results = Vec::new();
@@ -165,7 +161,7 @@ impl MultiGate {
                     given.check(tensor.dtype, &tensor.shape(tokens))?;
                     check_ids(self.gates.layers()[0].spec(), &given)?;
                     // SAFETY: the caller vouches for it.
-                    input.insert(given.name, unsafe { given.host() });
+                    input.insert(given.name, unsafe { given.host() }?);
                 }
                 Role::Output => {
                     let shape = self.shape(tensor, tokens, router_ids.is_some());
@@ -391,7 +387,7 @@ pub unsafe extern "C" fn moesaic_multi_gate_backward(
             .ok_or_else(|| Failure::tensor("dy", "is missing"))?;
         results.iter().try_for_each(Given::check_distinct)?;
         // SAFETY: as above.
-        let dy = unsafe { dy.host() };
+        let dy = unsafe { dy.host() }?;
         let accumulate = accumulate != 0;
         let outputs = match &saved.saved {
             By::Layer(kept) => {
@@ -460,7 +456,7 @@ pub unsafe extern "C" fn moesaic_multi_gate_set_weight(
             (gates, Given::read(borrow(tensor, "tensor")?)?)
         };
         // SAFETY: the caller vouches for the tensor.
-        let host = unsafe { given.host() };
+        let host = unsafe { given.host() }?;
         Ok(gates.gate(gate)?.set_weight(given.name, &host)?)
     })
 }

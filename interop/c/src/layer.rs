@@ -7,7 +7,7 @@ use crate::options::LayerOptions;
 use crate::pointers::{Out, borrow, free, slice, text};
 use crate::spec::Spec;
 use crate::status::{Failure, Status, guard};
-use crate::tensors::{Given, Tensor, read_weights};
+use crate::tensors::{Given, Tensor, check_tokens, read_weights};
 use moesaic::plan::{Role as Owner, TensorPlan};
 use moesaic::spec::canonical_tensors;
 use moesaic::target::{Device, Ptr};
@@ -139,7 +139,7 @@ pub(crate) fn check_ids(spec: &LayerSpec, given: &Given<'_>) -> Result<(), Failu
     }
     // SAFETY: the caller of the interface vouches for type and shape, which were checked against
     // the layer's.
-    let ids = unsafe { given.host() }.to_vec::<i32>().unwrap_or_default();
+    let ids = unsafe { given.host() }?.to_vec::<i32>().unwrap_or_default();
     let checked = spec.check_indices(given.name, &ids);
     checked.map_err(|error| Failure::tensor(given.name, error))
 }
@@ -347,6 +347,7 @@ pub unsafe extern "C" fn moesaic_layer_tensor(
             let problem = format!("is {number}, the layer has {} tensors", layer.tensors.len());
             Failure::argument("number", problem)
         })?;
+        check_tokens(tokens)?;
         out.set(tensor.info(tokens));
         Ok(())
     })
@@ -369,6 +370,7 @@ pub unsafe extern "C" fn moesaic_layer_find(
             let out = Out::new(out, "out")?;
             (out, borrow(layer, "layer")?, text(name, "name")?)
         };
+        check_tokens(tokens)?;
         out.set(layer.find(name)?.info(tokens));
         Ok(())
     })
@@ -395,7 +397,7 @@ pub unsafe extern "C" fn moesaic_layer_set_weight(
             return Err(Failure::argument("layer", problem));
         }
         // SAFETY: the caller vouches for the tensor.
-        let host = unsafe { given.host() };
+        let host = unsafe { given.host() }?;
         Ok(layer.layer.set_weight(given.name, &host)?)
     })
 }

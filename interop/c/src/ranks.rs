@@ -122,8 +122,8 @@ pub unsafe extern "C" fn moesaic_world_mpi(
     guard(|| {
         // SAFETY: the caller vouches for its pointers.
         let (out, engine, library) = unsafe {
-            let library = optional_text(library, "library")?;
-            (Out::handle(out)?, borrow(engine, "engine")?, library)
+            let (out, engine) = (Out::handle(out)?, borrow(engine, "engine")?);
+            (out, engine, optional_text(library, "library")?)
         };
         let options = mpi::Options {
             library: library.map(PathBuf::from),
@@ -152,8 +152,8 @@ pub unsafe extern "C" fn moesaic_world_nccl(
     guard(|| {
         // SAFETY: the caller vouches for its pointers.
         let (out, engine, library) = unsafe {
-            let library = optional_text(library, "library")?;
-            (Out::handle(out)?, borrow(engine, "engine")?, library)
+            let (out, engine) = (Out::handle(out)?, borrow(engine, "engine")?);
+            (out, engine, optional_text(library, "library")?)
         };
         let options = nccl::Options {
             library: library.map(PathBuf::from),

@@ -35,7 +35,7 @@ pub unsafe extern "C" fn moesaic_record_open(
         };
         given.check(DType::I32, &[tokens, layers, top_k])?;
         // SAFETY: as above.
-        let ids = unsafe { given.host() }.to_vec().unwrap_or_default();
+        let ids = unsafe { given.host() }?.to_vec().unwrap_or_default();
         let shape = RecordShape {
             tokens,
             layers,

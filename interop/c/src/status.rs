@@ -118,7 +118,13 @@ impl From<moesaic::Error> for Failure {
 
 impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Failure {
-        moesaic::Error::from(error).into()
+        match error {
+            EngineError::NotTraining => {
+                let problem = "was made for inference: set `training` in moesaic_layer_options";
+                Failure::argument("layer", problem)
+            }
+            error => moesaic::Error::from(error).into(),
+        }
     }
 }
 

@@ -131,34 +131,25 @@ impl<'a> Given<'a> {
         Ok(all)
     }
 
-    /// Checks that the tensor has an address, and that its bytes can be counted.
+    /// Checks that the tensor has an address, and that its bytes can be counted, where they lie and
+    /// packed: strides of 0 lay any number of elements in one place.
     fn check_extent(&self) -> Result<(), Failure> {
-        let strides = self.strides.as_deref();
-        let extent = match strides {
-            None => self
-                .shape
-                .iter()
-                .try_fold(1usize, |n, size| n.checked_mul(*size)),
-            Some(strides) => {
-                let last =
-                    |size: &usize, stride: &usize| size.saturating_sub(1).checked_mul(*stride);
-                let mut dims = self.shape.iter().zip(strides);
-                dims.try_fold(1usize, |n, (size, stride)| {
-                    n.checked_add(last(size, stride)?)
-                })
-            }
+        let mut sizes = self.shape.iter();
+        let elements = sizes.try_fold(1usize, |n, size| n.checked_mul(*size));
+        let reach = self.strides.iter().flatten().zip(&self.shape);
+        let mut reach = reach.map(|(stride, size)| size.saturating_sub(1).checked_mul(*stride));
+        let extent = reach.try_fold(1usize, |n, far| n.checked_add(far?));
+        let fits = |elements: Option<usize>| {
+            let bytes = elements.and_then(|n| n.checked_mul(self.dtype.size()));
+            bytes.is_some_and(|bytes| bytes <= isize::MAX as usize)
         };
-        let bytes = extent.and_then(|elements| elements.checked_mul(self.dtype.size()));
-        match bytes {
-            None => Err(Failure::tensor(self.name, "is larger than memory")),
-            Some(bytes) if bytes > isize::MAX as usize => {
-                Err(Failure::tensor(self.name, "is larger than memory"))
-            }
-            Some(_) if self.elements() > 0 && self.data.is_null() => {
-                Err(Failure::tensor(self.name, "has data NULL"))
-            }
-            Some(_) => Ok(()),
+        if !fits(elements) || !fits(extent) {
+            return Err(Failure::tensor(self.name, "is larger than memory"));
         }
+        if self.elements() > 0 && self.data.is_null() {
+            return Err(Failure::tensor(self.name, "has data NULL"));
+        }
+        Ok(())
     }
 
     /// Returns the number of elements.
@@ -185,23 +176,26 @@ impl<'a> Given<'a> {
     ///
     /// # Safety
     /// The memory is on the host, valid, and unchanged for `'b`.
-    pub unsafe fn host<'b>(&self) -> moesaic::Tensor<'b> {
+    pub unsafe fn host<'b>(&self) -> Result<moesaic::Tensor<'b>, Failure> {
         let data = match (&self.strides, self.bytes()) {
             (_, 0) => Bytes::default(),
             // SAFETY: the caller vouches for as many bytes.
             (None, bytes) => unsafe { std::slice::from_raw_parts(self.data, bytes) }.into(),
             (Some(_), bytes) => {
-                let mut packed = Bytes::zeros(bytes);
+                let mut packed = Bytes::try_zeros(bytes).ok_or_else(|| {
+                    let problem = format!("has strides, and no memory for {bytes} bytes packed");
+                    Failure::tensor(self.name, problem)
+                })?;
                 // SAFETY: there is room for every element.
                 unsafe { self.gather(packed.to_mut().as_mut_ptr()) };
                 packed
             }
         };
-        moesaic::Tensor {
+        Ok(moesaic::Tensor {
             dtype: self.dtype,
             shape: self.shape.clone(),
             data,
-        }
+        })
     }
 
     /// Copies the elements to packed memory.
@@ -256,6 +250,12 @@ impl<'a> Given<'a> {
         }
     }
 
+    /// Returns whether two packed tensors have a byte in common.
+    pub fn overlaps(&self, other: &Given<'_>) -> bool {
+        let (own, others) = (self.data as usize, other.data as usize);
+        own < others + other.bytes() && others < own + self.bytes()
+    }
+
     /// Refuses strides by which two elements share memory, for a tensor that is written.
     pub fn check_distinct(&self) -> Result<(), Failure> {
         let Some(strides) = &self.strides else {
@@ -277,6 +277,18 @@ impl<'a> Given<'a> {
     }
 }
 
+/// The most tokens of a call.
+const MOST_TOKENS: usize = i32::MAX as usize;
+
+/// Refuses a number of tokens that no call takes.
+pub fn check_tokens(tokens: usize) -> Result<(), Failure> {
+    if tokens <= MOST_TOKENS {
+        return Ok(());
+    }
+    let problem = format!("is {tokens}, a call takes at most {MOST_TOKENS}");
+    Err(Failure::argument("tokens", problem))
+}
+
 /// Returns weights by name, borrowed where they lie packed.
 ///
 /// # Safety
@@ -286,7 +298,7 @@ pub unsafe fn read_weights<'a>(tensors: &'a [Tensor]) -> Result<moesaic::Tensors
     // SAFETY: the caller vouches for each.
     for given in unsafe { Given::read_all(tensors) }? {
         // SAFETY: as above.
-        read.insert(given.name, unsafe { given.host() });
+        read.insert(given.name, unsafe { given.host() }?);
     }
     Ok(read)
 }
@@ -302,10 +314,11 @@ fn sizes(name: &str, what: &str, numbers: &[i64]) -> Result<Vec<usize>, Failure>
 /// Returns whether strides are those of a packed row-major tensor. A dimension of one element may
 /// have any.
 fn is_packed(shape: &[usize], strides: &[usize]) -> bool {
-    let mut wanted = 1;
+    let mut wanted = 1usize;
     shape.iter().zip(strides).rev().all(|(&size, &stride)| {
         let fits = size == 1 || stride == wanted;
-        wanted *= size;
+        // Of sizes that no memory holds, too, which are refused later.
+        wanted = wanted.saturating_mul(size);
         fits
     })
 }
@@ -335,7 +348,7 @@ mod tests {
         ] {
             let given = given(&mut values, &shape, &strides);
             // SAFETY: the values outlive the tensor.
-            assert_eq!(unsafe { given.host() }.to_f32(), wanted);
+            assert_eq!(unsafe { given.host() }.unwrap().to_f32(), wanted);
         }
         let strided = given(&mut values, &[2, 2], &[8, 1]);
         let news = [-1.0f32, -2.0, -3.0, -4.0];

@@ -1,6 +1,7 @@
 //! The header is what cbindgen makes of the sources.
 
 use std::path::Path;
+use std::process::Command;
 
 #[test]
 fn the_header_is_that_of_the_sources() {
@@ -26,6 +27,29 @@ fn the_header_is_that_of_the_sources() {
         made == found,
         "include/moesaic.h is not of the sources: BLESS=1 cargo test --test header"
     );
+}
+
+/// C from C99 and C++ from C++11 read `moesaic.h`, and C++ from C++17 `moesaic.hpp`, without a
+/// warning.
+#[test]
+fn the_headers_alone_compile_without_a_warning() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("include");
+    let cases = [
+        ("cc", "c", "moesaic.h", vec!["c99", "c11", "c17"]),
+        ("c++", "c++", "moesaic.h", vec!["c++11", "c++17", "c++20"]),
+        ("c++", "c++", "moesaic.hpp", vec!["c++17", "c++20"]),
+    ];
+    for (compiler, language, header, standards) in cases {
+        for standard in standards {
+            let mut command = Command::new(compiler);
+            command.args(["-Wall", "-Wextra", "-Wshadow", "-pedantic", "-Werror"]);
+            command.args(["-fsyntax-only", "-x", language, "-include", header]);
+            command.arg(format!("-std={standard}")).arg("/dev/null");
+            let output = command.current_dir(&folder).output().unwrap();
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{header} by {standard}: {text}");
+        }
+    }
 }
 
 /// Leaves out the sections `# Safety`, which say in Rust's words what a C function always asks: valid

@@ -2,6 +2,7 @@
 
 use crate::errors::Failure;
 use moesaic::{Bytes, DType, Tensor, Tensors};
+use pyo3::exceptions::PyTypeError;
 use pyo3::ffi::c_str;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
@@ -12,6 +13,9 @@ use std::ptr;
 
 /// The name of a capsule that nobody has taken yet.
 const FRESH: &CStr = c_str!("dltensor");
+
+/// As [`FRESH`], of DLPack 1, whose capsules may hold memory that nobody may write.
+const VERSIONED: &CStr = c_str!("dltensor_versioned");
 
 /// `kDLCPU`.
 const CPU: i32 = 1;
@@ -49,6 +53,17 @@ struct Managed {
     view: View,
     context: *mut c_void,
     deleter: Option<unsafe extern "C" fn(*mut Managed)>,
+}
+
+/// `DLManagedTensorVersioned` of version 1.
+#[repr(C)]
+struct Versioned {
+    _major: u32,
+    _minor: u32,
+    _context: *mut c_void,
+    _deleter: Option<unsafe extern "C" fn(*mut Versioned)>,
+    _flags: u64,
+    view: View,
 }
 
 /// The owner of an exported tensor: `view.shape` and `view.strides` point into it.
@@ -215,6 +230,24 @@ impl Array {
         unsafe { export(slf.py(), exported, Box::new(tensor)) }
     }
 
+    /// Returns a NumPy array in the same memory, read-only, or with `dtype` or `copy` a copy.
+    #[pyo3(signature = (dtype=None, copy=None))]
+    fn __array__<'py>(
+        slf: &Bound<'py, Self>,
+        dtype: Option<Bound<'py, PyAny>>,
+        copy: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let array = slf
+            .py()
+            .import("numpy")?
+            .call_method1("from_dlpack", (slf,))?;
+        match (dtype, copy) {
+            (Some(dtype), _) => array.call_method1("astype", (dtype,)),
+            (None, Some(true)) => array.call_method0("copy"),
+            (None, _) => Ok(array),
+        }
+    }
+
     fn __dlpack_device__(&self) -> (i32, i32) {
         (CPU, 0)
     }
@@ -241,16 +274,13 @@ impl Imported {
     /// # Errors
     /// It is none, is not on the CPU, has another element type, or is not contiguous.
     pub fn new(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Imported> {
-        let capsule = object.call_method0("__dlpack__").map_err(|error| {
+        let capsule = capsule_of(object).map_err(|error| {
             Failure::tensor(name, format!("has no DLPack capsule to give: {error}"))
         })?;
         let owned = capsule.clone().unbind();
         let capsule = capsule.cast_into::<PyCapsule>()?;
-        let managed = capsule.pointer_checked(Some(FRESH))?.cast::<Managed>();
-        // SAFETY: a capsule of this name holds a `DLManagedTensor`, alive while the capsule is.
-        let view = unsafe { &managed.as_ref().view };
-        // SAFETY: the view is alive, see above.
-        let read = unsafe { read(view) };
+        // SAFETY: the view is alive while the capsule is.
+        let read = unsafe { read(view_of(&capsule)?) };
         let (address, dtype, shape) = read.map_err(|problem| Failure::tensor(name, problem))?;
         Ok(Imported {
             address,
@@ -277,6 +307,37 @@ impl Imported {
             data: Bytes::from(data),
         }
     }
+}
+
+/// Asks for a capsule of DLPack 1, for which an array may be read-only, and a library that knows
+/// no versions for one without.
+fn capsule_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let options = PyDict::new(object.py());
+    options.set_item("max_version", (1, 0))?;
+    match object.call_method("__dlpack__", (), Some(&options)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(object.py()) => {
+            object.call_method0("__dlpack__")
+        }
+        given => given,
+    }
+}
+
+/// Returns the view in a capsule of either form.
+fn view_of<'c>(capsule: &'c Bound<'_, PyCapsule>) -> PyResult<&'c View> {
+    if !capsule.is_valid_checked(Some(VERSIONED)) {
+        let managed = capsule.pointer_checked(Some(FRESH))?.cast::<Managed>();
+        // SAFETY: a capsule of this name holds a `DLManagedTensor`, alive while the capsule is.
+        return Ok(unsafe { &managed.as_ref().view });
+    }
+    let managed = capsule.pointer_checked(Some(VERSIONED))?;
+    // SAFETY: a capsule of this name begins with the version of what it holds.
+    let major = unsafe { managed.cast::<u32>().read() };
+    if major != 1 {
+        let problem = format!("a DLPack capsule of version {major}, expected 1");
+        return Err(Failure::Invalid(problem).into());
+    }
+    // SAFETY: one of version 1 holds this structure, alive while the capsule is.
+    Ok(unsafe { &managed.cast::<Versioned>().as_ref().view })
 }
 
 /// Takes named objects as [`Imported::new`] does.

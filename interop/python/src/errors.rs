@@ -1,5 +1,6 @@
 //! `moesaic.Error` and how failures become it.
 
+use moesaic::target::{DeviceError, UnavailableReason};
 use moesaic::{EngineError, OpenError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -39,10 +40,31 @@ impl From<EngineError> for Failure {
     }
 }
 
+impl From<moesaic::Error> for Failure {
+    fn from(error: moesaic::Error) -> Failure {
+        use moesaic::Error as E;
+        match error {
+            E::Engine(error) => error.into(),
+            E::Open(error) => error.into(),
+            E::Spec(_) | E::Target(_) | E::Hf(_) | E::Gguf(_) | E::Io { .. } => {
+                Failure::Invalid(error.to_string())
+            }
+            E::Weights(_) | E::Plan(_) | E::Shape(_) => Failure::Invalid(error.to_string()),
+            other => Failure::Other(other.to_string()),
+        }
+    }
+}
+
 impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Failure {
         match error {
             OpenError::Target(_) => Failure::Invalid(error.to_string()),
+            OpenError::Device(DeviceError::Unavailable {
+                reason: UnavailableReason::NotBuilt { feature },
+                ..
+            }) => Failure::Other(format!(
+                "this wheel of moesaic is for CPUs: make one by `maturin build --features {feature}`"
+            )),
             other => Failure::Other(other.to_string()),
         }
     }

@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 pub struct GateLayer {
     gates: MultiGate,
     spec: Spec,
+    inputs: Vec<String>,
     process: u32,
 }
 
@@ -70,6 +71,7 @@ impl GateLayer {
         })?;
         Ok(GateLayer {
             gates,
+            inputs: spec.input_names()?,
             spec,
             process: std::process::id(),
         })
@@ -99,7 +101,7 @@ impl GateLayer {
         let ids = routers_of_tokens(router_ids)?;
         let each = without_gil(py, || {
             check_process(self.process)?;
-            let input = given.read(&self.spec)?;
+            let input = given.read(&self.spec, &self.inputs)?;
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
             Ok(match &ids {
                 None => self.gates.forward(input.reading(&names))?,
@@ -127,7 +129,7 @@ impl GateLayer {
         let given = Inputs::new(&x, inputs, capacity_factor)?;
         let (each, saved) = without_gil(py, || {
             check_process(self.process)?;
-            let input = given.read(&self.spec)?;
+            let input = given.read(&self.spec, &self.inputs)?;
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
             self.train(input, &names, ids.as_deref(), rng_key)
         })?;

@@ -7,6 +7,7 @@ use crate::spec::Spec;
 use moesaic::{Engine, Input, Layer, Output, Tensor};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// Arrays of Python's by name.
 pub type Arrays<'py> = BTreeMap<String, Bound<'py, PyAny>>;
@@ -21,6 +22,7 @@ pub struct PackedLayer {
     layer: Layer,
     engine: Engine,
     spec: Spec,
+    inputs: Vec<String>,
     process: u32,
 }
 
@@ -49,13 +51,23 @@ impl PackedLayer {
             let layer = engine.layer_over_experts_of(&bank.layer, &spec.spec, &weights)?;
             Ok((layer, engine))
         })?;
-        let process = std::process::id();
-        Ok(PackedLayer {
-            layer,
-            engine,
-            spec,
-            process,
-        })
+        Ok(PackedLayer::of(layer, engine, spec)?)
+    }
+
+    /// Reads the MoE layer of a model from its folder in the form of transformers. Experts that the
+    /// folder has as codes stay codes.
+    #[staticmethod]
+    #[pyo3(signature = (folder, layer=0))]
+    fn from_hf(py: Python<'_>, folder: PathBuf, layer: usize) -> PyResult<PackedLayer> {
+        PackedLayer::read(py, |engine| engine.layer_from_hf(&folder, layer))
+    }
+
+    /// Reads the MoE layer of a model from a GGUF file, as `from_hf` from a folder. x and y are bf16
+    /// where the file's experts are codes.
+    #[staticmethod]
+    #[pyo3(signature = (file, layer=0))]
+    fn from_gguf(py: Python<'_>, file: PathBuf, layer: usize) -> PyResult<PackedLayer> {
+        PackedLayer::read(py, |engine| engine.layer_from_gguf(&file, layer))
     }
 
     /// Evaluates x [.., model_dim] to the named outputs, such as y [T, output_dim], topk_ids [T, K]
@@ -76,7 +88,7 @@ impl PackedLayer {
             let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
             Ok(self
                 .layer
-                .forward(given.read(&self.spec)?.reading(&names))?)
+                .forward(given.read(&self.spec, &self.inputs)?.reading(&names))?)
         })?;
         Ok(arrays(output))
     }
@@ -94,6 +106,30 @@ impl PackedLayer {
     #[getter]
     fn spec(&self) -> Spec {
         self.spec.clone()
+    }
+}
+
+impl PackedLayer {
+    fn of(layer: Layer, engine: Engine, spec: Spec) -> Result<PackedLayer, Failure> {
+        Ok(PackedLayer {
+            layer,
+            engine,
+            inputs: spec.input_names()?,
+            spec,
+            process: std::process::id(),
+        })
+    }
+
+    fn read(
+        py: Python<'_>,
+        make: impl FnOnce(&Engine) -> Result<Layer, moesaic::Error> + Send,
+    ) -> PyResult<PackedLayer> {
+        without_gil(py, || {
+            let engine = engines::engine()?;
+            let layer = make(&engine)?;
+            let spec = Spec::new(layer.spec().clone());
+            PackedLayer::of(layer, engine, spec)
+        })
     }
 }
 
@@ -132,11 +168,25 @@ impl Inputs {
         })
     }
 
+    /// Refuses an input that no layer of the spec reads, such as a name with a slip of the pen. What
+    /// only losses read may be there in evaluation.
+    fn check_names(&self, known: &[String]) -> Result<(), Failure> {
+        match self.others.iter().find(|(name, _)| !known.contains(name)) {
+            None => Ok(()),
+            Some((name, _)) => {
+                let known = known.join(", ");
+                let problem = format!("the layer reads no `{name}`, only {known}");
+                Err(Failure::Invalid(problem))
+            }
+        }
+    }
+
     /// Returns the input of a layer, with x as rows.
     ///
     /// # Errors
-    /// x has another width.
-    pub fn read(&self, spec: &Spec) -> Result<Input<'_>, Failure> {
+    /// x has another width, or an input is none of the layer's.
+    pub fn read(&self, spec: &Spec, known: &[String]) -> Result<Input<'_>, Failure> {
+        self.check_names(known)?;
         let mut tensors = lent(&self.others);
         let rows = rows(self.x.tensor(), spec.spec.shape.model_dim)?;
         let tokens = rows.shape[0];

@@ -43,6 +43,12 @@ impl Spec {
         Ok(Spec::new(spec))
     }
 
+    /// Returns the names of the inputs that calls take, in training or not.
+    pub fn input_names(&self) -> Result<Vec<String>, Failure> {
+        let inputs = self.planned(Role::Input)?.into_iter();
+        Ok(inputs.map(|(name, ..)| name).collect())
+    }
+
     /// Returns the tensors with a role in the layer's training plan. Names and shapes are those of
     /// every target.
     fn planned(&self, role: Role) -> Result<Vec<Described>, Failure> {

@@ -24,6 +24,14 @@ impl<'a> Bytes<'a> {
         Bytes(Held::Owned { words, length })
     }
 
+    /// Returns `length` zeros, or `None` where there is no memory for them.
+    pub fn try_zeros(length: usize) -> Option<Bytes<'static>> {
+        let (mut words, count) = (Vec::new(), length.div_ceil(size_of::<u64>()));
+        words.try_reserve_exact(count).ok()?;
+        words.resize(count, 0);
+        Some(Bytes(Held::Owned { words, length }))
+    }
+
     /// Copies `bytes`.
     pub fn copied(bytes: &[u8]) -> Bytes<'static> {
         let mut owned = Bytes::zeros(bytes.len());

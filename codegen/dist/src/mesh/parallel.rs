@@ -168,9 +168,10 @@ impl Parallel {
         }
     }
 
-    /// Returns the number of ranks.
+    /// Returns the number of ranks; `usize::MAX` for more than that.
     pub fn ranks(&self) -> usize {
-        self.ep * self.expert_tp * self.dp
+        let group = self.ep.saturating_mul(self.expert_tp);
+        group.saturating_mul(self.dp)
     }
 
     /// Returns the number of ranks in a group that holds all experts once; these exchange rows.

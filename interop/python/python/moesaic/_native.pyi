@@ -15,7 +15,7 @@ class SupportsDLPack(Protocol):
     def __dlpack__(self) -> Any: ...
 
 class Array:
-    """A tensor that moesaic made. `numpy.from_dlpack` and `torch.from_dlpack` take it."""
+    """A tensor that moesaic made. `numpy.asarray` and `torch.from_dlpack` take it."""
 
     @property
     def shape(self) -> list[int]:
@@ -23,6 +23,8 @@ class Array:
     @property
     def dtype(self) -> str:
         """The element type: `f32`, `f16`, `bf16`, `i32` or `i64`."""
+    def __array__(self, dtype: Any = None, copy: Optional[bool] = None) -> Any:
+        """Returns a NumPy array in the same memory, read-only, or with `dtype` or `copy` a copy."""
     def __dlpack__(self, **options: Any) -> Any: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
@@ -124,6 +126,14 @@ class PackedLayer:
         weights: Mapping[str, SupportsDLPack],
         bank: Optional[PackedLayer] = None,
     ) -> None: ...
+    @staticmethod
+    def from_hf(folder: str | os.PathLike[str], layer: int = 0) -> PackedLayer:
+        """Reads the MoE layer of a model in a folder of transformers. Experts that it has as codes
+        stay codes."""
+    @staticmethod
+    def from_gguf(file: str | os.PathLike[str], layer: int = 0) -> PackedLayer:
+        """Reads the MoE layer of a model from a GGUF file. x and y are bf16 where its experts are
+        codes."""
     def forward(
         self,
         x: SupportsDLPack,
