@@ -10,6 +10,7 @@ mod collective;
 mod evaluate;
 mod layer;
 mod memory;
+mod misfit;
 mod scenario;
 mod search;
 mod sensitivity;
@@ -17,12 +18,13 @@ mod stages;
 mod timeline;
 
 pub use evaluate::predict_model;
+pub use misfit::{ModelMeshError, check_mesh};
 pub use scenario::{
     Batch, ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule, StageMemory, StateBytes,
     StepPhase, default_reserve,
 };
 pub use search::{ModelRanked, ModelSpace, search_model};
-pub use sensitivity::{Faster, faster};
+pub use sensitivity::{Doubled, Faster, doubled, faster};
 pub use timeline::model_timeline;
 
 #[cfg(test)]

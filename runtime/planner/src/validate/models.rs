@@ -237,7 +237,9 @@ impl Published {
             };
             predict_model(scenario, self.mesh(), schedule, None)
         };
-        let all = [Recompute::None, Recompute::Attention, Recompute::Layer];
+        let mut all = ModelSpace::default().recompute;
+        let latent = scenario.shape.attention.latent > 0;
+        all.retain(|again| latent || *again != Recompute::Projections);
         let mut fitting = all.into_iter().filter_map(with);
         fitting.find(|found| found.memory.bytes() <= limit)
     }
