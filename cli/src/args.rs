@@ -118,9 +118,8 @@ mod tests {
         let names = |from: &Arg, to: &Arg| command.get_arg_conflicts_with(from).contains(&to);
         let mut alternatives = command.get_groups().filter(|group| {
             let args: Vec<_> = group.get_args().collect();
-            !group.clone().is_multiple()
-                && args.contains(&one.get_id())
-                && args.contains(&other.get_id())
+            let mut own = (*group).clone();
+            !own.is_multiple() && args.contains(&one.get_id()) && args.contains(&other.get_id())
         });
         names(one, other) || names(other, one) || alternatives.next().is_some()
     }
