@@ -1,10 +1,10 @@
 //! The time and memory of a step of one configuration.
 
 use super::around::Around;
+use super::check::check_mesh;
 use super::collective::{Peers, gather, message};
 use super::layer::{LayerChoices, LayerCosts, LayerKey, PassCosts, Strategies, choices};
 use super::memory::{LayerMemory, RankParameters};
-use super::misfit::check_mesh;
 use super::scenario::{
     ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule, StageMemory, StepPhase,
 };

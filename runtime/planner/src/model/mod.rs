@@ -6,19 +6,19 @@
 //! their bytes. docs/SCALE.md lists what is assumed.
 
 mod around;
+mod check;
 mod collective;
 mod evaluate;
 mod layer;
 mod memory;
-mod misfit;
 mod scenario;
 mod search;
 mod sensitivity;
 mod stages;
 mod timeline;
 
+pub use check::{ModelMeshError, check_mesh};
 pub use evaluate::predict_model;
-pub use misfit::{ModelMeshError, check_mesh};
 pub use scenario::{
     Batch, ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule, StageMemory, StateBytes,
     StepPhase, default_reserve,
