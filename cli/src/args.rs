@@ -107,3 +107,65 @@ impl Command {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Cli;
+    use clap::{Arg, Command, CommandFactory};
+
+    /// Returns the arguments that an argument requires. clap shows them in no other way.
+    fn required(arg: &Arg) -> Vec<String> {
+        let shown = format!("{arg:?}");
+        let (_, list) = shown.split_once("requires: [").unwrap();
+        let (list, _) = list.split_once(']').unwrap();
+        let words = list.split('"').skip(1).step_by(2);
+        words.map(str::to_string).collect()
+    }
+
+    fn conflict(command: &Command, one: &Arg, other: &Arg) -> bool {
+        let names = |from: &Arg, to: &Arg| command.get_arg_conflicts_with(from).contains(&to);
+        let mut alternatives = command.get_groups().filter(|group| {
+            let args: Vec<_> = group.get_args().collect();
+            let mut own = (*group).clone();
+            !own.is_multiple() && args.contains(&one.get_id()) && args.contains(&other.get_id())
+        });
+        names(one, other) || names(other, one) || alternatives.next().is_some()
+    }
+
+    fn check(command: &Command, found: &mut usize) {
+        let args: Vec<&Arg> = command.get_arguments().collect();
+        for arg in &args {
+            let needed = required(arg);
+            let needed = args
+                .iter()
+                .filter(|one| needed.iter().any(|id| one.get_id() == id));
+            for need in needed {
+                *found += 1;
+                let against = args.iter().filter(|one| conflict(command, need, one));
+                for other in against.filter(|one| one.get_id() != arg.get_id()) {
+                    let (own, name) = (arg.get_id(), command.get_name());
+                    assert!(
+                        conflict(command, arg, other),
+                        "{name}: --{own} needs --{}, and is ignored beside --{}",
+                        need.get_id(),
+                        other.get_id()
+                    );
+                }
+            }
+        }
+        command
+            .get_subcommands()
+            .for_each(|inner| check(inner, found));
+    }
+
+    /// clap waives what an option requires where another one conflicts with the required one, so an
+    /// option whose requirement is missing would do nothing.
+    #[test]
+    fn no_option_is_ignored_because_another_conflicts_with_what_it_needs() {
+        let mut command = Cli::command();
+        command.build();
+        let mut found = 0;
+        check(&command, &mut found);
+        assert!(found > 20, "{found}");
+    }
+}

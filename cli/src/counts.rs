@@ -16,6 +16,9 @@ pub struct TokensArgs {
 /// The most numbers of a list.
 const MOST: usize = 4096;
 
+/// The most tokens of a call of any layer: those of top-1, whose assignments are below 2³¹.
+const MOST_TOKENS: usize = (1 << 31) - 1;
+
 /// Token counts in the given order, such as `1,64` or `1-8,64`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Counts(pub Vec<usize>);
@@ -34,6 +37,8 @@ pub enum ParseCountsError {
     Empty { from: usize, to: usize },
     /// More numbers than a list may have.
     TooMany,
+    /// More tokens than any layer takes in a call.
+    TooLarge(usize),
     /// A part that is neither a number nor a range.
     NoNumber(String),
 }
@@ -46,6 +51,9 @@ impl fmt::Display for ParseCountsError {
             }
             ParseCountsError::TooMany => {
                 write!(f, "more than {MOST} numbers; list some of them")
+            }
+            ParseCountsError::TooLarge(count) => {
+                write!(f, "a call takes at most {MOST_TOKENS} tokens, not {count}")
             }
             ParseCountsError::NoNumber(word) => {
                 write!(f, "`{word}` is no number or range; write 1,64 or 1-64")
@@ -70,6 +78,9 @@ impl FromStr for Counts {
             let (from, to) = range.ok_or_else(no_number)?;
             if from > to {
                 return Err(ParseCountsError::Empty { from, to });
+            }
+            if to > MOST_TOKENS {
+                return Err(ParseCountsError::TooLarge(to));
             }
             if to - from >= MOST - counts.len().min(MOST) {
                 return Err(ParseCountsError::TooMany);
@@ -97,6 +108,17 @@ mod tests {
         assert!(refusal("8-1").ends_with("write 1-8"));
         assert!(refusal("1-1000000").contains("more than 4096"));
         assert!(read("0-4095").is_ok() && read("1,0-4095").is_err());
+        assert!(read("2147483647").is_ok());
+        for large in [
+            "2147483648",
+            "18446744073709551615",
+            "1-18446744073709551615",
+        ] {
+            assert!(
+                refusal(large).contains("at most 2147483647 tokens"),
+                "{large}"
+            );
+        }
         for odd in ["", "x", "-1", "1-", "1-2-3", "1,,2"] {
             assert!(refusal(odd).contains("is no number or range"), "{odd}");
         }

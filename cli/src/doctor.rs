@@ -45,6 +45,7 @@ pub struct DoctorArgs {
         long,
         value_name = "NODE,NETWORK",
         requires = "ranks",
+        conflicts_with = "cache",
         value_delimiter = ',',
         num_args = 1
     )]

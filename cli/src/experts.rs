@@ -321,7 +321,8 @@ fn parse_margin(text: &str) -> std::result::Result<f32, String> {
 fn mesh(ranks: usize, expert_tp: usize, shared: SharedExperts) -> Result<Parallel> {
     if expert_tp == 0 || !ranks.is_multiple_of(expert_tp) {
         let message = format!("{ranks} ranks cannot share each expert by {expert_tp}");
-        return Err(Failure::input(message));
+        let possible = format!("--expert-tp is a divisor of the {ranks} ranks");
+        return Err(Failure::input(message).hint(possible));
     }
     Ok(Parallel {
         ep: ranks / expert_tp,

@@ -79,7 +79,7 @@ pub struct PrecompileArgs {
     placement: Vec<PathBuf>,
     /// Also compile kernels for `Engine::multi_gate`, which runs several routers over the same
     /// experts in one pass
-    #[arg(long, conflicts_with = "mesh")]
+    #[arg(long, conflicts_with_all = ["mesh", "adaptive_r", "strategy", "placement"])]
     multi_gate: bool,
     /// Also compile kernels for `run --replay`, which has the layer without its router; with =FILE,
     /// vLLM's array in an .npy file, kernels that look up experts in a table of its tokens

@@ -462,7 +462,7 @@ fn read_stdin() -> Result<String> {
 }
 
 /// Reads a text file of bounded size, because a spec is never long.
-fn read_text(what: &str, path: &Path) -> Result<String> {
+pub fn read_text(what: &str, path: &Path) -> Result<String> {
     const MOST: u64 = 16 << 20;
     let unreadable = |error: std::io::Error| Failure::unreadable(what, path, &error);
     let mut file = fs::File::open(path).map_err(unreadable)?;
@@ -473,10 +473,19 @@ fn read_text(what: &str, path: &Path) -> Result<String> {
         )));
     }
     let mut bytes = Vec::new();
+    // A byte more than allowed, to tell a file of that size from a longer one.
     (&mut file)
-        .take(MOST)
+        .take(MOST + 1)
         .read_to_end(&mut bytes)
         .map_err(unreadable)?;
+    if bytes.len() as u64 > MOST {
+        let most = units::bytes(MOST);
+        let message = format!(
+            "{} is larger than {most}, so it is not {what}",
+            path.display()
+        );
+        return Err(Failure::input(message));
+    }
     let gzip = bytes.starts_with(&[0x1f, 0x8b]);
     String::from_utf8(bytes).map_err(|_| {
         let failure = Failure::input(format!("{} is not a text file", path.display()));

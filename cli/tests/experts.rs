@@ -307,3 +307,39 @@ fn shards_of_shared_experts(parts: &str, whole: &str) {
     experts(&unshard).ok();
     assert_eq!(bytes(whole), bytes(&weights));
 }
+
+/// Numbers whose sum no number can be, and a file that lacks a tensor of the layer.
+#[test]
+fn parts_that_are_not_the_layer_are_refused() {
+    let small = Small::new();
+    let dir = small.dir.path();
+    let (spec, weights) = (path(dir, "small.toml"), path(dir, "w.safetensors"));
+    let parts = path(dir, "parts");
+    let refused = |args: &[&str], weights: &str, said: &str| {
+        let whole = ["--spec", &spec, "--weights", weights, "-o", &parts];
+        experts(&[args, &whole].concat()).fails(2, &[said]);
+        assert!(!Path::new(&parts).exists());
+    };
+    let split = |counts: &'static str| ["split", "--counts", counts];
+    refused(
+        &split("18446744073709551615,6"),
+        &weights,
+        "are not the 5 experts",
+    );
+    let mut cut = small_weights();
+    cut.remove("experts.down.weight");
+    let cut = save(dir, "cut.safetensors", &cut);
+    let cut = cut.to_str().unwrap();
+    for args in [
+        &split("3,2")[..],
+        &["shard", "--ranks=2"],
+        &["add", "--copy=0"],
+    ] {
+        refused(args, cut, "`experts.down.weight` is missing");
+    }
+    refused(
+        &["shard", "--ranks=4", "--expert-tp=3"],
+        &weights,
+        "a divisor of the 4 ranks",
+    );
+}

@@ -404,3 +404,19 @@ fn what_ranks_measure_is_what_a_plan_is_made_with() {
     );
     bench(&file).fails(2, &["add --machine NAME|FILE"]);
 }
+
+/// A product of degrees beyond what a number can be is the input's error.
+#[test]
+fn a_mesh_of_too_many_ranks_is_refused() {
+    let plan = Plan::new();
+    let fails = |mesh: &str, part: &str| {
+        plan.with(&[&JOB[..], &["--mesh", mesh]].concat())
+            .fails(2, &[part]);
+    };
+    fails(
+        "ep=4294967296,expert_tp=4294967296",
+        "4294967296 groups cannot share 16 experts",
+    );
+    fails("ep=16,expert_tp=512,dp=9223372036854775808", "the job 16");
+    fails("dp=0", "has no ranks; each is at least 1");
+}

@@ -55,7 +55,9 @@ fn a_configuration_alone_is_planned_as_a_model() {
         "the last backward pass",
         "optimizer state",
         "buffers of exchanges and kernels",
-        "the second, pp=",
+        "the second, ",
+        "twice as fast",
+        "by the first all ranks take",
         "no error band is known for models",
     ] {
         assert!(text.contains(part), "{part}: {text}");
@@ -154,7 +156,7 @@ fn what_a_model_cannot_be_says_what_can() {
     );
     fails(
         &["--model-mesh=pp=3"],
-        &["16 ranks cannot make pp=3", "hint: pp divides"],
+        &["16 ranks cannot make pp=3 stages: pp is a divisor of the ranks"],
     );
     fails(
         &["--model-mesh=dp=3"],
@@ -162,8 +164,32 @@ fn what_a_model_cannot_be_says_what_can() {
     );
     fails(
         &["--batch=7", "--model-mesh=ep=8"],
-        &["--batch is a multiple of the copies"],
+        &["7 sequences a step are no multiple of 16 copies of attention"],
     );
+    fails(&["--batch=7"], &["--batch is a multiple of the copies"]);
+    let huge = "--model-mesh=ep=4294967296,expert_tp=4294967296";
+    fails(
+        &[huge],
+        &["expert_tp=4294967296 does not divide the 16 ranks of a stage"],
+    );
+    let text =
+        std::fs::read_to_string(repository("runtime/planner/machines/h100-ib.toml")).unwrap();
+    for (from, to, part) in [
+        (
+            "memory_gib = 80.0",
+            "memory_gib = 0.001",
+            "one layer of this model alone does not fit",
+        ),
+        (
+            "radix = 0",
+            "radix = 1",
+            "machine h100-ib has at most 8 ranks, the job 16",
+        ),
+    ] {
+        write(folder.0.path(), "small.toml", &text.replacen(from, to, 1));
+        let call = ["--world=16", "--machine=small.toml", "--training"];
+        folder.plan(&call).fails(2, &[part]);
+    }
     fails(
         &["--mesh=ep=16"],
         &["--mesh is of one layer", "hint: --layer N"],
@@ -173,6 +199,51 @@ fn what_a_model_cannot_be_says_what_can() {
         &[
             "--params 1.0 million is less than 8 such layers have",
             "of the whole model",
+        ],
+    );
+    // Products of sizes that are each allowed are beyond an integer.
+    let sizes = [
+        "num_attention_heads",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "v_head_dim",
+    ];
+    let large = sizes.iter().fold(CONFIG.to_string(), |text, key| {
+        text.replace(
+            &format!("\"{key}\": "),
+            &format!("\"{key}\": 1073741824, \"was\": "),
+        )
+    });
+    write(folder.0.path(), "config.json", &large);
+    fails(&[], &["no mesh of 16 ranks fits this model"]);
+    for (key, value, part) in [
+        ("vocab_size", "0", "expected a whole number above 0"),
+        (
+            "num_attention_heads",
+            "0",
+            "expected a whole number above 0",
+        ),
+        (
+            "hidden_size",
+            "4294967296",
+            "expected a whole number up to 1073741824",
+        ),
+    ] {
+        let own = format!("\"{key}\": {value}, \"was\"");
+        write(
+            folder.0.path(),
+            "config.json",
+            &CONFIG.replace(&format!("\"{key}\""), &own),
+        );
+        fails(&[], &[part]);
+    }
+    let long = format!("{CONFIG}{}", " ".repeat(16 << 20));
+    write(folder.0.path(), "config.json", &long);
+    fails(
+        &[],
+        &[
+            "config.json is larger than 16",
+            "so it is not the model configuration",
         ],
     );
     let linear = CONFIG.replace(
@@ -216,4 +287,55 @@ fn a_published_spec_with_its_layers_fits() {
     let parameters = found["model"]["parameters"].as_f64().unwrap();
     assert!((parameters / 671e9 - 1.0).abs() < 1e-9);
     assert!(best["mesh"]["ep"].as_u64().unwrap() >= 8, "{best}");
+}
+
+/// The mesh that somebody runs, beside the first: its place, or the reason why it cannot be.
+#[test]
+fn a_mesh_is_compared_with_the_first() {
+    let folder = Folder::new();
+    let found = folder.json(&["--compare=ep=2"]);
+    let own = &found["compared"]["configuration"];
+    let place = found["compared"]["place"].as_u64().unwrap() as usize;
+    assert_eq!(own["mesh"]["ep"], 2);
+    let ranked = folder.json(&["--top=1000"]);
+    assert_eq!(&ranked["ranked"][place - 1], own);
+    assert!(folder.json(&[])["compared"].is_null());
+    let doubled = found["doubled"].as_array().unwrap();
+    let best = found["ranked"][0]["seconds"].as_f64().unwrap();
+    assert_eq!(doubled.len(), 4);
+    for part in doubled {
+        let seconds = part["seconds"].as_f64().unwrap();
+        assert!(seconds <= best && seconds > best / 2.0, "{part}");
+    }
+    let text = folder.plan(&[&JOB[..], &["--compare=ep=2"]].concat()).ok();
+    let said = format!("\nep 2 is place {place} of ");
+    assert!(text.contains(&said), "{text}");
+    assert!(text.contains("FIRST") && text.contains("experts' layers: kernels"));
+    let refused = |mesh: &str, part: &str| {
+        let compare = ["--compare", mesh];
+        folder
+            .plan(&[&JOB[..], &compare].concat())
+            .fails(2, &[part]);
+    };
+    refused("tp=3", "tp=3 does not divide the 16 ranks of a stage");
+    refused("ep=32", "ep=32 x expert_tp=1 does not divide the 16 ranks");
+}
+
+/// No line is wider than the terminal, but for words that are.
+#[test]
+fn a_plan_is_as_wide_as_the_terminal() {
+    let folder = Folder::new();
+    let mut call = command();
+    call.current_dir(folder.0.path()).env("COLUMNS", "80");
+    let text = finish(
+        call.args(["plan", "--hf", "."])
+            .args(JOB)
+            .arg("--compare=ep=2"),
+    )
+    .ok();
+    let wide: Vec<&str> = text
+        .lines()
+        .filter(|line| line.chars().count() > 80)
+        .collect();
+    assert!(wide.is_empty(), "{wide:#?}");
 }

@@ -1,7 +1,8 @@
 //! `moesaic run` against outside data and against the reference.
 
 use crate::common::*;
-use moesaic::{DType, Tensor};
+use moesaic::weights::Checkpoint;
+use moesaic::{DType, Tensor, Tensors};
 use std::path::Path;
 
 /// A case of tests/oracle/hf: y within 2e-5 of the largest element, and the
@@ -498,6 +499,33 @@ fn a_record_replays() {
         drops.iter().sum::<f64>() as u64
     );
     assert_eq!(load(&small.output, "y"), once);
+    std::fs::remove_file(&small.output).unwrap();
+    // Ids are whole numbers, and counts those of the layer's experts.
+    let held = Checkpoint::open(&record).unwrap();
+    for (name, tensor, part) in [
+        (
+            "topk_ids",
+            tensor(&held.read("topk_ids").unwrap().shape, 3),
+            "is f32, expected i32",
+        ),
+        (
+            "locations",
+            tensor(&held.read("locations").unwrap().shape, 3),
+            "is f32, expected i32",
+        ),
+        (
+            "counts",
+            Tensor::owned(&[6], vec![0i64; 6]),
+            "has shape [6], expected [5]",
+        ),
+    ] {
+        let names = held.names().map(str::to_string);
+        let read = names.map(|name| (name.clone(), held.read(&name).unwrap().into_static()));
+        let mut wrong: Tensors<'_> = read.collect();
+        wrong.insert(name, tensor);
+        let other = save(small.dir.path(), "other.safetensors", &wrong);
+        small.refuses(&["--replay", other.to_str().unwrap()], &[name, part]);
+    }
     // A record of other tokens is refused.
     let other = tensor(&[3, 20], 5);
     save(
@@ -505,7 +533,6 @@ fn a_record_replays() {
         "x.safetensors",
         &[("x".to_string(), other)].into(),
     );
-    std::fs::remove_file(&small.output).unwrap();
     small.refuses(&["--replay", path], &["`topk_ids`", "[3, 2]"]);
 }
 

@@ -65,11 +65,11 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", requires = "calibration", conflicts_with_all = ["skew", "training"], value_parser = clap::value_parser!(u16).range(1..))]
     ranks: Option<u16>,
     /// With --ranks: the file to write
-    #[arg(long, value_name = "FILE", requires = "ranks")]
+    #[arg(long, value_name = "FILE", requires = "ranks", conflicts_with_all = ["skew", "training"])]
     calibration: Option<PathBuf>,
     /// With --ranks: do not time steps of the layer over all ranks; the file then has no factors of
     /// all-to-all algorithms
-    #[arg(long, requires = "ranks")]
+    #[arg(long, requires = "ranks", conflicts_with_all = ["skew", "training"])]
     without_steps: bool,
     /// Time a training step: forward and backward
     #[arg(long)]

@@ -34,6 +34,10 @@ pub use text::roofs;
 /// The help of `--tokens`.
 const COUNTS: &str = "Token counts for launches and roofline, and ranges of them such as 1-8";
 
+/// The options that are of a mesh. Whatever conflicts with `--mesh` conflicts with these, too, because
+/// clap waives what an option requires where something is given that conflicts with it.
+const OF_RANKS: [&str; 5] = ["mesh", "strategy", "rank", "placement", "per_node"];
+
 /// Show a layer's plan, kernels, resources, launches and roofline
 #[derive(Args, Debug)]
 #[command(after_help = "\
@@ -59,16 +63,16 @@ pub struct InspectArgs {
     #[command(flatten)]
     tokens: TokensArgs,
     /// The GPU whose published limits are used
-    #[arg(long, value_name = "NAME", value_parser = machine::NAME, hide_possible_values = true)]
+    #[arg(long, value_name = "NAME", conflicts_with_all = OF_RANKS, value_parser = machine::NAME, hide_possible_values = true)]
     machine: Option<String>,
     /// Also run N random tokens on the GPU's simulator, and show what it counted
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", conflicts_with_all = OF_RANKS, value_parser = clap::value_parser!(u32).range(1..))]
     simulate: Option<u32>,
     #[command(flatten)]
     training: TrainingArgs,
     /// Show one rank of this mesh instead: its launches and exchanges, and the bytes that it sends
     /// to other ranks of its node and to other nodes
-    #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse, conflicts_with_all = ["simulate", "html", "machine"])]
+    #[arg(long, value_name = crate::mesh::FORM, value_parser = crate::mesh::parse)]
     mesh: Option<Parallel>,
     #[command(flatten)]
     rank: OneRankArgs,
@@ -84,7 +88,7 @@ pub struct InspectArgs {
     #[arg(long)]
     asm: bool,
     /// Write a self-contained page instead
-    #[arg(long, value_name = "FILE", conflicts_with = "json")]
+    #[arg(long, value_name = "FILE", conflicts_with = "json", conflicts_with_all = OF_RANKS)]
     html: Option<PathBuf>,
     #[command(flatten)]
     form: FormArgs,

@@ -10,7 +10,7 @@ use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
 use crate::form::FormArgs;
-use crate::spec_source::LayerArgs;
+use crate::spec_source::{LayerArgs, read_text};
 use crate::suggest::gpu;
 use crate::training::TrainingArgs;
 use crate::{experts, mesh};
@@ -34,6 +34,7 @@ Examples:
   moesaic plan --spec layer.toml --world 16 --machine rack.toml --calibrate measured.toml --json
   moesaic plan --spec layer.toml --world 64 --machine h800 --mesh ep=64 --strategy overlap_degree=4 --trace out.json
   moesaic plan --hf deepseek-v3/config.json --world 2048 --machine h100-ib --training --html plan.html
+  moesaic plan --hf deepseek-v3 --world 2048 --machine h100-ib --training --compare pp=16,tp=2,ep=64
   moesaic plan --spec layer.toml --layers 58 --params 671B --world 2048 --machine h800 --training
 
 Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md says how \
@@ -193,7 +194,7 @@ impl PlanArgs {
         let Some(path) = &self.calibrate else {
             return Ok(machine);
         };
-        let calibration = Calibration::from_toml(&read("the calibration", path)?);
+        let calibration = Calibration::from_toml(&read_text("a calibration", path)?);
         let calibration = calibration.map_err(|error| in_file(&error, path))?;
         self.check_calibrated(&calibration.machine, &machine.name, path, console)?;
         let machine = calibration.apply(machine);
@@ -259,7 +260,7 @@ impl PlanArgs {
 /// Returns a built-in machine, or reads one from a file.
 pub fn machine(name: &str) -> Result<Machine> {
     if let Some(path) = is_file(name) {
-        let machine = Machine::from_toml(&read("the machine", path)?);
+        let machine = Machine::from_toml(&read_text("a machine", path)?);
         machine.map_err(|error| in_file(&error, path))
     } else {
         built_in(name)

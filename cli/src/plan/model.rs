@@ -1,5 +1,6 @@
 //! Plans for whole models.
 
+use super::model_report::Compared;
 use super::{PlanArgs, model_page, model_report};
 use crate::console::Console;
 use crate::failure::{Failure, Result};
@@ -8,8 +9,8 @@ use crate::units;
 use clap::Args;
 use moesaic::LayerSpec;
 use moesaic::planner::model::{
-    Batch, ModelMesh, ModelRanked, ModelScenario, ModelSpace, StateBytes, default_reserve, faster,
-    model_timeline, search_model,
+    Batch, ModelMesh, ModelRanked, ModelScenario, ModelSpace, StateBytes, check_mesh,
+    default_reserve, doubled, faster, model_timeline, search_model,
 };
 use moesaic::planner::{self, Routing};
 use moesaic::spec::hf::{AttentionShape, ModelShape};
@@ -38,6 +39,9 @@ pub struct ModelPlanArgs {
     /// Predict a model on this mesh alone
     #[arg(long, value_name = "pp=N,tp=N,ep=N,expert_tp=N", value_parser = parse_mesh)]
     model_mesh: Option<ModelMesh>,
+    /// Also show what a step of a model on this mesh is made of, beside the first
+    #[arg(long, value_name = "pp=N,tp=N,ep=N,expert_tp=N", value_parser = parse_mesh, conflicts_with = "model_mesh")]
+    compare: Option<ModelMesh>,
     /// Run the exchanges of one micro-batch of a model while another computes
     #[arg(long)]
     overlap_batches: bool,
@@ -66,6 +70,7 @@ impl ModelPlanArgs {
             ("--batch", self.batch.is_some()),
             ("--micro-batch", self.micro_batch.is_some()),
             ("--model-mesh", self.model_mesh.is_some()),
+            ("--compare", self.compare.is_some()),
             ("--overlap-batches", self.overlap_batches),
             ("--fp8", self.fp8),
             ("--reserve", self.reserve.is_some()),
@@ -116,8 +121,11 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     let space = args.space();
     let ranked = search_model(&scenario, &space);
     let Some(best) = ranked.best.first() else {
-        return Err(nothing(&scenario, &ranked, args.model.model_mesh));
+        return Err(nothing(&scenario, &ranked, &space));
     };
+    let compare = args.model.compare;
+    let compared = compare.map(|mesh| compared(&scenario, &space, &ranked, mesh));
+    let compared = compared.transpose()?;
     if let Some(path) = &args.trace {
         let text = planner::chrome(&model_timeline(&scenario, best)).to_string();
         write_whole(path, text.as_bytes()).map_err(|error| Failure::unwritable(path, &error))?;
@@ -129,6 +137,8 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
         top: usize::from(args.top),
         best,
         faster: second.map_or_else(Vec::new, |second| faster(&scenario, best, second)),
+        doubled: doubled(&scenario, best),
+        compared,
     };
     if let Some(path) = &args.model.html {
         let page = model_page::render(&report, &model_timeline(&scenario, best));
@@ -141,31 +151,69 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
     }
 }
 
-fn nothing(scenario: &ModelScenario, ranked: &ModelRanked, mesh: Option<ModelMesh>) -> Failure {
+/// Predicts a mesh that is shown beside the first.
+fn compared(
+    scenario: &ModelScenario,
+    space: &ModelSpace,
+    ranked: &ModelRanked,
+    mesh: ModelMesh,
+) -> Result<Compared> {
+    if let Some(at) = ranked.best.iter().position(|found| found.mesh == mesh) {
+        return Ok(Compared {
+            place: Some(at + 1),
+            found: ranked.best[at].clone(),
+        });
+    }
+    let alone = ModelSpace {
+        mesh: Some(mesh),
+        ..space.clone()
+    };
+    let mut own = search_model(scenario, &alone);
+    if own.best.is_empty() {
+        return Err(nothing(scenario, &own, &alone));
+    }
+    Ok(Compared {
+        place: None,
+        found: own.best.swap_remove(0),
+    })
+}
+
+fn nothing(scenario: &ModelScenario, ranked: &ModelRanked, space: &ModelSpace) -> Failure {
     let world = scenario.world;
     let gib = scenario.machine.compute.memory_gib;
-    match (&ranked.smallest, mesh) {
-        (Some(small), _) => {
-            let memory = units::bytes(small.memory.bytes() as u64);
-            let message = format!(
-                "no mesh of {world} ranks fits this model in {gib} GiB: {} needs {memory}",
+    if let Some(small) = &ranked.smallest {
+        let [parts @ .., (_, all)] = model_report::parts(&small.memory)
+            .map(|(name, bytes)| (name, units::bytes(bytes as u64)));
+        let parts = parts.map(|(name, bytes)| format!("{name} {bytes}"));
+        let message = match space.mesh {
+            Some(mesh) => format!("{mesh} does not fit this model in {gib} GiB: it needs {all}"),
+            None => format!(
+                "no mesh of {world} ranks fits this model in {gib} GiB: {} needs {all}",
                 small.mesh
-            );
-            Failure::input(message).hint(
-                "more ranks, a machine with more memory, fewer --optimizer-bytes or a smaller \
-                 --reserve",
-            )
-        }
-        (None, Some(mesh)) => Failure::input(format!("{world} ranks cannot make {mesh}")).hint(
-            "pp divides the ranks and is at most the layers; tp and ep x expert_tp divide the \
-             ranks of a stage; ep divides the experts; --batch is a multiple of the copies \
-             (ranks / pp / tp) times the sequences of a micro-batch",
-        ),
-        (None, None) => Failure::input(format!("{world} ranks cannot share this model's step"))
-            .hint(
-                "--batch is a multiple of the copies (ranks / pp / tp) times the sequences of a \
-                 micro-batch",
             ),
+        };
+        let message = format!("{message}\n  {}", parts.join(", "));
+        return Failure::input(message).hint(
+            "more ranks, a machine with more memory, fewer --optimizer-bytes or a smaller \
+             --reserve",
+        );
+    }
+    if ranked.possible > 0 {
+        let message = format!("one layer of this model alone does not fit in {gib} GiB a rank");
+        return Failure::input(message).hint("more ranks, or a machine with more memory, hold it");
+    }
+    let sizes = space.micro_batches.iter();
+    let wrong = space.mesh.and_then(|mesh| {
+        sizes
+            .filter_map(|size| check_mesh(scenario, mesh, *size).err())
+            .next()
+    });
+    match wrong {
+        Some(error) => Failure::input(error),
+        None => Failure::input(format!("{world} ranks cannot share this model's step")).hint(
+            "--batch is a multiple of the copies (ranks / pp / tp) times the sequences of a \
+             micro-batch",
+        ),
     }
 }
 
@@ -179,6 +227,7 @@ impl PlanArgs {
         }
         let own = &self.model;
         let world = self.world as usize;
+        machine.check_ranks(world).map_err(Failure::input)?;
         let skew = self.skew.unwrap_or(0.0);
         // The same error as for a layer, before anything is simulated.
         Routing::zipf_of(&spec, 1, skew).map_err(Failure::input)?;

@@ -2,9 +2,11 @@
 
 use super::report::too_large;
 use crate::palette::Palette;
-use crate::table::Table;
+use crate::table::{Table, folded};
 use crate::units;
-use moesaic::planner::model::{Faster, ModelPrediction, ModelRanked, ModelScenario, StageMemory};
+use moesaic::planner::model::{
+    Doubled, Faster, ModelMesh, ModelPrediction, ModelRanked, ModelScenario, StageMemory,
+};
 use serde_json::{Value, json};
 
 /// The scenario and the ranked predictions.
@@ -16,6 +18,17 @@ pub struct ModelReport<'a> {
     pub best: &'a ModelPrediction,
     /// The changes by which the second would win.
     pub faster: Vec<Faster>,
+    /// The step of the first with each part of the machine twice as fast.
+    pub doubled: Vec<Doubled>,
+    /// The mesh that is shown beside the first, if one is asked for.
+    pub compared: Option<Compared>,
+}
+
+/// A mesh beside the first.
+pub struct Compared {
+    /// Its place among all that fit, from one; `None` for a mesh that a search does not try.
+    pub place: Option<usize>,
+    pub found: ModelPrediction,
 }
 
 /// The columns of the ranked configurations, with what they hold.
@@ -23,7 +36,8 @@ const COLUMNS: [(&str, &str); 8] = [
     ("STEP", "time of one step of the whole model"),
     (
         "MESH",
-        "stages (pp), ranks that share attention (tp), the experts (ep), each expert (expert_tp)",
+        "stages (pp), ranks that share attention (tp), the experts (ep), each expert (expert_tp); \
+         those of 1 are left out",
     ),
     ("DP", "copies of attention, and of each expert"),
     (
@@ -43,7 +57,7 @@ impl ModelReport<'_> {
     pub fn text(&self, palette: &Palette) -> String {
         let machine = &self.scenario.machine;
         let mut text = format!(
-            "{} ranks of {} ({}), {}\n{}\nsimulated and counted, not measured: {}{}\n\n",
+            "{} ranks of {}: {}\n{}\n{}\nsimulated and counted, not measured: {}{}\n\n",
             self.scenario.world,
             palette.bold(&machine.name),
             machine.about,
@@ -56,6 +70,7 @@ impl ModelReport<'_> {
         text += &palette.dim(&COLUMNS.iter().map(line).collect::<String>());
         text += "\n";
         text += &self.table().render(palette);
+        text += &self.all_ranks();
         text += "\nwhat a rank of the slowest stage does in a step of the first\n\n";
         text += &self.phases().render(palette);
         text += &format!(
@@ -63,8 +78,87 @@ impl ModelReport<'_> {
             self.best.memory.stage, machine.compute.memory_gib
         );
         text += &self.memory().render(palette);
+        text += "\nthe step of the first with a part of the machine twice as fast\n\n";
+        text += &self.doubled().render(palette);
+        if let Some(compared) = &self.compared {
+            text += &self.beside(compared);
+            text += &self.comparison(&compared.found).render(palette);
+        }
         text += &self.sensitivity();
-        text + "\nno error band is known for models: docs/SCALE.md compares published ones\n"
+        text += "\nno error band is known for models: docs/SCALE.md compares published ones\n";
+        folded(&text, palette.columns())
+    }
+
+    /// Says how many tokens all ranks take.
+    fn all_ranks(&self) -> String {
+        let rate = self.best.tokens_per_second * self.scenario.world as f64;
+        let days = 1e12 / rate / 86_400.0;
+        format!(
+            "\nby the first all ranks take {} tokens a second, and a trillion tokens {days:.1} days\n",
+            count(rate)
+        )
+    }
+
+    fn doubled(&self) -> Table {
+        let mut table = Table::new(&["WHAT", ">STEP", ">CHANGE"]);
+        for part in &self.doubled {
+            let change = 100.0 * (part.seconds / self.best.seconds - 1.0);
+            table.row([
+                part.what.clone(),
+                units::seconds(part.seconds),
+                format!("{change:+.1} %"),
+            ]);
+        }
+        table
+    }
+
+    /// Says where a mesh stands among all.
+    fn beside(&self, compared: &Compared) -> String {
+        let found = &compared.found;
+        let place = match compared.place {
+            Some(place) => format!("place {place} of {}", self.ranked.best.len()),
+            None => "no mesh that the search tries".to_string(),
+        };
+        let behind = 100.0 * (found.seconds / self.best.seconds - 1.0);
+        let again = found.schedule.recompute;
+        format!(
+            "\n{} is {place}, {behind:+.1} % to the first; its best micro-batch is {}, virtual stages \
+             {}, computed again: {again}\n\n",
+            words(found.mesh),
+            found.schedule.micro_batch,
+            found.schedule.virtual_stages
+        )
+    }
+
+    /// Returns what the steps of the first and of another mesh are made of: the time of each phase in
+    /// the open, and the memory.
+    fn comparison(&self, other: &ModelPrediction) -> Table {
+        let mut table = Table::new(&["WHAT", ">FIRST", ">THIS"]);
+        let phases = self.best.phases.iter().chain(&other.phases);
+        let mut names: Vec<&str> = Vec::new();
+        phases.for_each(|phase| {
+            if !names.contains(&phase.name) {
+                names.push(phase.name);
+            }
+        });
+        let open = |of: &ModelPrediction, name: &str| {
+            let phase = of.phases.iter().find(|phase| phase.name == name);
+            phase.map_or("-".to_string(), |phase| units::seconds(phase.exposed))
+        };
+        for name in names {
+            table.row([name.to_string(), open(self.best, name), open(other, name)]);
+        }
+        let seconds = [self.best, other].map(|found| units::seconds(found.seconds));
+        table.row(std::iter::once("step".to_string()).chain(seconds));
+        let memory = parts(&self.best.memory)
+            .into_iter()
+            .zip(parts(&other.memory));
+        for ((name, first), (_, second)) in memory {
+            let name = if name == "all" { "memory" } else { name };
+            let bytes = [first, second].map(|bytes| units::bytes(bytes as u64));
+            table.row(std::iter::once(name.to_string()).chain(bytes));
+        }
+        table
     }
 
     /// Describes the tokens of a step.
@@ -105,10 +199,7 @@ impl ModelReport<'_> {
         let mesh = found.mesh;
         [
             units::seconds(found.seconds),
-            format!(
-                "pp {} x tp {} x ep {} x expert_tp {}",
-                mesh.pp, mesh.tp, mesh.ep, mesh.expert_tp
-            ),
+            words(mesh),
             format!("{}, {}", mesh.dp(world), mesh.expert_dp(world)),
             format!(
                 "{} x {}, {}",
@@ -176,7 +267,7 @@ impl ModelReport<'_> {
         };
         format!(
             "\nthe second, {}, is {behind:.1} % behind; {wins}\n",
-            second.mesh
+            words(second.mesh)
         )
     }
 
@@ -187,6 +278,8 @@ impl ModelReport<'_> {
             .faster
             .iter()
             .map(|part| json!({ "what": part.what, "by": part.by }));
+        let doubled = self.doubled.iter();
+        let doubled = doubled.map(|part| json!({ "what": part.what, "seconds": part.seconds }));
         json!({
             "simulated": true,
             "machine": scenario.machine,
@@ -206,8 +299,30 @@ impl ModelReport<'_> {
             "too_large": self.ranked.too_large,
             "ranked": self.shown().map(found).collect::<Vec<_>>(),
             "faster": faster.collect::<Vec<_>>(),
+            "doubled": doubled.collect::<Vec<_>>(),
+            "compared": self.compared.as_ref().map(|compared| {
+                json!({ "place": compared.place, "configuration": found(&compared.found) })
+            }),
         })
     }
+}
+
+/// Describes a mesh by its degrees above 1, such as `pp 8 x ep 64`.
+pub fn words(mesh: ModelMesh) -> String {
+    let degrees = [
+        ("pp", mesh.pp),
+        ("tp", mesh.tp),
+        ("ep", mesh.ep),
+        ("expert_tp", mesh.expert_tp),
+    ];
+    let shared = degrees.iter().filter(|(_, degree)| *degree > 1);
+    let shared: Vec<String> = shared
+        .map(|(name, degree)| format!("{name} {degree}"))
+        .collect();
+    if shared.is_empty() {
+        return "copies alone".to_string();
+    }
+    shared.join(" x ")
 }
 
 /// Returns a part of the machine with its factor; `None` where no factor is enough.

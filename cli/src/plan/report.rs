@@ -1,7 +1,7 @@
 //! The output of `plan`.
 
 use crate::palette::Palette;
-use crate::table::Table;
+use crate::table::{Table, folded};
 use crate::{mesh, units};
 use moesaic::planner::{Bound, Machine, PhaseOf, Prediction, Ranked, Scenario};
 use serde_json::{Value, json};
@@ -39,7 +39,7 @@ impl Report<'_> {
             None => "forward",
         };
         let mut text = format!(
-            "{world} ranks of {} ({}), {tokens}, {pass}\n",
+            "{world} ranks of {}: {}\n{tokens}, {pass}\n",
             palette.bold(&machine.name),
             machine.about
         );
@@ -52,7 +52,8 @@ impl Report<'_> {
         text += &self.table(palette);
         text += &self.phases(palette);
         text += &self.band(palette);
-        text + "\nthis is one layer alone: --layers N says what fits and takes least for a model of N such layers\n"
+        text += "\nthis is one layer alone: --layers N says what fits and takes least for a model of N such layers\n";
+        folded(&text, palette.columns())
     }
 
     fn levels(&self) -> impl Iterator<Item = &str> {

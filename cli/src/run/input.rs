@@ -382,7 +382,7 @@ fn mask_of<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
 }
 
 /// Returns integers as i32, which is the type of all integers in the layer.
-fn integers<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
+pub fn integers<'a>(tensor: &TensorRef<'a>) -> Result<Tensor<'a>> {
     let wrong = || wrong_dtype(tensor, "i32 or i64");
     let held = tensor.tensor().map_err(|_| wrong())?;
     match (held.dtype, held.values::<i64>()) {

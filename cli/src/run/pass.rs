@@ -18,7 +18,7 @@ pub struct PassArgs {
     #[arg(long, group = "trains")]
     pub grad: bool,
     /// The values that backward recomputes instead of keeping them; gradients are the same
-    #[arg(long, value_name = "WHAT", default_value = "none", requires = "grad")]
+    #[arg(long, value_name = "WHAT", default_value = "none", requires = "grad", conflicts_with_all = ["training", "routing_only"])]
     recompute: RecomputeArg,
     /// Key of the random numbers for noise and jitter
     #[arg(long, value_name = "N", default_value_t = 0, requires = "trains")]

@@ -1,6 +1,6 @@
 //! Routing records: the decisions of a run's router, in a file of their own.
 
-use super::input::{expect_shape, find};
+use super::input::{expect_shape, find, integers};
 use crate::failure::{Failure, Result};
 use moesaic::weights::Checkpoint;
 use moesaic::{LayerSpec, Record, Statistics, Tensor, Tensors};
@@ -73,9 +73,15 @@ pub fn choices(path: &Path, spec: &LayerSpec, tokens: usize) -> Result<(Vec<i32>
     for name in CHOICES {
         expect_shape(&find(&file, name)?, &shape, "[tokens, top_k]")?;
     }
+    // A record of another layer has another number of experts, and may have none that this one lacks.
+    expect_shape(
+        &find(&file, "counts")?,
+        &[Some(spec.routed_experts())],
+        "[experts]",
+    )?;
     let whole = |name: &str| -> Result<Vec<i32>> {
-        let values = file.read(name)?.to_f64();
-        Ok(values.into_iter().map(|v| v as i32).collect())
+        let tensor = integers(&find(&file, name)?)?;
+        Ok(tensor.values::<i32>().unwrap_or_default().to_vec())
     };
     let (mut ids, locations) = (whole("topk_ids")?, whole("locations")?);
     let rows = spec.shape.experts as i32;

@@ -55,6 +55,10 @@ pub const ROWS: &[Row] = &[
         NotWith(&["--model-mesh=pp=1"], "--model-mesh is of a model"),
     ),
     (
+        "compare",
+        NotWith(&["--compare=pp=1"], "--compare is of a model"),
+    ),
+    (
         "overlap-batches",
         NotWith(&["--overlap-batches"], "--overlap-batches is of a model"),
     ),

@@ -27,7 +27,85 @@ fn what_is_wrong_is_named() {
     let error = read("memory_gbs = ", "memory_gbs = -")
         .unwrap_err()
         .to_string();
-    assert!(error.contains("must be above 0"), "{error}");
+    assert!(error.contains("must be from 1e-6 to 1e12"), "{error}");
+}
+
+/// Products of absurd figures are infinite or no numbers, and a plan of them says nothing.
+#[test]
+fn figures_that_no_machine_has_are_refused() {
+    let text = include_str!("../machines/hiermoe-a6000.toml");
+    let shared = "shared = 8";
+    let band = text
+        .lines()
+        .find(|line| line.starts_with("ranks = "))
+        .unwrap();
+    let bandwidth = text
+        .lines()
+        .find(|line| line.starts_with("bandwidth_gbs"))
+        .unwrap();
+    let alpha = text
+        .lines()
+        .find(|line| line.starts_with("alpha_us"))
+        .unwrap();
+    let rates = text
+        .lines()
+        .find(|line| line.starts_with("gemm_tflops"))
+        .unwrap();
+    for (from, to, part) in [
+        (bandwidth, "bandwidth_gbs = 5e-324", "= 0.000"),
+        (
+            bandwidth,
+            "bandwidth_gbs = 1e13",
+            "must be from 1e-6 to 1e12",
+        ),
+        (bandwidth, "bandwidth_gbs = nan", "= NaN; must be from 1e-6"),
+        (alpha, "alpha_us = inf", "= inf; must be from 0 to 1e12"),
+        (alpha, "alpha_us = -1.0", "= -1; must be from 0 to 1e12"),
+        (
+            shared,
+            "shared = 9",
+            "shared = 9; a link is of at least one rank",
+        ),
+        (
+            shared,
+            "shared = 0",
+            "shared = 0; a link is of at least one rank",
+        ),
+        (band, "ranks = 0", "error.ranks = 0"),
+        (
+            rates,
+            "gemm_tflops = {}",
+            "compute.gemm_tflops = {}; rates are of f32, f16",
+        ),
+        (
+            rates,
+            "gemm_tflops = { bf61 = 3.0 }",
+            "compute.gemm_tflops.bf61 = 3; rates are of",
+        ),
+    ] {
+        assert!(text.contains(from), "{from}");
+        let error = Machine::from_toml(&text.replacen(from, to, 1)).unwrap_err();
+        assert!(error.to_string().contains(part), "{to}: {error}");
+    }
+}
+
+#[test]
+fn a_machine_has_no_more_ranks_than_its_last_level() {
+    let mut machine = published("hiermoe-a6000").unwrap();
+    assert!(machine.check_ranks(1 << 40).is_ok());
+    machine.levels[1].radix = 2;
+    assert!(machine.check_ranks(16).is_ok());
+    let said = machine.check_ranks(17).unwrap_err().to_string();
+    assert_eq!(
+        said,
+        "machine hiermoe-a6000 has at most 16 ranks, the job 17"
+    );
+    // Four ranks on a node share its link among four.
+    let smaller = machine.with_per_node(4);
+    assert_eq!(
+        (smaller.levels[1].shared, smaller.check_ranks(9).is_err()),
+        (4, true)
+    );
 }
 
 #[test]

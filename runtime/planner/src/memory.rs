@@ -15,6 +15,8 @@ pub struct Memory {
     pub rows: f64,
     /// The part of `rows` that a forward pass leaves for backward.
     pub saved: f64,
+    /// The part of `saved` that experts' GEMMs read: the rows of a rank's experts.
+    pub inputs: f64,
     /// Rows that two-dimensional all-to-all algorithms forward.
     pub passed: f64,
 }
@@ -49,6 +51,14 @@ fn saved(plan: &LayerPlan, rows: f64) -> f64 {
     saved.map(|id| plan[id].bytes(rows) as f64).sum()
 }
 
+/// Returns the bytes of experts' rows that backward reads.
+fn inputs(plan: &LayerPlan, rows: f64) -> f64 {
+    let rows = rows.ceil() as u64;
+    let saved = plan.saved().into_iter().map(|id| &plan[id]);
+    let own = saved.filter(|tensor| tensor.name == "rows");
+    own.map(|tensor| tensor.bytes(rows) as f64).sum()
+}
+
 /// Returns the memory of the rank that needs most. `owned` is the part of the plan's expert
 /// weights that the rank owns, `part` the largest part of arriving rows that it gets.
 pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> Memory {
@@ -80,6 +90,7 @@ pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> 
         gathered: experts * (1.0 - owned) + shadows.map_or(0.0, kept),
         rows: sum(per_pass),
         saved: sum(saved),
+        inputs: inputs(&plan.experts, arriving),
         passed: row * most(&|rank| rank.phases.iter().map(|phase| phase.copied).sum()) * part,
     }
 }

@@ -52,6 +52,14 @@ pub enum RoutingError {
         /// The ranks of the job.
         ranks: usize,
     },
+    /// A rank has more rows than a call has.
+    #[error("rank {rank} has {rows} rows, a call has {MOST_ROWS} at most")]
+    Rows {
+        /// The rank.
+        rank: usize,
+        /// The sum of its rows.
+        rows: u128,
+    },
     /// The exponent is not a skew.
     #[error("zipf={exponent}: an exponent is 0, where all experts are alike, or more")]
     Exponent {
@@ -59,6 +67,9 @@ pub enum RoutingError {
         exponent: String,
     },
 }
+
+/// The most rows of a rank: those of a call, whose assignments are below 2³¹.
+const MOST_ROWS: u128 = (1 << 31) - 1;
 
 impl Routing {
     /// Returns equal rows for every expert.
@@ -130,6 +141,11 @@ impl Routing {
                 found,
                 experts,
             });
+        }
+        let all = |rows: &[u64]| rows.iter().map(|n| u128::from(*n)).sum::<u128>();
+        let mut sums = counts.iter().map(|rows| all(rows)).enumerate();
+        if let Some((rank, rows)) = sums.find(|(_, rows)| *rows > MOST_ROWS) {
+            return Err(RoutingError::Rows { rank, rows });
         }
         let tokens = |rows: &Vec<u64>| rows.iter().sum::<u64>() as f64 / top_k.max(1) as f64;
         let alike = counts.windows(2).all(|pair| pair[0] == pair[1]);
@@ -369,6 +385,11 @@ mod tests {
         let both = counted(&[vec![1, 2, 3], vec![0, 0, 0]]).unwrap();
         assert_eq!((both.tokens(0), both.tokens(1)), (6.0, 0.0));
         assert!(!both.is_alike() && counted(&[vec![1; 3], vec![1; 3]]).unwrap().is_alike());
+        let huge = counted(&[vec![0; 3], vec![u64::MAX; 3]]).unwrap_err();
+        assert!(
+            huge.to_string()
+                .starts_with("rank 1 has 55340232221128654845 rows")
+        );
         let error = counted(&[vec![1; 3]]).unwrap_err().to_string();
         assert_eq!(error, "rows of 1 ranks, the job has 2");
         assert!(matches!(

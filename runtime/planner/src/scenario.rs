@@ -49,6 +49,16 @@ pub enum PlannerError {
         /// The ranks of the job.
         world: usize,
     },
+    /// The machine is too small.
+    #[error("machine {machine} has at most {most} ranks, the job {world}")]
+    Ranks {
+        /// The machine's name.
+        machine: String,
+        /// The ranks of the machine.
+        most: usize,
+        /// The ranks of the job.
+        world: usize,
+    },
     /// The placement needs groups of ranks that the job cannot form.
     #[error("the placement is on {groups} groups of ranks, which {world} ranks cannot make")]
     Groups {

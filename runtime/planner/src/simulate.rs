@@ -237,6 +237,7 @@ impl<'q> Simulator<'q> {
         let world = self.scenario.world;
         let wanted = mesh.ranks();
         let spec = &self.scenario.spec;
+        self.scenario.machine.check_ranks(world)?;
         mesh.check(spec).map_err(PlanError::from)?;
         if let Some(placement) = &self.scenario.placement {
             let fits = placement.check(&mesh, spec.shape.experts);

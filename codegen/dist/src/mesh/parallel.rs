@@ -168,15 +168,15 @@ impl Parallel {
         }
     }
 
-    /// Returns the number of ranks; `usize::MAX` for more than that.
+    /// Returns the number of ranks; `usize::MAX` where the product is beyond it, so that such a mesh
+    /// equals no job's and its check can say why.
     pub fn ranks(&self) -> usize {
-        let group = self.ep.saturating_mul(self.expert_tp);
-        group.saturating_mul(self.dp)
+        self.group().saturating_mul(self.dp)
     }
 
     /// Returns the number of ranks in a group that holds all experts once; these exchange rows.
     pub fn group(&self) -> usize {
-        self.ep * self.expert_tp
+        self.ep.saturating_mul(self.expert_tp)
     }
 
     /// Returns whether each rank holds only a shard of each shared expert.
@@ -192,10 +192,9 @@ impl Parallel {
         let Parallel {
             ep, expert_tp, dp, ..
         } = *self;
-        let product = ep.checked_mul(expert_tp).and_then(|n| n.checked_mul(dp));
         let (experts, hidden) = (spec.shape.experts, spec.shape.hidden_dim);
-        match product {
-            None | Some(0) => Err(MeshError::Empty { ep, expert_tp, dp }),
+        match self.ranks() {
+            0 => Err(MeshError::Empty { ep, expert_tp, dp }),
             _ if ep > experts => Err(MeshError::TooManyGroups { ep, experts }),
             _ if !hidden.is_multiple_of(expert_tp) => Err(MeshError::Uneven { expert_tp, hidden }),
             _ => self.check_shared(spec),

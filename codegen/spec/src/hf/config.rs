@@ -157,8 +157,20 @@ impl Config {
         let Some((key, value)) = self.find(keys) else {
             return Ok(None);
         };
-        let number = whole(value).ok_or_else(|| self.bad(key, value, "a whole number"))?;
+        let expected = || match value.as_f64() {
+            Some(number) if number > LARGEST as f64 => format!("a whole number up to {LARGEST}"),
+            _ => "a whole number".to_string(),
+        };
+        let number = whole(value).ok_or_else(|| self.bad(key, value, &expected()))?;
         Ok(Some(number))
+    }
+
+    /// Returns a whole number above zero that has no default.
+    pub fn positive(&self, keys: &[&str]) -> Result<usize, HfError> {
+        match (self.need(keys)?, self.find(keys)) {
+            (0, Some((key, value))) => Err(self.bad(key, value, "a whole number above 0")),
+            (number, _) => Ok(number),
+        }
     }
 
     /// Returns a whole number.
@@ -387,8 +399,10 @@ impl Config {
     }
 }
 
-/// Returns a whole number written as an integer or as `8.0`. Its bound keeps sums of a few from
-/// overflowing.
+/// The largest size that is read. It keeps sums of a few from overflowing.
+const LARGEST: usize = 1 << 30;
+
+/// Returns a whole number written as an integer or as `8.0`, up to [`LARGEST`].
 fn whole(value: &Value) -> Option<usize> {
     let float = || {
         value
@@ -397,7 +411,7 @@ fn whole(value: &Value) -> Option<usize> {
             .map(|f| f as u64)
     };
     let number = value.as_u64().or_else(float)?;
-    usize::try_from(number).ok().filter(|n| *n <= 1 << 30)
+    usize::try_from(number).ok().filter(|n| *n <= LARGEST)
 }
 
 fn kind(value: &Value) -> &'static str {

@@ -36,6 +36,11 @@ pub struct AttentionShape {
     pub values: usize,
     /// The width of the outputs of all heads.
     pub outputs: usize,
+    /// The width of the narrow vectors that queries, keys and values are projected from (DeepSeek's
+    /// MLA); 0 where they are projected from the token.
+    pub latent: usize,
+    /// The weights of these projections.
+    pub latent_parameters: f64,
     /// The number of layers that see a window of tokens only.
     pub windowed_layers: usize,
     /// The tokens of that window.
@@ -95,19 +100,22 @@ pub fn model_shape(config_json: &str) -> Result<ModelShape, HfError> {
             _ => config.need(&["intermediate_size", "ffn_hidden_size", "n_inner"])?,
         },
         attention: attention(&config, width, layers.total)?,
-        vocabulary: config.need(&["vocab_size"])?,
+        vocabulary: config.positive(&["vocab_size"])?,
         tied: config.flag(&["tie_word_embeddings"], false)?,
     })
 }
 
 fn attention(config: &Config, width: usize, layers: usize) -> Result<AttentionShape, HfError> {
-    let heads = config.need(&["num_attention_heads", "n_head", "num_heads"])?;
+    let heads = config.positive(&["num_attention_heads", "n_head", "num_heads"])?;
     let windows = windows(config, layers)?;
     let sizes = match config.size_opt(&["kv_lora_rank"])? {
         Some(latent) => latent_attention(config, [width, heads, latent])?,
         None => {
-            let head = config.size(&["head_dim"], width / heads.max(1))?;
-            let own = config.size(&["num_key_value_heads"], heads)?;
+            let head = config.size(&["head_dim"], width / heads)?;
+            let own = match config.size_opt(&["num_key_value_heads"])? {
+                None => heads,
+                Some(_) => config.positive(&["num_key_value_heads"])?,
+            };
             let (queries, keys) = (heads * head, own * head);
             AttentionShape {
                 parameters: width as f64 * (2 * queries + 2 * keys) as f64,
@@ -135,19 +143,23 @@ fn latent_attention(
     let turned = config.need(&["qk_rope_head_dim"])?;
     let value = config.need(&["v_head_dim"])?;
     let query = heads * (plain + turned);
-    let queries = match config.size_opt(&["q_lora_rank"])? {
-        Some(narrow) => narrow * (width + query),
-        None => width * query,
+    // The sizes come from a file, and products of four of them are beyond an integer.
+    let count = |sizes: [usize; 2]| sizes[0] as f64 * sizes[1] as f64;
+    let narrow = config.size_opt(&["q_lora_rank"])?;
+    let (query_down, query_up) = match narrow {
+        Some(narrow) => (count([narrow, width]), count([narrow, query])),
+        None => (0.0, count([width, query])),
     };
-    let down = width * (latent + turned);
-    let up = latent * heads * (plain + value);
-    let out = heads * value * width;
+    let down = query_down + count([width, latent + turned]);
+    let up = query_up + count([latent, heads * (plain + value)]);
     Ok(AttentionShape {
-        parameters: (queries + down + up + out) as f64,
+        parameters: down + up + count([heads * value, width]),
         queries: query,
         keys: query,
         values: heads * value,
         outputs: heads * value,
+        latent: narrow.unwrap_or(0) + latent + turned,
+        latent_parameters: up,
         ..AttentionShape::default()
     })
 }

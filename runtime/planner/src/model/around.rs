@@ -5,6 +5,8 @@ use super::scenario::{ModelMesh, ModelScenario};
 
 /// Launches of attention with its norms in a forward pass.
 const ATTENTION_LAUNCHES: f64 = 12.0;
+/// Launches of the projections of latent attention, with norms and rotations.
+const PROJECTION_LAUNCHES: f64 = 6.0;
 /// Launches of the feed-forward block of a layer without experts.
 const DENSE_LAUNCHES: f64 = 5.0;
 
@@ -20,6 +22,8 @@ pub(super) struct PartTime {
 pub(super) struct Around {
     /// Attention of one layer.
     pub attention: PartTime,
+    /// The projections of one layer from the narrow vectors of latent attention.
+    pub projections: PartTime,
     /// The feed-forward block of one layer without experts.
     pub dense: PartTime,
     /// The output head with its loss.
@@ -72,6 +76,13 @@ impl Around {
                     width + (attention.queries + attention.keys + attention.values) as f64,
                 ]),
                 launches: ATTENTION_LAUNCHES,
+            }),
+            projections: time(TokenWork {
+                gemm: 2.0 * attention.latent_parameters,
+                casts: Some([attention.latent as f64, 0.0]),
+                values: 2.0 * turned,
+                launches: PROJECTION_LAUNCHES,
+                ..TokenWork::default()
             }),
             dense: time(TokenWork {
                 gemm: 2.0 * shape.dense_parameters(),

@@ -1,6 +1,7 @@
 //! The time and memory of a step of one configuration.
 
 use super::around::Around;
+use super::check::check_mesh;
 use super::collective::{Peers, gather, message};
 use super::layer::{LayerChoices, LayerCosts, LayerKey, PassCosts, Strategies, choices};
 use super::memory::{LayerMemory, RankParameters};
@@ -34,27 +35,11 @@ pub(super) fn layer_key(
     mesh: ModelMesh,
     micro_batch: usize,
 ) -> Option<LayerKey> {
-    let ModelMesh {
-        pp,
-        tp,
-        ep,
-        expert_tp,
-    } = mesh;
-    let stage = model.world.checked_div(pp)?;
-    let tokens = micro_batch * model.batch.sequence;
-    // Unequal shares would need a simulation of each rank of a stage; frameworks refuse them too.
-    let whole = model.world.is_multiple_of(pp)
-        && tp > 0
-        && stage.is_multiple_of(tp)
-        && ep * expert_tp > 0
-        && stage.is_multiple_of(ep * expert_tp)
-        && tokens.is_multiple_of(tp)
-        && pp <= model.shape.layers()
-        && micro_batches(model, mesh, micro_batch).is_some();
-    whole.then_some(LayerKey {
-        ep,
-        expert_tp,
-        tokens: tokens / tp,
+    check_mesh(model, mesh, micro_batch).ok()?;
+    Some(LayerKey {
+        ep: mesh.ep,
+        expert_tp: mesh.expert_tp,
+        tokens: micro_batch * model.batch.sequence / mesh.tp,
     })
 }
 
@@ -210,6 +195,7 @@ impl Work<'_> {
         turn.again = trained
             * match self.schedule.recompute {
                 Recompute::None => 0.0,
+                Recompute::Projections => layers * around.projections.forward,
                 Recompute::Attention => turn.attention[0] + tp[0],
                 Recompute::Layer => turn.passes()[0] - turn.head[0],
             };

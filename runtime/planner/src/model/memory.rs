@@ -84,16 +84,29 @@ impl LayerMemory {
         let memory = &costs.memory;
         let trained = model.training.is_some();
         let heads = attention.queries + attention.keys + attention.values + attention.outputs;
-        // The inputs of two norms and of the first GEMM, and what heads read and write.
+        // GEMMs keep their inputs in the type that they multiply in.
+        let multiplied = |values: usize| tokens * model.kept_bytes() * values as f64;
+        // The inputs of two norms and of the first GEMM, and what heads read and write: attention
+        // itself keeps its type, and its output is kept once, for the GEMM behind it, too.
         let kept = match recompute {
             _ if !trained => 0.0,
-            Recompute::None => token(3 * shape.width + heads),
+            Recompute::None => {
+                token(2 * shape.width + heads) + multiplied(shape.width + attention.latent)
+            }
+            // Megatron's `mla_up_proj`: the output stays, for the GEMM behind it.
+            Recompute::Projections => {
+                token(2 * shape.width + attention.outputs)
+                    + multiplied(shape.width + attention.latent)
+            }
             Recompute::Attention | Recompute::Layer => token(shape.width),
         };
         let (moe, dense) = match recompute {
             Recompute::Layer => (0.0, 0.0),
             _ if !trained => (0.0, 0.0),
-            _ => (memory.saved, token(3 * shape.dense_width)),
+            _ => (
+                memory.saved - memory.inputs * (1.0 - model.kept_bytes() / element),
+                token(2 * shape.dense_width) + multiplied(shape.dense_width),
+            ),
         };
         LayerMemory {
             moe: kept + moe,

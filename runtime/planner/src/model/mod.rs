@@ -6,6 +6,7 @@
 //! their bytes. docs/SCALE.md lists what is assumed.
 
 mod around;
+mod check;
 mod collective;
 mod evaluate;
 mod layer;
@@ -16,13 +17,14 @@ mod sensitivity;
 mod stages;
 mod timeline;
 
+pub use check::{ModelMeshError, check_mesh};
 pub use evaluate::predict_model;
 pub use scenario::{
     Batch, ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule, StageMemory, StateBytes,
     StepPhase, default_reserve,
 };
 pub use search::{ModelRanked, ModelSpace, search_model};
-pub use sensitivity::{Faster, faster};
+pub use sensitivity::{Doubled, Faster, doubled, faster};
 pub use timeline::model_timeline;
 
 #[cfg(test)]

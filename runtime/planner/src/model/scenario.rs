@@ -24,7 +24,8 @@ pub struct ModelScenario {
     /// The exponent of Zipf's law for the rows of experts; 0 where all have equally many.
     pub skew: f64,
     /// Whether GEMMs with weights multiply in FP8, at the machine's rate for it: all but the output
-    /// head's. Activations, exchanges and memory stay as they are, and each operand is cast.
+    /// head's. Each operand is cast, and backward keeps the inputs of these GEMMs so; other
+    /// activations, exchanges, weights and their state stay as they are.
     pub fp8: bool,
     /// The bytes that training keeps for each parameter.
     pub state: StateBytes,
@@ -115,11 +116,13 @@ impl fmt::Display for ModelMesh {
     }
 }
 
-/// The activations that backward computes again.
+/// The activations that backward computes again, from fewer to more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Recompute {
     /// None.
     None,
+    /// Queries, keys and values, from the narrow vectors of latent attention.
+    Projections,
     /// Those of attention.
     Attention,
     /// Those of whole layers, experts included.
@@ -130,6 +133,7 @@ impl fmt::Display for Recompute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Recompute::None => "none",
+            Recompute::Projections => "projections",
             Recompute::Attention => "attention",
             Recompute::Layer => "layer",
         })
@@ -287,6 +291,17 @@ impl ModelScenario {
         let bytes = self.layer.precision.activations.size() as f64 + 2.0;
         let part = f64::from(u8::from(self.fp8));
         part * values * bytes / self.machine.memory_rate()
+    }
+
+    /// Returns the bytes of a value that a GEMM with weights leaves for backward. In FP8 Transformer
+    /// Engine keeps the cast input alone, by columns, and Megatron-Core's guide says the same; MXFP8
+    /// and blocks of 128 with a scale in f32 have a byte of scales for 32 values.
+    pub(super) fn kept_bytes(&self) -> f64 {
+        if self.fp8 {
+            1.0 + 1.0 / 32.0
+        } else {
+            self.layer.precision.activations.size() as f64
+        }
     }
 
     /// Returns the peak that a model's FLOP use is a fraction of.

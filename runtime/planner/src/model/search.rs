@@ -32,7 +32,12 @@ impl Default for ModelSpace {
             mesh: None,
             micro_batches: vec![1, 2, 4, 8],
             virtual_stages: vec![1, 2, 3, 4, 6, 8, 12],
-            recompute: vec![Recompute::None, Recompute::Attention, Recompute::Layer],
+            recompute: vec![
+                Recompute::None,
+                Recompute::Projections,
+                Recompute::Attention,
+                Recompute::Layer,
+            ],
             comm_dtypes: vec![CommDtype::Unchanged],
             overlap_batches: false,
         }
@@ -48,6 +53,8 @@ pub struct ModelRanked {
     pub predicted: usize,
     /// The number of those that do not fit in memory.
     pub too_large: usize,
+    /// The number of meshes, with sizes of micro-batches, that the job's ranks can make.
+    pub possible: usize,
     /// The configuration that needs least memory, where none fits.
     pub smallest: Option<ModelPrediction>,
 }
@@ -60,7 +67,10 @@ pub fn search_model(model: &ModelScenario, space: &ModelSpace) -> ModelRanked {
         let all = space.micro_batches.iter().copied();
         asked.extend(all.filter_map(|size| Some((mesh, size, layer_key(model, mesh, size)?))));
     }
-    let mut ranked = ModelRanked::default();
+    let mut ranked = ModelRanked {
+        possible: asked.len(),
+        ..ModelRanked::default()
+    };
     // Weights alone rule most meshes out, and simulating a layer takes longest.
     let small = |mesh: ModelMesh| least_bytes(model, mesh) <= limit;
     let (fitting, large): (Vec<_>, Vec<_>) = asked.into_iter().partition(|one| small(one.0));
@@ -211,9 +221,13 @@ fn schedules(
         Some(_) => &space.recompute,
         None => &[Recompute::None],
     };
+    // Where queries come from the token itself, there is nothing narrower to keep.
+    let latent = model.shape.attention.latent > 0;
+    let recompute = recompute.iter();
+    let recompute = recompute.filter(|again| latent || **again != Recompute::Projections);
     let mut list = Vec::new();
     for virtual_stages in space.virtual_stages.iter().copied().filter(turns) {
-        list.extend(recompute.iter().map(|&recompute| Schedule {
+        list.extend(recompute.clone().map(|&recompute| Schedule {
             micro_batch,
             virtual_stages,
             recompute,

@@ -23,16 +23,47 @@ pub fn faster(
     best: &ModelPrediction,
     other: &ModelPrediction,
 ) -> Vec<Faster> {
-    let levels = model.machine.levels.len();
-    let parts = (0..levels + 2).map(|part| Faster {
-        what: match part {
-            0 => "arithmetic".to_string(),
-            1 => "memory".to_string(),
-            level => model.machine.levels[level - 2].name.clone(),
-        },
+    let parts = parts(&model.machine).map(|(part, what)| Faster {
+        what,
         by: factor(model, (best, other), part),
     });
     parts.collect()
+}
+
+/// The step of a configuration on a machine of which one part is twice as fast.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Doubled {
+    /// `arithmetic`, `memory`, or the name of a level of links.
+    pub what: String,
+    /// The seconds of the step.
+    pub seconds: f64,
+}
+
+/// Returns the step of a configuration with each part of the machine twice as fast.
+pub fn doubled(model: &ModelScenario, found: &ModelPrediction) -> Vec<Doubled> {
+    let parts = parts(&model.machine).filter_map(|(part, what)| {
+        let seconds = seconds(model, found, (part, 2.0))?;
+        Some(Doubled { what, seconds })
+    });
+    parts.collect()
+}
+
+/// Returns the parts of a machine, with their names.
+fn parts(machine: &Machine) -> impl Iterator<Item = (usize, String)> {
+    let levels = machine.levels.iter().map(|level| level.name.clone());
+    let own = ["arithmetic", "memory"].map(str::to_string);
+    own.into_iter().chain(levels).enumerate()
+}
+
+/// Returns the seconds of a configuration's step with a part of the machine faster.
+fn seconds(model: &ModelScenario, of: &ModelPrediction, (part, by): (usize, f64)) -> Option<f64> {
+    let model = ModelScenario {
+        machine: scaled(&model.machine, part, by),
+        ..model.clone()
+    };
+    // With the strategy as it is: another machine would choose others, which changes all.
+    let found = predict_model(&model, of.mesh, of.schedule, Some(of.strategy));
+    found.map(|found| found.seconds)
 }
 
 fn factor(
@@ -41,16 +72,7 @@ fn factor(
     part: usize,
 ) -> Option<f64> {
     let wins = |by: f64| {
-        let model = ModelScenario {
-            machine: scaled(&model.machine, part, by),
-            ..model.clone()
-        };
-        let seconds = |of: &ModelPrediction| {
-            // With the strategies as they are: another machine would choose others, which changes
-            // both sides.
-            let found = predict_model(&model, of.mesh, of.schedule, Some(of.strategy));
-            found.map_or(f64::INFINITY, |found| found.seconds)
-        };
+        let seconds = |of| seconds(model, of, (part, by)).unwrap_or(f64::INFINITY);
         seconds(other) <= seconds(best)
     };
     if !wins(MOST) {

@@ -118,6 +118,40 @@ fn what_backward_computes_again_is_not_kept() {
     assert!(kept.windows(2).all(|pair| pair[0] > pair[1]), "{kept:?}");
 }
 
+/// Latent attention keeps its narrow vectors, and scores are not computed again.
+#[test]
+fn projections_alone_are_computed_again() {
+    let mut model = model("h100-ib", 32);
+    model.shape.attention.latent = 512;
+    model.shape.attention.latent_parameters = 512.0 * 3.0 * 4096.0;
+    let with = |recompute| {
+        let schedule = Schedule { recompute, ..PLAIN };
+        let mesh = ModelMesh { pp: 1, ..MESH };
+        predict_model(&model, mesh, schedule, None).unwrap()
+    };
+    let [none, projections, attention] = [
+        Recompute::None,
+        Recompute::Projections,
+        Recompute::Attention,
+    ]
+    .map(with);
+    let kept = none.memory.activations - projections.memory.activations;
+    assert_eq!(kept, 8.0 * 4096.0 * 2.0 * 3.0 * 4096.0);
+    assert!(none.seconds < projections.seconds && projections.seconds < attention.seconds);
+    assert!(projections.memory.activations > attention.memory.activations);
+    let tried = |model: &ModelScenario| {
+        let space = ModelSpace {
+            mesh: Some(ModelMesh { pp: 1, ..MESH }),
+            micro_batches: vec![1],
+            ..ModelSpace::default()
+        };
+        search_model(model, &space).predicted
+    };
+    let before = tried(&model);
+    model.shape.attention.latent = 0;
+    assert_eq!([before, tried(&model)], [4, 3]);
+}
+
 #[test]
 fn gemms_in_fp8_take_less_time_and_casts_some() {
     let model = model("h100-ib", 32);
@@ -134,6 +168,97 @@ fn gemms_in_fp8_take_less_time_and_casts_some() {
     let rates = &mut slow.machine.compute.gemm_tflops;
     rates.insert("fp8".to_string(), rates["bf16"]);
     assert!(with(&slow).seconds > wide.seconds);
+}
+
+/// Transformer Engine keeps the inputs of GEMMs in FP8, with a byte of scales for 32 values.
+#[test]
+fn inputs_of_gemms_are_kept_in_fp8() {
+    let model = model("gb300-nvl72", 32);
+    let fp8 = ModelScenario {
+        fp8: true,
+        ..model.clone()
+    };
+    let mesh = ModelMesh { pp: 1, ..MESH };
+    let kept = |scenario: &ModelScenario, recompute| {
+        let schedule = Schedule { recompute, ..PLAIN };
+        let found = predict_model(scenario, mesh, schedule, None).unwrap();
+        found.memory.activations
+    };
+    let saved = |recompute| kept(&model, recompute) - kept(&fp8, recompute);
+    // Of each token: the input of attention's first GEMM, 4 rows of experts in 7 layers, and the input
+    // of the down projection in one layer without experts.
+    let inputs = 4096.0 * (7.0 * 4.0 * 4096.0 + 12288.0);
+    let attention = 8.0 * 4096.0 * 4096.0;
+    let less = 2.0 - 33.0 / 32.0;
+    assert_eq!(saved(Recompute::None), less * (inputs + attention));
+    assert_eq!(saved(Recompute::Attention), less * inputs);
+    assert_eq!(saved(Recompute::Layer), 0.0);
+}
+
+#[test]
+fn a_mesh_that_ranks_cannot_make_says_what_they_can() {
+    let model = model("h100-ib", 32);
+    let said = |[pp, tp, ep, expert_tp]: [usize; 4], micro_batch| {
+        let mesh = ModelMesh {
+            pp,
+            tp,
+            ep,
+            expert_tp,
+        };
+        let checked = check_mesh(&model, mesh, micro_batch);
+        assert_eq!(
+            checked.is_ok(),
+            predict_model(
+                &model,
+                mesh,
+                Schedule {
+                    micro_batch,
+                    ..PLAIN
+                },
+                None
+            )
+            .is_some()
+        );
+        checked.map_or_else(|error| error.to_string(), |()| String::new())
+    };
+    let big = 1 << 63;
+    for (mesh, micro_batch, part) in [
+        ([2, 1, 8, 1], 1, ""),
+        ([3, 1, 1, 1], 1, "pp is a divisor"),
+        ([0, 1, 1, 1], 1, "pp is a divisor"),
+        ([big, big, big, big], 1, "pp is a divisor"),
+        (
+            [16, 1, 1, 1],
+            1,
+            "pp=16 stages need a layer each, and the model has 8",
+        ),
+        (
+            [2, 3, 1, 1],
+            1,
+            "tp=3 does not divide the 16 ranks of a stage",
+        ),
+        (
+            [2, 1, big, 2],
+            1,
+            "x expert_tp=2 does not divide the 16 ranks",
+        ),
+        (
+            [1, 1, 32, 1],
+            3,
+            "256 sequences a step are no multiple of 32 copies",
+        ),
+        (
+            [1, 1, 1, 1],
+            usize::MAX,
+            "256 sequences a step are no multiple",
+        ),
+    ] {
+        let said = said(mesh, micro_batch);
+        assert!(
+            said.contains(part) && said.is_empty() == part.is_empty(),
+            "{mesh:?}: {said}"
+        );
+    }
 }
 
 #[test]

@@ -48,6 +48,9 @@ struct Published {
     /// Whether exchanges of one micro-batch run while another computes.
     #[serde(default)]
     overlap_batches: bool,
+    /// Whether the source's recipe for this mesh computes the projections of latent attention again.
+    #[serde(default)]
+    projections_again: bool,
     /// The bytes of a gradient; 4 if the source does not say.
     #[serde(default)]
     gradient_bytes: Option<f64>,
@@ -224,8 +227,7 @@ impl Published {
         })
     }
 
-    /// Predicts the published mesh, with as little computed again as memory allows: the sources do
-    /// not say what was.
+    /// Predicts the published mesh, with as little computed again as its recipe and memory allow.
     fn predict(&self, scenario: &ModelScenario) -> Option<ModelPrediction> {
         let limit = scenario.machine.compute.memory_gib * f64::from(1u32 << 30);
         let with = |recompute| {
@@ -237,7 +239,11 @@ impl Published {
             };
             predict_model(scenario, self.mesh(), schedule, None)
         };
-        let all = [Recompute::None, Recompute::Attention, Recompute::Layer];
+        let mut all = ModelSpace::default().recompute;
+        let latent = scenario.shape.attention.latent > 0;
+        all.retain(|again| latent || *again != Recompute::Projections);
+        // A recipe says what is computed again at least; where none is known, memory decides.
+        all.retain(|again| !self.projections_again || *again >= Recompute::Projections);
         let mut fitting = all.into_iter().filter_map(with);
         fitting.find(|found| found.memory.bytes() <= limit)
     }

@@ -67,6 +67,7 @@ pub fn add_experts(
     let mut larger = larger_spec(spec, growth.sources.len(), &quiet)?;
     let tokens = keep_capacity(spec, &mut larger, growth.tokens)?;
     check_spec(&larger)?;
+    layout.complete(tensors)?;
     let mut grown = Tensors::new();
     for (name, tensor) in tensors {
         let tensor = match layout.axis(name) {

@@ -85,6 +85,18 @@ impl Layout {
         }
         Ok(())
     }
+
+    /// Refuses weights that lack a tensor of the layer.
+    fn complete(&self, tensors: &Tensors<'_>) -> Result<(), TrainError> {
+        match self
+            .tensors
+            .keys()
+            .find(|name| !tensors.contains_key(*name))
+        {
+            None => Ok(()),
+            Some(name) => Err(TrainError::tensor(name, "is missing")),
+        }
+    }
 }
 
 /// Returns the weight that a tensor is or belongs to: `up` for `optimizer.first.up`.

@@ -25,8 +25,10 @@ pub fn split_experts(
     check_separable(spec)?;
     let layout = Layout::new(spec);
     layout.check(tensors)?;
-    if counts.iter().sum::<usize>() != spec.shape.experts {
-        let experts = spec.shape.experts;
+    layout.complete(tensors)?;
+    let experts = spec.shape.experts;
+    let all = counts.iter().try_fold(0usize, |sum, n| sum.checked_add(*n));
+    if all != Some(experts) {
         let reason = format!("{counts:?} are not the {experts} experts of the layer");
         return Err(TrainError::NotPreserved(reason));
     }
@@ -84,6 +86,7 @@ pub fn merge_experts(
     let layouts: Vec<Layout> = parts.iter().map(|(spec, _)| Layout::new(spec)).collect();
     for (layout, (_, tensors)) in layouts.iter().zip(parts) {
         layout.check(tensors)?;
+        layout.complete(tensors)?;
     }
     let sets: Vec<&Tensors<'_>> = parts.iter().map(|(_, tensors)| tensors).collect();
     let joined = each_name(&sets, |name, list| match layouts[0].axis(name) {
@@ -122,7 +125,9 @@ pub fn shard_placed(
     placement: Option<&Placement>,
 ) -> Result<Vec<Tensors<'static>>, TrainError> {
     let mesh = one_group(spec, mesh, placement)?;
-    Layout::new(spec).check(tensors)?;
+    let layout = Layout::new(spec);
+    layout.check(tensors)?;
+    layout.complete(tensors)?;
     let shard = |rank: usize| {
         let place = place(mesh, rank)?;
         let part = |name: &String| {
