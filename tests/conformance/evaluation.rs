@@ -405,11 +405,12 @@ on! { every_kind_evaluates:
 fn random_layers_evaluate_alike_whether_they_train_or_not() {
     let widest = cpu().target();
     for engine in engines() {
-        let seeds = match engine.target() == widest {
-            true => in_turns(0, 300..305),
-            false => in_turns(0, 340..342),
+        let seeds = if engine.target() == widest {
+            300..305
+        } else {
+            340..342
         };
-        for seed in seeds {
+        for seed in in_turns(0, seeds) {
             let tokens = [1, 7, 33, 100][seed as usize % 4];
             let case = Case::random(&testing::sample(seed), tokens, seed);
             evaluates(&case, &engine, MODES[seed as usize % 3]);

@@ -79,7 +79,7 @@ fn sizes_change_no_byte(case: &Case, engine: &Engine, largest: bool) {
 
 #[test]
 fn sizes_change_no_byte_on_any_instruction_set() {
-    for (n, engine) in cpus().into_iter().enumerate() {
+    for (n, engine) in cpus().enumerate() {
         for (dtype, largest) in in_turns(n, [(DType::F32, false), (DType::Bf16, true)]) {
             let mut spec = LayerSpec::from_toml(SPEC).unwrap();
             spec.precision.weights = dtype;
