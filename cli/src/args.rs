@@ -141,8 +141,10 @@ mod tests {
                 .filter(|one| needed.iter().any(|id| one.get_id() == id));
             for need in needed {
                 *found += 1;
-                let against = args.iter().filter(|one| conflict(command, need, one));
-                for other in against.filter(|one| one.get_id() != arg.get_id()) {
+                let others = args
+                    .iter()
+                    .filter(|one| ![arg.get_id(), need.get_id()].contains(&one.get_id()));
+                for other in others.filter(|one| conflict(command, need, one)) {
                     let (own, name) = (arg.get_id(), command.get_name());
                     assert!(
                         conflict(command, arg, other),

@@ -50,6 +50,18 @@ const WHERE: &str = "Where to run: auto, cpu, cuda, rocm, or with an architectur
 /// The tokens of a run on random ones.
 const TOKENS: usize = 16;
 
+/// Options that say which weights to read, and how. `--random` reads none.
+const OF_WEIGHTS: [&str; 8] = [
+    "weights",
+    "model",
+    "keys",
+    "prefix",
+    "gate",
+    "narrow",
+    "allow_infinite",
+    "allow_extra",
+];
+
 /// Run a layer on tokens from a file
 #[derive(Args, Debug)]
 #[command(after_help = "\
@@ -76,7 +88,7 @@ pub struct RunArgs {
     weights: Option<PathBuf>,
     /// Draw weights from this seed, as torch.nn.Linear would, instead of reading any; and draw
     /// tokens too if there is no --input
-    #[arg(long, value_name = "SEED", num_args = 0..=1, default_missing_value = "0", conflicts_with_all = ["weights", "model", "keys", "prefix", "gate", "narrow", "allow_infinite", "allow_extra"])]
+    #[arg(long, value_name = "SEED", num_args = 0..=1, default_missing_value = "0", conflicts_with_all = OF_WEIGHTS)]
     random: Option<u64>,
     #[command(flatten)]
     keys: KeysArgs,
@@ -84,7 +96,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "FILE", required_unless_present = "random")]
     input: Option<PathBuf>,
     /// Draw this many tokens with --random; 16 if not given
-    #[arg(long, value_name = "N", requires = "random", conflicts_with_all = ["input", "replay", "replay_layer"])]
+    #[arg(long, value_name = "N", requires = "random", conflicts_with_all = OF_WEIGHTS, conflicts_with_all = ["input", "replay", "replay_layer"])]
     tokens: Option<usize>,
     /// The results, a safetensors file
     #[arg(long, value_name = "FILE")]

@@ -319,9 +319,11 @@ mod tests {
         let error = check(experts + 1, 1, 1).to_string();
         assert!(error.contains(&format!("at most {experts}")), "{error}");
         assert!(matches!(check(0, 1, 1), MeshError::Empty { .. }));
-        assert!(matches!(check(1, usize::MAX, 2), MeshError::Empty { .. }));
         let hidden = spec.shape.hidden_dim;
-        assert!(matches!(check(1, hidden + 1, 1), MeshError::Uneven { .. }));
+        for shards in [hidden + 1, usize::MAX] {
+            assert!(matches!(check(1, shards, 2), MeshError::Uneven { .. }));
+        }
+        assert_eq!(mesh(1, usize::MAX, 2).ranks(), usize::MAX);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Whether ranks can make a model's mesh, and the reason where they cannot.
+//! Checks that ranks can make a model's mesh, and gives the reason where they cannot.
 
 use super::scenario::{ModelMesh, ModelScenario};
 use moesaic_plan::{MeshError, Parallel, SharedExperts};
