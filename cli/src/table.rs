@@ -192,42 +192,14 @@ fn line_width(widths: &[usize]) -> usize {
     widths.iter().map(|width| width + 2).sum()
 }
 
-/// Divides each line of a text so that it fits into a stream of this width, if it has one.
-pub fn folded(text: &str, columns: Option<usize>) -> String {
-    let width = columns.unwrap_or(usize::MAX);
-    let lines = text.split_inclusive('\n').map(|line| {
-        let (line, end) = match line.strip_suffix('\n') {
-            Some(line) => (line, "\n"),
-            None => (line, ""),
-        };
-        if visible(line) <= width {
-            return line.to_string() + end;
-        }
-        // Lines behind the first are indented, which takes two of the columns.
-        wrap(line, width.saturating_sub(2)).join("\n  ") + end
-    });
-    lines.collect()
-}
-
-/// Returns the characters that a text takes on a terminal: escapes of styles take none.
-fn visible(text: &str) -> usize {
-    let mut parts = text.split('\x1b');
-    let first = parts.next().map_or(0, |part| part.chars().count());
-    let behind = |part: &str| {
-        part.split_once('m')
-            .map_or(0, |(_, rest)| rest.chars().count())
-    };
-    first + parts.map(behind).sum::<usize>()
-}
-
 /// Divides a text into lines of at most `width` characters, between words.
 fn wrap(text: &str, width: usize) -> Vec<String> {
-    if visible(text) <= width {
+    if text.chars().count() <= width {
         return vec![text.to_string()];
     }
     let mut lines: Vec<String> = Vec::new();
     for word in text.split(' ') {
-        let fits = |line: &&mut String| visible(line) + 1 + visible(word) <= width;
+        let fits = |line: &&mut String| line.chars().count() + 1 + word.chars().count() <= width;
         match lines.last_mut().filter(fits) {
             Some(line) => *line += &format!(" {word}"),
             None => lines.push(word.to_string()),

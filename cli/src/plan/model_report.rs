@@ -2,7 +2,7 @@
 
 use super::report::too_large;
 use crate::palette::Palette;
-use crate::table::{Table, folded};
+use crate::table::Table;
 use crate::units;
 use moesaic::planner::model::{
     Doubled, Faster, ModelMesh, ModelPrediction, ModelRanked, ModelScenario, StageMemory,
@@ -86,7 +86,7 @@ impl ModelReport<'_> {
         }
         text += &self.sensitivity();
         text += "\nno error band is known for models: docs/SCALE.md compares published ones\n";
-        folded(&text, palette.columns())
+        text
     }
 
     /// Says how many tokens all ranks take.

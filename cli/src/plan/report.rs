@@ -1,7 +1,7 @@
 //! The output of `plan`.
 
 use crate::palette::Palette;
-use crate::table::{Table, folded};
+use crate::table::Table;
 use crate::{mesh, units};
 use moesaic::planner::{Bound, Machine, PhaseOf, Prediction, Ranked, Scenario};
 use serde_json::{Value, json};
@@ -53,7 +53,7 @@ impl Report<'_> {
         text += &self.phases(palette);
         text += &self.band(palette);
         text += "\nthis is one layer alone: --layers N says what fits and takes least for a model of N such layers\n";
-        folded(&text, palette.columns())
+        text
     }
 
     fn levels(&self) -> impl Iterator<Item = &str> {
