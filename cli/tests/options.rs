@@ -468,7 +468,7 @@ fn base(command: &str, small: &Small) -> std::process::Command {
     call.arg("--spec").arg(&small.spec);
     match command {
         "run" => call.args(["--weights=none", "--input=none", "--output=y"]),
-        "bench" => call.arg("--tokens=9999999999"),
+        "bench" => call.arg("--tokens=2147483647"),
         "plan" => call.args(["--world=1", "--machine=h800"]),
         "inspect" => call.arg("--kernel=none"),
         "precompile" => call.arg("--output=none/pack"),

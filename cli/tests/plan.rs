@@ -250,7 +250,7 @@ fn what_cannot_be_says_what_can() {
     );
     fails(
         &["--world", "16", "--machine", "none.toml"],
-        &["cannot read the machine none.toml"],
+        &["cannot read a machine none.toml"],
     );
     fails(
         &[&JOB[..], &["--mesh", "ep=4"]].concat(),

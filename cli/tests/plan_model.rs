@@ -166,7 +166,15 @@ fn what_a_model_cannot_be_says_what_can() {
         &["--batch=7", "--model-mesh=ep=8"],
         &["7 sequences a step are no multiple of 16 copies of attention"],
     );
-    fails(&["--batch=7"], &["--batch is a multiple of the copies"]);
+    // An odd number of tokens cannot be shared by tp ranks, so there is more than one copy.
+    let odd = [
+        "--world=16",
+        "--machine=h100-ib",
+        "--training",
+        "--sequence=1023",
+    ];
+    let odd = folder.plan(&[&odd[..], &["--batch=7"]].concat());
+    odd.fails(2, &["--batch is a multiple of the copies"]);
     let huge = "--model-mesh=ep=4294967296,expert_tp=4294967296";
     fails(
         &[huge],
