@@ -123,13 +123,14 @@ fn padded(spec: &LayerSpec) -> Option<Case> {
 
 /// Padding and dropped tokens add zeros to every sum over tokens, whatever they hold.
 fn padding_adds_nothing(engine: &Engine) {
+    let layers: Vec<LayerSpec> = taken(engine, with_empty_tokens()).collect();
     let mut held = 0;
-    for spec in taken(engine, with_empty_tokens()) {
-        let Some(case) = padded(&spec) else {
+    for spec in &layers {
+        let Some(case) = padded(spec) else {
             continue;
         };
         let dy = case.dy(9);
-        let expected = reference::backward(&spec, &case.weights, &case.drawing(), &dy);
+        let expected = reference::backward(spec, &case.weights, &case.drawing(), &dy);
         for (name, tensor) in &expected.weights {
             let finite = tensor.data.iter().all(|v| v.is_finite());
             assert!(finite, "{name} of the reference, {}", case.describe());
@@ -141,7 +142,8 @@ fn padding_adds_nothing(engine: &Engine) {
         }
         held += 1;
     }
-    assert!(held >= 4, "{held} layers have tokens without experts");
+    let all = layers.len();
+    assert!(held + 1 >= all, "{held} of {all} have tokens without experts");
 }
 
 /// Layers of every selection and score that a token has a say in.

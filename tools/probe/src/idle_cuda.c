@@ -38,6 +38,7 @@ int cuGetErrorString(int code, const char **text) { *text = "some words"; return
 
 int cuDeviceGetDefaultMemPool(void **pool, int device) { *pool = &object; return 0; }
 int cuMemPoolSetAttribute(void *pool, int attribute, void *value) { return 0; }
+int cuMemPoolSetAccess(void *pool, const void *access, size_t count) { return 0; }
 int cuDeviceCanAccessPeer(int *can, int device, int peer) { *can = 0; return 0; }
 
 int cuStreamCreate(void **stream, unsigned flags) { *stream = malloc(1); return 0; }
