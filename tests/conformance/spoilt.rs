@@ -143,7 +143,10 @@ fn padding_adds_nothing(engine: &Engine) {
         held += 1;
     }
     let all = layers.len();
-    assert!(held + 1 >= all, "{held} of {all} have tokens without experts");
+    assert!(
+        held + 1 >= all,
+        "{held} of {all} have tokens without experts"
+    );
 }
 
 /// Layers of every selection and score that a token has a say in.
