@@ -74,7 +74,7 @@ fn a_layer_is_refused_where_ranks_bring_other_weights() {
     }
 }
 
-/// What a rank alone reads may be anything: there is nothing to compare it with.
+/// A rank may read anything into weights that it alone holds.
 #[test]
 fn weights_of_one_rank_are_not_compared() {
     let case = case();

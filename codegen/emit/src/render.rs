@@ -151,6 +151,9 @@ pub(crate) fn offered(kernel: &KernelPlan, target: Target, prelude: Prelude) -> 
     if let Some(gate) = GateText::new(&kernel.op) {
         context.insert("g", &gate);
     }
+    if let Op::GroupedGemm { desc, config } = &kernel.op {
+        context.insert("persistent", &desc.is_persistent(config));
+    }
     context.insert("target", &TargetText::new(target, prelude));
     context.insert("entry", &entries);
     // A list keeps the order of the kernel; the engine goes over a map in random order.

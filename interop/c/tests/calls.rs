@@ -114,12 +114,7 @@ fn a_layer_without_weights_reads_and_writes_where_they_are_bound() {
     let train = |layer: *const Layer, y: &mut Owned| {
         let (mut x, mut saved) = (rows("x", 0), null_mut());
         let tensors = [x.c(), y.c()];
-        let call = Call {
-            tokens: T,
-            tensors: tensors.as_ptr(),
-            tensor_count: 2,
-            capacity_factor: 0.0,
-        };
+        let call = call_of(T, &tensors);
         // SAFETY: the tensors are valid; x lives as long as the state.
         ok(unsafe { moesaic_forward_train(layer, &call, null(), &mut saved) });
         (x, saved)
@@ -356,12 +351,7 @@ fn wrong_calls_of_shared_experts_are_refused() {
         let (mut x, mut y) = (rows("x", 0), rows("y", 1));
         let (mut all, mut dy) = (Owned::new("y", &[2, T as i64, 8], 1), rows("dy", 1));
         let run = |tensors: &[Tensor]| {
-            let call = Call {
-                tokens: T,
-                tensors: tensors.as_ptr(),
-                tensor_count: tensors.len(),
-                capacity_factor: 0.0,
-            };
+            let call = call_of(T, &tensors);
             moesaic_multi_gate_forward(gates, &call)
         };
         refused(run(&[x.c(), y.c()]), "has shape [3, 8], expected [2, 3, 8]");

@@ -127,12 +127,7 @@ fn a_result_over_another_tensor_is_refused() {
     rest.data = (&raw mut between.values[8]).cast();
     ok(forward(layer, T, &[between.c(), rest]));
     let tensors = [x.c(), y.c()];
-    let call = Call {
-        tokens: T,
-        tensors: tensors.as_ptr(),
-        tensor_count: 2,
-        capacity_factor: 0.0,
-    };
+    let call = call_of(T, &tensors);
     // SAFETY: the pointers are valid.
     ok(unsafe { moesaic_forward_train(layer, &call, null(), &mut saved) });
     let (mut dy, mut dx) = (rows("dy", 2), rows("dx", 3));

@@ -66,7 +66,7 @@ pub fn limited(spec: &mut LayerSpec, clamp: Option<f64>) {
 /// A change of a layer.
 pub type Change = fn(&mut LayerSpec);
 
-/// What experts compute, each way once.
+/// Experts that compute in every way, each once.
 pub const EXPERTS: [Change; 8] = [
     |s| {
         s.experts.bias = true.into();
@@ -121,6 +121,17 @@ pub const DROPS: [Change; 3] = [
     },
 ];
 
+/// A shared expert of some width, with nothing of its own but a gate.
+pub fn shared(hidden_dim: usize, gate: SharedGate) -> SharedExpert {
+    SharedExpert {
+        hidden_dim,
+        gate,
+        bias: None,
+        clamp: None,
+        activation: None,
+    }
+}
+
 /// A layer with a capacity, shared experts and narrow numbers.
 pub fn busy() -> LayerSpec {
     with(
@@ -128,13 +139,7 @@ pub fn busy() -> LayerSpec {
         |s| {
             s.capacity.mode = CapacityMode::Factor;
             s.capacity.factor = 0.9;
-            s.shared = vec![SharedExpert {
-                hidden_dim: 40,
-                gate: SharedGate::Sigmoid,
-                bias: None,
-                clamp: None,
-                activation: None,
-            }];
+            s.shared = vec![shared(40, SharedGate::Sigmoid)];
         },
     )
 }

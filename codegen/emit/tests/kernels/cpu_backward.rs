@@ -101,13 +101,7 @@ fn experts() {
 #[test]
 fn shared_and_identity_experts() {
     variants(&[|s| {
-        let shared = |gate| SharedExpert {
-            hidden_dim: 9,
-            gate,
-            bias: None,
-            clamp: None,
-            activation: None,
-        };
+        let shared = |gate| specs::shared(9, gate);
         s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
         s.experts.bias = true.into();
         s.experts.identity = 2;

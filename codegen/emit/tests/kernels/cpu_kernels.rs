@@ -158,13 +158,7 @@ fn experts() {
 #[test]
 fn shared_and_identity_experts() {
     variants(&[|s| {
-        let shared = |gate| SharedExpert {
-            hidden_dim: 9,
-            gate,
-            bias: None,
-            clamp: None,
-            activation: None,
-        };
+        let shared = |gate| specs::shared(9, gate);
         s.shared = vec![shared(SharedGate::Sigmoid), shared(SharedGate::None)];
         s.experts.identity = 3;
     }]);

@@ -150,13 +150,18 @@ impl Drop for Opened {
     }
 }
 
-pub fn forward(layer: *const Layer, tokens: usize, tensors: &[Tensor]) -> Status {
-    let call = Call {
+/// Makes a call with these tensors, which outlive it.
+pub fn call_of(tokens: usize, tensors: &[Tensor]) -> Call {
+    Call {
         tokens,
         tensors: tensors.as_ptr(),
         tensor_count: tensors.len(),
         capacity_factor: 0.0,
-    };
+    }
+}
+
+pub fn forward(layer: *const Layer, tokens: usize, tensors: &[Tensor]) -> Status {
+    let call = call_of(tokens, tensors);
     // SAFETY: the tests pass valid tensors, or such as are refused.
     unsafe { moesaic_forward(layer, &call) }
 }

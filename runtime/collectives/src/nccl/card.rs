@@ -82,7 +82,7 @@ pub fn process() -> String {
     name.trim().to_string()
 }
 
-/// What the cards of all ranks say together.
+/// The facts that follow from the cards of all ranks.
 #[derive(Debug, PartialEq)]
 pub struct Introduced {
     /// The communicator id of rank 0.

@@ -115,7 +115,7 @@ pub(super) struct Held {
     pub name: String,
     /// The expert, of a weight of routed experts.
     pub expert: Option<usize>,
-    /// What else has to be equal before digests can be: the shard, the layout in memory.
+    /// Only values of one form are compared: of the same shard, in the same layout in memory.
     pub form: String,
     pub digest: Digest,
 }

@@ -88,14 +88,13 @@ pub fn check_mesh(
         dp: 1,
         shared: SharedExperts::Whole,
     };
-    let degrees = [
-        (tp, format!("tp={tp}")),
-        (experts.ranks(), format!("ep={ep} x expert_tp={expert_tp}")),
-    ];
-    for (degree, what) in degrees {
-        if !divides(degree, stage) {
-            return Err(ModelMeshError::Stage { what, stage });
-        }
+    if !divides(tp, stage) {
+        let what = format!("tp={tp}");
+        return Err(ModelMeshError::Stage { what, stage });
+    }
+    if !divides(experts.ranks(), stage) {
+        let what = format!("ep={ep} x expert_tp={expert_tp}");
+        return Err(ModelMeshError::Stage { what, stage });
     }
     experts.check(&model.layer)?;
     let tokens = micro_batch.saturating_mul(model.batch.sequence);

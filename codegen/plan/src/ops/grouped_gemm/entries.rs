@@ -66,7 +66,7 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
         params.extend(fused_shared_params(d, c, shared));
     }
     let mut grid = grid(d, c);
-    if is_persistent(d, c) {
+    if d.is_persistent(c) {
         let [tiles, one] = grid;
         grid = [tiles.min(PERSISTENT_BLOCKS), one];
     }
@@ -138,11 +138,13 @@ pub(super) enum Follow {
     Groups,
 }
 
-/// Returns whether blocks are persistent. An epilogue that keeps pre-activations, and stores single
-/// elements because rows are no whole packs, leaves no registers for the scheduler.
-fn is_persistent(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> bool {
-    let has_registers = !d.keep || d.outer.is_multiple_of(8);
-    matches!(c.family, GemmFamily::Wgmma { .. }) && has_registers
+impl GroupedGemmDesc {
+    /// Returns whether blocks are persistent. An epilogue that keeps pre-activations, and stores
+    /// single elements because rows are no whole packs, leaves no registers for the scheduler.
+    pub fn is_persistent(&self, config: &GroupedGemmConfig) -> bool {
+        let has_registers = !self.keep || self.outer.is_multiple_of(8);
+        matches!(config.family, GemmFamily::Wgmma { .. }) && has_registers
+    }
 }
 
 /// Returns whether tiles are ordered in groups: on tensor and matrix cores, where several tiles
