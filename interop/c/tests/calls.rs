@@ -351,7 +351,7 @@ fn wrong_calls_of_shared_experts_are_refused() {
         let (mut x, mut y) = (rows("x", 0), rows("y", 1));
         let (mut all, mut dy) = (Owned::new("y", &[2, T as i64, 8], 1), rows("dy", 1));
         let run = |tensors: &[Tensor]| {
-            let call = call_of(T, &tensors);
+            let call = call_of(T, tensors);
             moesaic_multi_gate_forward(gates, &call)
         };
         refused(run(&[x.c(), y.c()]), "has shape [3, 8], expected [2, 3, 8]");
