@@ -95,7 +95,7 @@ fn hugging_face_layers_on_simulated_gpus() {
     // Those whose gradients another simulator gives.
     for (n, target) in (1..).zip(SIMULATORS) {
         let engine = open(target);
-        one_in(3, n, entries("hf")).for_each(|dir| layers::hugging_face(&engine, &dir));
+        one_in(6, n, entries("hf")).for_each(|dir| layers::hugging_face(&engine, &dir));
     }
 }
 
@@ -170,7 +170,7 @@ fn tutel_layers() {
 fn tutel_layers_on_simulated_gpus() {
     for (n, target) in (1..).zip(SIMULATORS) {
         let engine = open(target);
-        one_in(3, n, entries("tutel")).for_each(|file| layers::tutel(&engine, &file));
+        one_in(6, n, entries("tutel")).for_each(|file| layers::tutel(&engine, &file));
     }
 }
 

@@ -15,12 +15,12 @@ const NEON_BF16: &str = "sim:neonbf16";
 
 #[test]
 fn neon_agrees_on_random_specs() {
-    random_specs(NEON, 1);
+    random_specs(NEON, 3);
 }
 
 #[test]
 fn neon_agrees_on_shapes_in_every_dtype() {
-    shapes(NEON);
+    shapes(NEON, 1);
 }
 
 #[test]
@@ -35,17 +35,17 @@ fn neon_routes_as_the_cpu_to_the_bit() {
 
 #[test]
 fn neon_trains_shapes() {
-    trained_shapes(NEON);
+    trained_shapes(NEON, 0);
 }
 
 #[test]
 fn neon_trains_options() {
-    options(NEON, 1);
+    options(NEON, 3);
 }
 
 #[test]
 fn neonbf16_agrees_on_shapes_in_every_dtype() {
-    shapes(NEON_BF16);
+    shapes(NEON_BF16, 0);
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn neonbf16_takes_one_crowded_expert() {
 
 #[test]
 fn neonbf16_trains_shapes() {
-    trained_shapes(NEON_BF16);
+    trained_shapes(NEON_BF16, 1);
 }
 
 /// Rows and columns are multiplied in pairs and four deep: every rest of these,

@@ -60,7 +60,7 @@ fn random_specs_agree_with_the_reference() {
     let widest = engine().target();
     for engine in shipped() {
         let seeds: Vec<u64> = if engine.target() == widest {
-            one_in(3, 0, 0..24).collect()
+            one_in(7, 0, 0..24).collect()
         } else {
             in_turns(0, 100..103).collect()
         };

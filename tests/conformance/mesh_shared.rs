@@ -170,7 +170,7 @@ fn routing_is_the_same_with_shards_of_shared_experts() {
 #[test]
 fn random_layers_have_shards_of_shared_experts() {
     let engine = cpu();
-    let most = if thorough::is_on() { 6 } else { 3 };
+    let most = if thorough::is_on() { 6 } else { 2 };
     let mut done = 0;
     for seed in seeds(800..830) {
         let mut spec = of_tokens_alone(seed);
@@ -186,7 +186,7 @@ fn random_layers_have_shards_of_shared_experts() {
         compare(&engine, sharded(ep, 2, 1), &case, Recompute::None);
         done += 1;
     }
-    assert!(done > 2, "{done} layers");
+    assert!(done > 1, "{done} layers");
 }
 
 #[test]

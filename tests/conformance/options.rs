@@ -254,17 +254,17 @@ macro_rules! on_each {
 
             #[test]
             fn sm_80_agrees() {
-                check(one_in(3, 0, numbered()), &open(SIMULATORS[0]));
+                check(one_in(6, 0, numbered()), &open(SIMULATORS[0]));
             }
 
             #[test]
             fn sm_90a_agrees() {
-                check(one_in(3, 2, numbered()), &open(SIMULATORS[1]));
+                check(one_in(6, 2, numbered()), &open(SIMULATORS[1]));
             }
 
             #[test]
             fn gfx942_agrees() {
-                check(one_in(3, 1, numbered()), &open(SIMULATORS[2]));
+                check(one_in(6, 1, numbered()), &open(SIMULATORS[2]));
             }
         }
     )*};

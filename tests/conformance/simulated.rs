@@ -8,7 +8,7 @@ use super::layers::{engine as cpu, poisoned};
 use super::quick;
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::{Engine, EngineOptions, OpenError, Output, resolve_target};
-use moesaic_harness::thorough::in_turns;
+use moesaic_harness::thorough::one_in;
 
 /// One of each family of kernels: `mma`, `wgmma`, matrix cores.
 pub const SIMULATORS: [&str; 3] = ["sim:sm_80", "sim:sm_90a", "sim:gfx942"];
@@ -28,26 +28,24 @@ fn opened(target: &str, open: Open) -> Engine {
 /// Random layers of every kind, which simulators, numbered, take in turns; kernels as people get
 /// them.
 pub fn random_specs(target: &str, turn: usize) {
-    let cases = in_turns(turn, cases::random()).collect();
-    check_on(cases, &opened(target, Engine::open));
+    // One in five, so that each simulator gets calls of several sizes.
+    let engine = opened(target, Engine::open);
+    one_in(5, turn, cases::random()).for_each(|case| case.check(&engine));
 }
 
-/// Sizes that fit no tile, and sizes that tensor cores and matrix cores take.
-pub fn shapes(target: &str) {
-    check(cases::shapes(), target);
+/// Sizes that fit no tile, and sizes that tensor cores and matrix cores take; simulators, numbered,
+/// take turns.
+pub fn shapes(target: &str, turn: usize) {
+    let engine = open(target);
+    let cases = cases::shapes();
+    let calls = one_in(2, turn, cases.chunks(3)).flatten();
+    calls.for_each(|case| case.check(&engine));
 }
 
 /// One expert gets everything, and more than one tile of it.
 pub fn crowded(target: &str) {
-    check(cases::crowded(), target);
-}
-
-fn check(cases: Vec<Case>, target: &str) {
-    check_on(cases, &open(target));
-}
-
-fn check_on(cases: Vec<Case>, engine: &Engine) {
-    cases.iter().for_each(|case| case.check(engine));
+    let engine = open(target);
+    cases::crowded().iter().for_each(|case| case.check(&engine));
 }
 
 /// Rounded factors only where they are asked for.
@@ -116,7 +114,7 @@ macro_rules! on_each {
 
             #[test]
             fn shapes_agree_in_every_dtype() {
-                super::shapes($target);
+                super::shapes($target, $turn);
             }
 
             #[test]
@@ -135,5 +133,5 @@ macro_rules! on_each {
 on_each! {
     sm_80: "sim:sm_80", 0;
     sm_90a: "sim:sm_90a", 1;
-    gfx942: "sim:gfx942", 0;
+    gfx942: "sim:gfx942", 2;
 }

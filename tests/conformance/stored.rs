@@ -90,7 +90,7 @@ pub fn shapes() -> [(LayerSpec, usize); 5] {
 #[test]
 fn every_format_is_the_layer_of_its_numbers() {
     for (n, engine) in engines().into_iter().enumerate() {
-        for (i, format) in WEIGHT_FORMATS.iter().enumerate() {
+        for (i, format) in one_in(2, n, WEIGHT_FORMATS.iter().enumerate()) {
             // A compiler runs for each layer: formats take turns with sets, shapes and types.
             for turn in in_turns(n + i, 0..2) {
                 let j = n + i + 2 * turn;
@@ -137,7 +137,7 @@ fn emulated_cpus_multiply_codes() {
 #[test]
 fn activations_are_codes() {
     for (n, engine) in engines().into_iter().enumerate() {
-        for (i, format) in one_in(3, n, WEIGHT_FORMATS.iter().enumerate()) {
+        for (i, format) in one_in(6, n, WEIGHT_FORMATS.iter().enumerate()) {
             // Of three layers in a row two have integers.
             let at = n + i;
             let rows = [ActivationFormat::Int8, ActivationFormat::Fp8][at % 3 % 2];

@@ -143,7 +143,7 @@ fn changes() -> Vec<LayerSpec> {
 #[test]
 fn what_flows_back_is_right() {
     for (n, engine) in engines().into_iter().enumerate() {
-        for (i, spec) in one_in(3, n, changes().into_iter().enumerate()) {
+        for (i, spec) in one_in(6, n, changes().into_iter().enumerate()) {
             let format = ["mxfp4", "fp8", "q4_k", "uint4-g32"][(n + i) % 4];
             // In f32 no rounding crosses the clamp.
             let dtype = match spec.experts.clamp {
@@ -240,7 +240,7 @@ fn emulated_cpus_train_through_codes() {
     {
         let engine = simulated::open(target);
         let formats = WEIGHT_FORMATS.iter().enumerate();
-        for (i, format) in one_in(4, n, formats.skip(n % 3).step_by(3)) {
+        for (i, format) in one_in(8, n, formats.skip(n % 3).step_by(3)) {
             let dtype = [DType::Bf16, DType::F32][i % 4 / 3];
             let (spec, tokens) = shapes()[i % 4].clone();
             Stored::random(&of_type(dtype, spec), format.name, tokens.min(33), i as u64)

@@ -26,7 +26,7 @@ fn random_specs_have_the_gradients_of_the_reference() {
     let widest = engine().target();
     for engine in shipped() {
         let seeds: Vec<u64> = if engine.target() == widest {
-            one_in(3, 0, 0..12).collect()
+            one_in(5, 0, 0..12).collect()
         } else {
             in_turns(0, 200..202).collect()
         };

@@ -14,6 +14,7 @@ use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
 use moesaic::toolchain::testing::{Tool, needed};
 use moesaic::{Compilers, Engine, EngineOptions, Recompute, Target};
 use moesaic_harness::kept::Kept;
+use moesaic_harness::thorough::one_in;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -169,11 +170,11 @@ fn the_kernels_as_they_are_pass() {
     }
 }
 
-/// Checks every mutant of one simulator.
+/// Checks half of the mutants of one simulator, or all in a thorough run.
 fn check_all(target: &str) {
     let own: Vec<&Mutant> = mutants().filter(|m| m.target == target).collect();
     assert!(!own.is_empty());
-    let missed: Vec<String> = own.into_iter().filter_map(missed).collect();
+    let missed: Vec<String> = one_in(2, 0, own).filter_map(missed).collect();
     assert!(missed.is_empty(), "{}", missed.join("\n\n"));
 }
 

@@ -18,14 +18,17 @@ pub fn takes(n: usize, of: usize) -> bool {
     n.is_multiple_of(of) || is_on()
 }
 
-/// Iterates over the half of `all` that this run takes with value `n` of something else: with the
-/// next value it takes the other half. Over all of them if this run takes all combinations.
+/// Iterates over the quarter of `all` that this run takes with value `n` of something else: with the
+/// next value it takes another quarter. See [`one_in`].
 pub fn in_turns<T>(n: usize, all: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
-    one_in(2, n, all)
+    one_in(4, n, all)
 }
 
-/// Iterates over one in `of` of `all` as [`in_turns`] does over the half of them.
+/// Iterates over one in `of` of `all`, and over one where there are fewer than that, so that no
+/// value of something else goes without. Over all of them if this run takes all combinations.
 pub fn one_in<T>(of: usize, n: usize, all: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    let all: Vec<T> = all.into_iter().collect();
+    let of = of.min(all.len()).max(1);
     let numbered = all.into_iter().enumerate();
     numbered.filter_map(move |(i, one)| takes(n + i, of).then_some(one))
 }

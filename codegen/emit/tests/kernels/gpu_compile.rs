@@ -259,7 +259,7 @@ fn nvrtc_compiles_every_matrix_gemm() {
     let archs = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"];
     for (n, (arch, half)) in halves(&archs).enumerate() {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
-        for spec in one_in(3, n, [half, DType::F32].map(gemm_layers).concat()) {
+        for spec in one_in(6, n, [half, DType::F32].map(gemm_layers).concat()) {
             for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
                 let artifact = compiler.compile(&source, &CompileOptions::default());
                 let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
@@ -361,7 +361,7 @@ fn clang_compiles_every_matrix_gemm() {
     let archs = ["gfx90a", "gfx942", "gfx950", "gfx1100"];
     for (n, (arch, half)) in halves(&archs).enumerate() {
         let target: Target = format!("rocm:{arch}").parse().unwrap();
-        for spec in one_in(3, n, [half, DType::F32].map(gemm_layers).concat()) {
+        for spec in one_in(6, n, [half, DType::F32].map(gemm_layers).concat()) {
             for source in gemms(&plan(&spec, target, &PlanOptions::default()).unwrap()) {
                 let artifact = compiler.compile(&source, &CompileOptions::default());
                 let artifact = artifact.unwrap_or_else(|error| panic!("{error}"));
