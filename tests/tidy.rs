@@ -1,5 +1,7 @@
 //! The rules of the house, as docs/ARCHITECTURE.md states them.
 
+mod names;
+
 use moesaic::kernel::Stem;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
