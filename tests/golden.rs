@@ -14,6 +14,7 @@ use moesaic::toolchain::testing::{ExternalTool, needed};
 use moesaic::toolchain::{Registry, ToolKind};
 use moesaic::{Compilers, Target};
 use moesaic_harness::kept::{Kept, once};
+use moesaic_harness::thorough::in_turns;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -378,7 +379,9 @@ fn compile_c(compilers: &[Vec<String>], isas: &[&str], specs: &[&str]) {
                 .enumerate()
                 .map(move |(j, isa)| (cc, i + j, *isa))
         })
-        .flat_map(|(cc, turn, isa)| in_turn(specs, turn).map(move |spec| (cc, isa, spec)))
+        .flat_map(|(cc, turn, isa)| {
+            in_turns(turn, specs.iter().copied()).map(move |spec| (cc, isa, spec))
+        })
         .flat_map(|(cc, isa, spec)| sources(spec, isa).into_iter().map(move |k| (cc, k.source)))
         .chain(compilers.iter().flat_map(|cc| {
             let others = isas.iter().flat_map(|isa| other_sources(isa));
@@ -388,13 +391,6 @@ fn compile_c(compilers: &[Vec<String>], isas: &[&str], specs: &[&str]) {
     on_all_cores(&jobs, |((cc, version), source)| {
         check_c(cc, version, source)
     });
-}
-
-/// Every other layer, the others in the next turn; one that is alone always.
-fn in_turn<'a>(specs: &'a [&str], turn: usize) -> impl Iterator<Item = &'a str> {
-    let wanted = move |i: usize| specs.len() == 1 || i % 2 == turn % 2;
-    let specs = specs.iter().enumerate();
-    specs.filter_map(move |(i, spec)| wanted(i).then_some(*spec))
 }
 
 /// The machine's clang, or the one that `toolchain install rocm` brings.
