@@ -24,8 +24,8 @@ pub struct LayerPlan {
     pub kernels: Vec<KernelPlan>,
     /// Every tensor that a step names.
     pub tensors: Vec<TensorPlan>,
-    /// The launches that make each [`Role::Packed`] tensor from a weight, once and whenever the
-    /// weight changes. A step names the weight first, then the tensor.
+    /// The launches that make each [`TensorRole::Packed`] tensor from a weight, once and whenever
+    /// the weight changes. A step names the weight first, then the tensor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prepare: Vec<LaunchStep>,
     /// The steps of a forward pass, in order; of a training pass if the plan has a backward pass.
@@ -102,13 +102,13 @@ pub struct TensorPlan {
     /// Sizes, outermost first; row major.
     pub shape: Vec<Size>,
     /// The owner.
-    pub role: Role,
+    pub role: TensorRole,
 }
 
 /// The owner of a tensor, and its readers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Role {
+pub enum TensorRole {
     /// The caller, at every call.
     Input,
     /// The caller, once.
@@ -127,17 +127,17 @@ pub enum Role {
     WeightGradient,
 }
 
-impl Role {
+impl TensorRole {
     /// Every role.
-    pub const ALL: [Role; 8] = [
-        Role::Input,
-        Role::Weight,
-        Role::Packed,
-        Role::Output,
-        Role::Scratch,
-        Role::OutputGradient,
-        Role::InputGradient,
-        Role::WeightGradient,
+    pub const ALL: [TensorRole; 8] = [
+        TensorRole::Input,
+        TensorRole::Weight,
+        TensorRole::Packed,
+        TensorRole::Output,
+        TensorRole::Scratch,
+        TensorRole::OutputGradient,
+        TensorRole::InputGradient,
+        TensorRole::WeightGradient,
     ];
 }
 
@@ -159,8 +159,12 @@ impl LayerPlan {
         }
         // Weights and their gradients live as long as the layer, and `dy` comes with the backward
         // call.
-        let passed =
-            |id: &TensorId| matches!(self[*id].role, Role::Input | Role::Output | Role::Scratch);
+        let passed = |id: &TensorId| {
+            matches!(
+                self[*id].role,
+                TensorRole::Input | TensorRole::Output | TensorRole::Scratch
+            )
+        };
         saved.into_iter().filter(passed).collect()
     }
 
@@ -221,8 +225,8 @@ impl LayerPlan {
     /// weights are packed.
     pub fn is_multiplied(&self, tensor: TensorId) -> bool {
         match self[tensor].role {
-            Role::Packed => true,
-            Role::Weight => !self.packs_away(tensor),
+            TensorRole::Packed => true,
+            TensorRole::Weight => !self.packs_away(tensor),
             _ => false,
         }
     }
