@@ -34,8 +34,8 @@ pub enum TargetNameError {
     NeedsArch {
         /// The name that you asked for.
         asked: String,
-        /// The device that would have told the architecture and is missing, as words for the
-        /// message; empty for simulators.
+        /// The missing device that would give the architecture, in words for the message; empty for
+        /// simulators.
         missing: &'static str,
         /// Names that would be accepted.
         example: &'static str,

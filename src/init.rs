@@ -16,8 +16,8 @@ use moesaic_spec::{TensorSpec, canonical_tensors};
 /// | `router.load` | 1 / experts | 1 / experts |
 /// | scales | 1 | 1 |
 ///
-/// A number depends on the seed, the weight's name, the expert and the place in it alone. So a
-/// spec with one more expert has the same first experts, and all ranks draw the same router.
+/// A number depends only on the seed, the weight's name, the expert and its place there. So a spec
+/// with one more expert has the same first experts, and all ranks draw the same router.
 ///
 /// ```
 /// use moesaic::{Init, LayerSpec};
@@ -37,7 +37,7 @@ use moesaic_spec::{TensorSpec, canonical_tensors};
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Init {
-    /// That of `torch.nn.Linear`, which Tutel's and FastMoE's gates and experts have.
+    /// The distribution of `torch.nn.Linear`, which Tutel's and FastMoE's gates and experts use.
     Linear,
     /// Megatron's, which scales what a residual connection adds by the depth of the model.
     Megatron {
@@ -49,8 +49,8 @@ pub enum Init {
 }
 
 impl Init {
-    /// Draws the weights of a layer, in the types of its spec. What is no float is left out for you
-    /// to insert: `router.table`, and the codes of quantized experts.
+    /// Draws the weights of a layer, in the types of its spec. Tensors that are not floats are left
+    /// out, for you to insert: `router.table`, and the codes of quantized experts.
     pub fn weights(self, spec: &LayerSpec, seed: u64) -> Tensors<'static> {
         let mut weights = Tensors::new();
         for (tensor, kind) in self.distributions(spec) {

@@ -33,8 +33,8 @@ pub struct Engine(pub(crate) moesaic_engine::Engine);
 
 /// Layers.
 impl Engine {
-    /// Makes a layer for inference of one process: plans it, gets its kernels, and copies its
-    /// weights to the device, so you may free them afterwards.
+    /// Makes a layer for inference in one process: plans it, gets its kernels, and copies its
+    /// weights to the device, so you may free yours afterwards.
     ///
     /// # Errors
     /// Whatever [`EngineError`] lists, apart from input errors.
@@ -79,7 +79,8 @@ impl Engine {
 
     /// Makes a training layer without weights. Each call names the address of every weight
     /// ([`RawCall`](crate::RawCall)), and each backward pass also that of every gradient,
-    /// `grad.<weight>`, so the layer copies neither. Layers of other weights can share it.
+    /// `grad.<weight>`, so the layer copies neither. One such layer serves any number of weight
+    /// sets.
     ///
     /// # Errors
     /// As [`Engine::layer`], without those of weights. Calls fail with

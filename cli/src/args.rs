@@ -29,7 +29,7 @@ pub struct Cli {
         hide_default_value = true
     )]
     pub color: ColorChoice,
-    /// Print errors and warnings alone: no notes and no progress
+    /// Print only errors and warnings: no notes and no progress
     #[arg(
         short,
         long,

@@ -37,9 +37,8 @@ Examples:
   moesaic precompile --spec layer.toml --target cuda:sm_90a --mesh ep=8 --placement experts.txt
   moesaic precompile --spec layer.toml --target cpu:avx512 --l1 32KiB --l2 1MiB -o pack.tar.gz
 
-No GPU and no driver is needed. Kernels for CPUs follow the sizes of caches: those of this machine, or \
---l1 and --l2. A pack is filled into another machine's cache with \
-`moesaic cache import pack.tar.gz`.")]
+You need no GPU and no driver. Kernels for CPUs depend on cache sizes: those of this machine, or \
+--l1 and --l2. `moesaic cache import pack.tar.gz` adds a pack to another machine's cache.")]
 #[command(mut_arg("target", |arg| arg.required(true)))]
 pub struct PrecompileArgs {
     /// The layer specs, TOML files

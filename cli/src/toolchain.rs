@@ -21,8 +21,8 @@ Examples:
   moesaic toolchain install cuda rocm
   moesaic toolchain list
 
-Compilers come as vendor wheels through pip, into the cache directory; a machine's own are \
-used when it has them.")]
+pip installs compilers from their vendors' wheels into the cache directory. The machine's own \
+compilers are used if it has them.")]
 pub struct ToolchainArgs {
     #[command(subcommand)]
     action: Action,

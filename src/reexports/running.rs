@@ -230,7 +230,7 @@ pub use moesaic_engine::WeightReason;
 #[doc(inline)]
 pub use moesaic_engine::InputReason;
 
-/// The reason that the memory for an output, or the wish for one, is refused.
+/// The reason why an output, or the memory for one, is refused.
 ///
 /// ```
 /// use moesaic::{EngineError, OutputReason};
@@ -274,7 +274,7 @@ pub use moesaic_engine::SaveReason;
 /// ```
 #[doc(inline)]
 pub use moesaic_tensor::TensorError;
-/// Doors to other languages check memory of their callers by these, before kernels read it:
+/// Bindings for other languages check their callers' memory with these before kernels read it:
 ///
 /// ```
 /// use moesaic::{DType, TensorKind, check_kind};

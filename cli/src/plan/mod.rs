@@ -37,8 +37,8 @@ Examples:
   moesaic plan --hf deepseek-v3 --world 2048 --machine h100-ib --training --compare pp=16,tp=2,ep=64
   moesaic plan --spec layer.toml --layers 58 --params 671B --world 2048 --machine h800 --training
 
-Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md says how \
-far the model is from what others have measured.")]
+Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md \
+compares the model with what others have measured.")]
 pub struct PlanArgs {
     #[command(flatten)]
     layer: LayerArgs,

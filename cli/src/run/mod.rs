@@ -71,11 +71,11 @@ Examples:
   moesaic run --spec layer.toml --weights w.safetensors --input x.safetensors --output y.safetensors
   moesaic run --spec layer.toml --random --output y.safetensors
 
-The input holds `x [tokens, model_dim]` in f32, f16 or bf16, and what the router needs besides: \
+The input holds `x [tokens, model_dim]` in f32, f16 or bf16, and what the router also needs: \
 `token_ids [tokens]`, or `topk_ids` and `topk_weights [tokens, top_k]`. The output holds `y` in \
 the layer's activation type, `router.logits`, `topk_ids`, `topk_weights`, `counts`, and with a \
-capacity `locations`, `capacity` and `overflow`. The layer evaluates: nothing is drawn. With \
---training it draws the numbers of --seed and --step, and the output holds `loss.<kind>` too. With \
+capacity `locations`, `capacity` and `overflow`. By default nothing is drawn. With --training the \
+layer draws the random numbers of --seed and --step, and the output holds `loss.<kind>` too. With \
 --grad the input also holds `dy`, and the output `dx`, `grad.topk_weights`, `grad.router.logits`, \
 and `grad.<name>` of every weight. The output appears whole or not at all.")]
 #[command(mut_arg("target", |arg| arg.default_value("auto").help(WHERE)))]

@@ -41,9 +41,9 @@ Examples:
   moesaic tune --spec layer.toml --training --tokens 4096 --seconds 2
 
 Each of --tokens gets the tiles that are best for it, and a call uses those of the token count that \
-is nearest by ratio. What is found is kept in the cache for this CPU model, this number of threads \
-and these kernels, in place of what was kept before; engines use it from then on. Results are the \
-same bytes with it and without it. MOESAIC_TUNING=off makes engines pass over it.")]
+is nearest by ratio. The cache keeps the result for this CPU model, this number of threads and these \
+kernels, and engines use it from then on; a new result replaces an old one. Tiles change no byte of \
+results. MOESAIC_TUNING=off makes engines ignore them.")]
 #[command(
     mut_arg("target", |arg| arg.help(WHERE)),
     mut_arg("tokens", |arg| arg.help("Token counts, each to be measured by itself"))

@@ -21,8 +21,8 @@ pub enum AllToAll {
     /// Two hops: between ranks with the same index first, then inside nodes, and back.
     #[serde(rename = "2dh-inter-first")]
     TwoDhInterFirst,
-    /// Half of the bytes by each of the two, so that messages inside nodes and between nodes travel
-    /// at the same time.
+    /// Half of the bytes by [`AllToAll::TwoDh`] and half by [`AllToAll::TwoDhInterFirst`], so that
+    /// messages inside nodes and between nodes travel at the same time.
     #[serde(rename = "2dh-concurrent")]
     TwoDhConcurrent,
     /// Deduplicated dispatch: a token crosses to a node once, whatever the number of its experts

@@ -351,7 +351,7 @@ pub enum StrategyError {
     },
 }
 
-/// The most chunks: more hardly help, as Tutel's authors report.
+/// The largest number of chunks. Tutel's authors report that more hardly help.
 pub const MAX_CHUNKS: usize = 64;
 
 /// The relative difference below which two predictions count as equal.

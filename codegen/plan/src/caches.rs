@@ -1,4 +1,4 @@
-//! Caches of a CPU's core, in the few classes for which plans differ.
+//! Cache sizes of a CPU core, rounded down to the few classes that plans distinguish.
 
 use moesaic_kernel::CpuCaches;
 use serde::{Deserialize, Serialize};
@@ -30,7 +30,7 @@ impl CacheClass {
     /// Second-level caches, ascending.
     pub const L2_BYTES: [u64; 4] = [256 * KIB, 512 * KIB, MIB, 2 * MIB];
 
-    /// Returns the largest class whose caches these have, or the least.
+    /// Returns the largest class that these caches reach, or the smallest class.
     pub fn of(caches: CpuCaches) -> CacheClass {
         let assumed = CacheClass::default();
         CacheClass {
@@ -48,7 +48,7 @@ impl CacheClass {
         CacheClass::L1_BYTES.into_iter().flat_map(of)
     }
 
-    /// Returns the bytes of the first level's data cache, or somewhat fewer.
+    /// Returns the bytes of the first-level data cache, rounded down to the class.
     pub fn l1_bytes(self) -> usize {
         self.l1_bytes as usize
     }
@@ -63,7 +63,7 @@ impl CacheClass {
     }
 }
 
-/// Returns the last of ascending sizes that is not above one, or the first.
+/// Returns the largest of ascending sizes that is at most `size`, or the first.
 fn at_most(sizes: &[u64], size: Option<u64>) -> Option<u64> {
     let size = size?;
     // Rounded down, because tiles for a larger cache than there is would fall out of it between two

@@ -24,9 +24,8 @@ pub use stack::stacked;
 pub use step::{EntryId, LaunchStep, Step, TensorId};
 pub use user::{UserPlan, plan_user_experts};
 
-/// Plans a layer for a target. The spec must be valid. If the options say how it is trained, its
-/// steps do what only training does (noise, losses) and leave what backward needs, and it evaluates
-/// by other steps.
+/// Plans a layer for a target. The spec must be valid. With training options its steps also draw
+/// noise, compute losses and keep what backward needs, and evaluation has steps of its own.
 ///
 /// # Errors
 ///
@@ -47,8 +46,8 @@ pub fn plan(
     Ok(builder.finish())
 }
 
-/// Refuses quantized activations where they are not multiplied as such, or rounded in a pass that
-/// trains.
+/// Refuses quantized activations on GPUs, which have no kernels for them, and in training, because
+/// rounding has no gradient.
 pub(crate) fn check_row_format(
     spec: &LayerSpec,
     target: Target,

@@ -31,8 +31,7 @@ impl From<LayerPlan> for Tilings {
 }
 
 impl Tilings {
-    /// Returns the same with a plan for a number of tokens and those nearest to it. Equal plans are
-    /// there once.
+    /// Adds a plan for a number of tokens and those nearest to it. Equal plans are kept once.
     #[must_use]
     pub fn with(mut self, tokens: usize, plan: LayerPlan) -> Tilings {
         // The engine binds one list of tensors for all plans, by number.
@@ -52,8 +51,8 @@ impl Tilings {
         self
     }
 
-    /// Returns the first plan. Tensors, but for sizes of scratch, and steps are those of every
-    /// plan.
+    /// Returns the first plan. All plans have its steps and, apart from sizes of scratch, its
+    /// tensors.
     pub fn first(&self) -> &LayerPlan {
         &self.plans[0]
     }
@@ -82,7 +81,7 @@ impl Tilings {
         &self.plans[self.index(tokens)]
     }
 
-    /// Returns the bytes that a tensor has at most in calls of up to so many tokens.
+    /// Returns the most bytes that a tensor has in calls of up to `tokens` tokens.
     pub fn bytes(&self, tensor: TensorId, tokens: u64) -> u64 {
         // A workspace serves every later call of up to as many tokens, and those may have another
         // tiling.

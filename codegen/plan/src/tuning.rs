@@ -1,8 +1,8 @@
-//! Sizes of tilings that measurements on a machine may set.
+//! The tile sizes that `moesaic tune` may set.
 //!
-//! Only sizes that cut work into blocks are among them, and none that cuts a sum, so a tuned layer
-//! gives the same bytes. CPUs have choices, GPUs have none so far. Only GEMMs have any: no size of
-//! another kernel's blocks made a layer faster by more than 0.1 % (benches/results).
+//! They cut work into blocks and never cut a sum, so a tuned layer gives the same bytes. CPUs have
+//! choices, GPUs have none so far. Only GEMMs have any: no size of another kernel's blocks made a
+//! layer faster by more than 0.1 % (benches/results).
 
 use crate::{ExpertGemm, GroupedGemmConfig, LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
@@ -77,8 +77,8 @@ impl Knob {
         }
     }
 
-    /// Returns the candidates as parts of the size without a tuning. Tiles larger than these would
-    /// be too much for the stack of a thread.
+    /// Returns the candidates as fractions of the default size. Larger tiles would overflow the
+    /// stack of a thread.
     fn ratios(self) -> &'static [(usize, usize)] {
         match self {
             Knob::TileRows => &[(1, 2), (3, 4), (3, 2)],
@@ -141,8 +141,8 @@ struct Field<'a> {
     size: &'a mut usize,
     /// It is a multiple of this.
     step: usize,
-    /// More than this rounded up to a step is never used; `None` where all
-    /// kernels must have the very same size.
+    /// The largest size that the kernel uses, before rounding up to a step; `None` where all
+    /// kernels must have the same size.
     most: Option<usize>,
     /// Memory of a thread that grows with it.
     shared_bytes: Option<&'a mut u32>,
@@ -167,15 +167,15 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// Returns the nearest size at or above `size` of whole steps, as far as the kernel has use for
-    /// it.
+    /// Returns `size`, or the largest size that the kernel uses if that is less, rounded up to
+    /// whole steps.
     fn fitted(&self, size: usize) -> usize {
         let most = self.most.unwrap_or(usize::MAX);
         size.clamp(1, most).next_multiple_of(self.step.max(1))
     }
 
-    /// Sets it. No buffer grows by more than the size does, so that memory that
-    /// grows by as much is enough.
+    /// Sets the size. Buffers grow at most in proportion to it, so memory that grows in proportion
+    /// is enough.
     fn set(self, size: usize) {
         // Row tiles must be the very same in all kernels, because they share one list, so they are
         // not fitted to any.
@@ -208,7 +208,7 @@ impl Tuning {
         Some(Tuning::default().with(knob, size))
     }
 
-    /// Returns the sizes of both; of two for the same knob the other's.
+    /// Returns the sizes of both; `other` wins where both set the same knob.
     #[must_use]
     pub fn and(mut self, other: Tuning) -> Tuning {
         self.0.extend(other.0);

@@ -1,4 +1,4 @@
-//! Addresses that a caller gives, looked at before a kernel faults on them.
+//! Checks of the addresses that a caller gives, before a kernel faults on them.
 
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
@@ -42,7 +42,7 @@ impl DeviceLayer {
     }
 
     /// Makes this handle's calls read weights in memory of yours instead of the layer's, until the
-    /// next `read_weights_at`: without a weight calls read the layer's own again. For another
+    /// next `read_weights_at`; with no weights, calls read the layer's own again. For another
     /// library's parameters, which change between calls without a copy.
     ///
     /// # Safety
@@ -86,8 +86,8 @@ impl DeviceLayer {
     }
 }
 
-/// On GPUs the widest pack that divides a row, so that slices of whole rows are
-/// aligned as the tensor is; kernels of CPUs take their vectors from anywhere.
+/// Returns the alignment that kernels need. On GPUs it is the widest pack that divides a row, so
+/// that slices of whole rows are aligned as the tensor is; on CPUs vectors may lie anywhere.
 fn alignment(tensor: &TensorPlan, target: Target) -> u64 {
     let element = tensor.dtype.size() as u64;
     match (target.hardware(), tensor.shape.as_slice()) {

@@ -24,7 +24,7 @@ pub struct Input<'a> {
 }
 
 impl<'a> Input<'a> {
-    /// `tokens` rows of `x`, which holds `tokens * model_dim` elements.
+    /// Makes the input of a call from `tokens` rows: `x` holds `tokens * model_dim` elements.
     pub fn new<E: Element>(tokens: usize, x: &'a [E]) -> Input<'a> {
         // Without tokens the width cannot be known; the check of inputs accepts any then.
         let width = x.len().checked_div(tokens).unwrap_or(0);
@@ -100,14 +100,14 @@ impl<'a> CallInput<'a> {
         }
     }
 
-    /// This call with these outputs read back, by name. A [`RawCall`] reads nothing back: its
+    /// Makes the call read these outputs back, by name. A [`RawCall`] reads nothing back: its
     /// results go to the addresses that it names.
     #[must_use]
     pub fn reading(self, outputs: &'a [&'a str]) -> CallInput<'a> {
         CallInput { outputs, ..self }
     }
 
-    /// This call as in training: [`Layer::route`](crate::Layer::route) then routes as
+    /// Makes it a call as in training: [`Layer::route`](crate::Layer::route) then routes as
     /// [`Layer::forward_train`](crate::Layer::forward_train) does with the same key.
     #[must_use]
     pub fn in_training(self, rng_key: RngKey) -> CallInput<'a> {
@@ -243,7 +243,7 @@ impl Output {
         self.tensors.get(name)
     }
 
-    /// `y [T, output_dim]`, in the layer's activation dtype.
+    /// Returns `y [T, output_dim]`, in the layer's activation dtype.
     pub fn y(&self) -> &Tensor<'static> {
         &self.tensors["y"]
     }
@@ -273,8 +273,8 @@ impl Index<&str> for Output {
 }
 
 /// The arguments of a call on device memory that someone else owns. Kernels read inputs and write
-/// outputs where they are, in stream order and without waiting; over ranks the host waits for
-/// exchanges alone.
+/// outputs where they are, in stream order and without waiting; over ranks the host waits only for
+/// exchanges.
 #[derive(Clone, Copy, Debug)]
 pub struct RawCall<'a> {
     pub(crate) tokens: usize,
@@ -283,9 +283,9 @@ pub struct RawCall<'a> {
 }
 
 impl<'a> RawCall<'a> {
-    /// A call for `tokens` tokens. `tensors` are the addresses of inputs and outputs by name: `x`
-    /// and `y` at least. Outputs that you do not name stay in the layer's memory. With an external
-    /// router and `renormalize_after_drop` the layer rescales `topk_weights` in place.
+    /// Makes a call for `tokens` tokens. `tensors` are the addresses of inputs and outputs by name:
+    /// `x` and `y` at least. Outputs that you do not name stay in the layer's memory. With an
+    /// external router and `renormalize_after_drop` the layer rescales `topk_weights` in place.
     ///
     /// # Safety
     /// Every address must be valid on the layer's device for the tensor's size at `tokens` tokens
@@ -300,7 +300,7 @@ impl<'a> RawCall<'a> {
         }
     }
 
-    /// This call with a capacity factor of its own, as [`Input::capacity_factor`].
+    /// Sets a capacity factor for this call, as [`Input::capacity_factor`].
     #[must_use]
     pub fn with_capacity_factor(self, factor: impl Into<Option<f64>>) -> RawCall<'a> {
         RawCall {
@@ -349,7 +349,7 @@ pub struct RawBackward<'a> {
 }
 
 impl<'a> RawBackward<'a> {
-    /// A backward pass with the addresses of `dy` and of results by name: `dx`,
+    /// Makes a backward pass with the addresses of `dy` and of results by name: `dx`,
     /// `grad.topk_weights`, `grad.<weight>`. Results that you do not name stay in the layer's
     /// memory; over ranks gradients of weights always do.
     ///
@@ -372,9 +372,8 @@ pub struct StepTime {
     pub time: Duration,
 }
 
-/// The position of a training call, for random numbers: these depend on the position, the token and
-/// the slot, and on nothing else. So a rank with the tokens from `first_token` on draws what one
-/// process would.
+/// The key of a training call's random numbers. They depend only on this key, the token and the
+/// slot, so a rank with the tokens from `first_token` on draws what one process would.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RngKey {
     /// The seed of the run.
@@ -387,7 +386,7 @@ pub struct RngKey {
     pub first_token: u64,
 }
 
-/// The shape of a tensor for a token count.
+/// Returns the shape of a tensor for a token count.
 pub(crate) fn shape_for(tensor: &TensorPlan, tokens: usize) -> Vec<usize> {
     tensor
         .shape

@@ -191,7 +191,7 @@ impl DeviceLayer {
         found.ok().map(|at| self.by_name[at])
     }
 
-    /// The steps of a pass.
+    /// Returns the steps of a pass.
     pub(crate) fn bound(&self, pass: Pass) -> &Bound {
         &self.passes[pass as usize]
     }
@@ -260,8 +260,8 @@ impl DeviceLayer {
         steps.run(index, &*self.device, scalars, addresses, times, watch)
     }
 
-    /// Sets the recorder of every launch; `None` removes it. With a recorder each launch on a GPU
-    /// is waited for: times are right, and launches that would overlap do not.
+    /// Sets the recorder of every launch; `None` removes it. With a recorder the host waits for
+    /// each launch on a GPU, so times are right and launches do not overlap.
     pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
         self.recorder = recorder;
     }
@@ -317,14 +317,13 @@ impl DeviceLayer {
         self.weights.get(self.id(name)?).map(Buffer::ptr)
     }
 
-    /// The spec it was made from.
+    /// Returns the spec it was made from.
     pub fn spec(&self) -> &LayerSpec {
         &self.plan().spec
     }
 
-    /// Its kernels, tensors and steps. What `moesaic tune` found changes tiles for
-    /// some numbers of tokens, and with them sizes of scratch: see
-    /// [`DeviceLayer::tilings`].
+    /// Returns its kernels, tensors and steps. A tuning by `moesaic tune` changes tiles, and so
+    /// sizes of scratch, for some numbers of tokens: see [`DeviceLayer::tilings`].
     pub fn plan(&self) -> &LayerPlan {
         self.tilings.first()
     }
@@ -339,8 +338,8 @@ impl DeviceLayer {
         self.lock_workspaces().bytes()
     }
 
-    /// A panic while the lock was held can only have left a workspace that
-    /// `reserve` replaces, so poisoning carries no information.
+    /// Locks the workspaces, also after a panic: that can only have left a workspace that `reserve`
+    /// replaces.
     pub(crate) fn lock_workspaces(&self) -> Turn<'_> {
         let turn = self.turns.call();
         Turn {
@@ -483,7 +482,7 @@ fn check_held(plan: &LayerPlan, held: &Buffers) -> Result<(), EngineError> {
     Ok(())
 }
 
-/// A spec may have been built in Rust, so it is validated here as well.
+/// Validates a spec, which may have been built in Rust and never parsed.
 pub(crate) fn check_spec(spec: &LayerSpec) -> Result<(), EngineError> {
     spec.validate()
         .map_err(|problems| EngineError::Spec(SpecReason::Invalid(problems)))

@@ -122,8 +122,8 @@ impl Engine {
         }
     }
 
-    /// [`Engine::tilings`] with their texts. A strict engine takes no tunings
-    /// whose kernels it would have to compile.
+    /// Returns [`Engine::tilings`] with the texts of their kernels. A strict engine takes no
+    /// tunings whose kernels it would have to compile.
     pub(crate) fn texts(
         &self,
         spec: &LayerSpec,

@@ -135,8 +135,8 @@ impl ExpertRanks {
         offsets
     }
 
-    /// Sends rows, sorted by expert, to the ranks of their experts, lets `compute` make of them what
-    /// goes back, and returns that in the order of the rows. `compute` gets a range of this rank's
+    /// Sends rows, sorted by expert, to the ranks of their experts, runs `compute` on them there,
+    /// and returns its results in the order of the rows. `compute` gets a range of this rank's
     /// experts with their rows, by expert and then by rank; ranges come in order, and each is
     /// computed while the rows of the next are in flight.
     ///

@@ -27,7 +27,7 @@ impl DeviceLayer {
         }
     }
 
-    /// A pass that keeps nothing.
+    /// Runs a pass that keeps nothing.
     pub(crate) fn pass(
         &self,
         pass: Pass,
@@ -50,7 +50,7 @@ impl DeviceLayer {
         self.read(names, input.tokens, |tensor| workspaces.get(tensor))
     }
 
-    /// A pass that keeps nothing, on the caller's memory, in stream order and without waiting.
+    /// Runs a pass that keeps nothing, on the caller's memory, in stream order and without waiting.
     fn pass_raw(&self, pass: Pass, call: &RawCall<'_>, rng_key: RngKey) -> Result<(), EngineError> {
         let mut workspaces = self.lock_workspaces();
         let scalars = self.scalars(pass, rng_key, call.tokens, call.capacity_factor)?;
@@ -81,9 +81,9 @@ impl DeviceLayer {
         addresses.give(weights);
     }
 
-    /// Runs the steps again on the inputs of the last call, the first `tokens`
-    /// of them, and times each: those of an evaluation, or where the layer
-    /// trains of a call that did, backward too. For `bench` and the quickstart.
+    /// Runs the steps of the last call again on its first `tokens` tokens, and times each: an
+    /// evaluation's, or for a layer that trains those of both passes. For `bench` and the
+    /// quickstart.
     ///
     /// # Errors
     /// When no call was that large, or a launch fails.

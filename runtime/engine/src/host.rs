@@ -51,7 +51,7 @@ impl DeviceLayer {
         Ok(())
     }
 
-    /// The values of scalars in a pass.
+    /// Returns the values of scalars in a pass.
     ///
     /// # Errors
     /// [`EngineError::Capacity`] for a factor that the layer cannot have.
@@ -90,7 +90,7 @@ impl DeviceLayer {
         Ok(Scalars::new(own, rng_key, limit))
     }
 
-    /// What a caller gives to a pass, and those of its own tensors that it asks for.
+    /// Returns the tensors that a caller gives to a pass, or asks for by name.
     pub(crate) fn inputs_or_named<'l>(
         &'l self,
         pass: Pass,
@@ -192,8 +192,8 @@ impl DeviceLayer {
     }
 }
 
-/// Refuses numbers of tokens that cannot be: a group has those of this call at least, of which
-/// losses divide by how many there are.
+/// Refuses impossible numbers of tokens: a group has at least those of this call, and losses divide
+/// by the number.
 fn check_counts(name: &str, host: &Tensor<'_>, tokens: usize) -> Result<(), EngineError> {
     let least = match name {
         "global_counts" => 0,

@@ -111,7 +111,7 @@ impl DeviceLayer {
     }
 }
 
-/// Returns the error of a raw call whose `y` shall go to a slice.
+/// Returns the error of a raw call whose `y` should go to a slice.
 pub(crate) fn raw_into() -> EngineError {
     EngineError::output("y", OutputReason::SliceOfRawCall)
 }

@@ -87,8 +87,8 @@ impl Jit {
         }
     }
 
-    /// A loaded module per source, in the order of the sources. Only what is
-    /// neither loaded nor stored is compiled, on all cores, and stored under the layer's name.
+    /// Returns a loaded module per source, in the order of the sources. What is neither loaded nor
+    /// stored is compiled, on all cores, and stored under the layer's name.
     pub fn modules(
         &self,
         sources: &[&KernelSource],
@@ -135,7 +135,7 @@ impl Jit {
         lock(&self.slots).entry(*key).or_default().clone()
     }
 
-    /// The module, if it takes no compile.
+    /// Returns the module, if that needs no compile.
     fn at_hand(
         &self,
         source: &KernelSource,
@@ -152,7 +152,7 @@ impl Jit {
         Ok(slot.clone())
     }
 
-    /// The module, compiled unless another thread was faster.
+    /// Returns the module, and compiles it unless another thread has done so meanwhile.
     fn make(
         &self,
         source: &KernelSource,
@@ -189,7 +189,7 @@ impl Jit {
     }
 }
 
-/// A panic elsewhere cannot leave a map or a slot half written.
+/// Locks a mutex also after a panic, which cannot leave a map or a slot half written.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex
         .lock()
@@ -226,14 +226,14 @@ impl Builder {
         }
     }
 
-    /// The compiler's fingerprint for a target; empty without a compiler.
+    /// Returns the compiler's fingerprint for a target; empty without a compiler.
     pub fn fingerprint(&self, target: Target) -> String {
         self.compiler
             .as_ref()
             .map_or_else(String::new, |c| c.fingerprint(target))
     }
 
-    /// The key of a source under a compiler fingerprint.
+    /// Returns the key of a source under a compiler fingerprint.
     pub fn key(&self, source: &KernelSource, fingerprint: &str) -> KernelKey {
         KernelKey::new(&KeyParts {
             target: source.target,
@@ -246,7 +246,7 @@ impl Builder {
         })
     }
 
-    /// The artifact, if the store has it.
+    /// Returns the artifact, if the store has it.
     pub fn stored(&self, source: &KernelSource, key: &KernelKey) -> Option<Artifact> {
         let store = self.store.as_ref()?;
         match &self.compiler {
@@ -267,7 +267,7 @@ impl Builder {
         index.get(&(source.target, hash_source(&source.text)))
     }
 
-    /// The artifact, from the store or the compiler.
+    /// Returns the artifact, from the store or the compiler.
     pub fn build(
         &self,
         source: &KernelSource,

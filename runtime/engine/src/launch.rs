@@ -1,4 +1,4 @@
-//! Steps bound to what they launch, once, and their launches.
+//! Steps bound once to the kernels that they launch, and their launches.
 
 use crate::call::{RngKey, StepTime};
 use crate::error::EngineError;
@@ -126,8 +126,8 @@ impl BoundArg {
     }
 }
 
-/// The sizes of a tensor as a tensor map names them: innermost first, those
-/// beyond its rank folded into the outermost.
+/// Returns the sizes of a tensor as a tensor map names them: innermost first, those beyond its rank
+/// folded into the outermost.
 fn map_dims(shape: &[Size], rank: u8, tokens: u64) -> [u64; 5] {
     let mut dims = [1; 5];
     let last = usize::from(rank) - 1;
@@ -137,7 +137,7 @@ fn map_dims(shape: &[Size], rank: u8, tokens: u64) -> [u64; 5] {
     dims
 }
 
-/// The geometry of a launch for a token count.
+/// Returns the geometry of a launch for a token count.
 pub(crate) fn dims(launch: &Launch, tokens: u64) -> LaunchDims {
     LaunchDims {
         grid: [launch.grid[0].eval(tokens), launch.grid[1].eval(tokens)],
@@ -147,7 +147,7 @@ pub(crate) fn dims(launch: &Launch, tokens: u64) -> LaunchDims {
     }
 }
 
-/// A launch with everything found that it needs from call to call.
+/// A launch with everything that it needs in every call.
 struct BoundStep {
     kernel: String,
     symbol: String,
@@ -160,7 +160,7 @@ struct BoundStep {
 }
 
 impl BoundStep {
-    /// A launch of a plan, whose kernels are loaded in `modules`.
+    /// Binds a launch of a plan, whose kernels are loaded in `modules`.
     ///
     /// # Errors
     /// [`EngineError::Unbound`] for a plan that does not fit its kernels.

@@ -30,17 +30,17 @@ impl Buffers {
         self.0.push((tensor, buffer.into()));
     }
 
-    /// Each tensor with its buffer.
+    /// Returns each tensor with its buffer.
     pub fn iter(&self) -> impl Iterator<Item = (TensorId, &Buffer)> {
         self.0.iter().map(|(tensor, buffer)| (*tensor, &**buffer))
     }
 
-    /// Each tensor with its buffer.
+    /// Returns each tensor with its buffer.
     pub fn into_iter(self) -> impl Iterator<Item = (TensorId, Arc<Buffer>)> {
         self.0.into_iter()
     }
 
-    /// The graph that the device captures keeps all of them.
+    /// Keeps all of them alive as long as the graph that the device captures.
     pub fn keep(&self, device: &dyn Device) {
         for (_, buffer) in &self.0 {
             device.keep(Arc::clone(buffer));
@@ -60,7 +60,7 @@ impl Buffers {
 pub(crate) struct Addresses(Vec<Ptr>);
 
 impl Addresses {
-    /// No address of any of `count` tensors.
+    /// Forgets all addresses; there are `count` tensors.
     pub fn clear(&mut self, count: usize) {
         self.0.clear();
         self.0.resize(count, Ptr(0));
@@ -163,7 +163,7 @@ impl Workspace {
         self.staged.is_some_and(|have| have >= tokens as u64)
     }
 
-    /// The buffer of a tensor, once reserved.
+    /// Returns the buffer of a tensor, once reserved.
     pub fn get(&self, tensor: TensorId) -> Option<&Buffer> {
         self.buffers.get(tensor)
     }
@@ -190,7 +190,7 @@ pub(crate) struct Workspaces {
 }
 
 impl Workspaces {
-    /// The buffer of a tensor in a call that keeps nothing, once reserved.
+    /// Returns the buffer of a tensor in a call that keeps nothing, once reserved.
     pub fn get(&self, tensor: TensorId) -> Option<&Buffer> {
         let passing = self.passing.get(tensor);
         passing.or_else(|| self.every.get(tensor))
@@ -215,7 +215,7 @@ pub(crate) struct Kept {
     pub given: Vec<(TensorId, Ptr)>,
 }
 
-/// The tensors that live in a workspace: not those that outlive a call.
+/// Returns the tensors that live in a workspace: not those that outlive a call.
 pub(crate) fn passing_tensors(plan: &LayerPlan) -> Vec<TensorId> {
     let kept: BTreeSet<TensorId> = plan.saved().into_iter().collect();
     let all = (0..plan.tensors.len()).map(TensorId);
@@ -223,7 +223,7 @@ pub(crate) fn passing_tensors(plan: &LayerPlan) -> Vec<TensorId> {
     passing.collect()
 }
 
-/// The tensors that steps read or write.
+/// Returns the tensors that steps read or write.
 pub(crate) fn tensors<'s>(steps: impl IntoIterator<Item = &'s Step>) -> BTreeSet<TensorId> {
     let each = steps.into_iter();
     each.flat_map(|step| step.tensors().iter().copied())

@@ -17,13 +17,12 @@ use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Layers that differ in their routers and share experts: the same memory
-/// holds weights and gradients of experts for all. With `top_k` as large as the
-/// number of experts it is the published MMoE.
+/// Layers that differ in their routers and share experts: all use the same memory for weights and
+/// gradients of experts. With `top_k` as large as the number of experts it is the published MMoE.
 ///
-/// A call runs all of them in one pass over the experts and reads their weights once. If experts
-/// have a capacity, which is that of each layer, or if routing is `external`, it runs them one by
-/// one. So does an engine that compiles nothing and lacks the kernels
+/// A call runs all of them in one pass over the experts and reads their weights once. It runs them
+/// one by one if experts have a capacity, which belongs to each layer, or if routing is `external`,
+/// and in an engine that compiles nothing and lacks the kernels
 /// ([`PrecompileJob::multi_gate`](crate::PrecompileJob::multi_gate)), with a warning.
 /// [`MultiGate::in_one_pass`] tells you which it is.
 ///
@@ -248,10 +247,9 @@ impl MultiGate {
         Ok((outputs, saved.into()))
     }
 
-    /// Runs every layer backward, each from its own `dy`. Gradients of
-    /// experts are the sum over the layers, those of a router its own. Each
-    /// layer's `dx` is its part: the gradient of tokens that all read is their
-    /// sum.
+    /// Runs every layer backward, each from its own `dy`. Gradients of experts are the sum over the
+    /// layers, those of a router its own. Each layer returns its part of `dx`; if all read the same
+    /// tokens, the gradient is the sum of the parts.
     ///
     /// # Errors
     /// As [`Layer::backward`].

@@ -1,4 +1,4 @@
-//! Codes of experts as the numbers that they stand for, for targets that have no kernels for codes.
+//! Dequantization of experts' codes, for targets that have no kernels for codes.
 
 use moesaic_kernel::{DType, Target};
 use moesaic_spec::format::StoredMatrix;
@@ -6,8 +6,8 @@ use moesaic_spec::{FormatTensor, LayerSpec, TensorSpec, WeightFormat, canonical_
 use moesaic_tensor::{Bytes, SourceError, Tensor, WeightSource, write_f32s};
 use std::ops::Range;
 
-/// The weights of a layer as a target takes them: those of `source`, with numbers in place of codes
-/// where the target has no kernels for codes. Each expert is decoded when it is read.
+/// The weights of `source`, dequantized where the target has no kernels for codes. Each expert is
+/// decoded when it is read.
 pub(crate) struct Numbers<'a> {
     source: &'a dyn WeightSource,
     /// The matrices that are decoded.

@@ -3,18 +3,18 @@
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// `job` of every item, on up to one thread per core, results in the order of
+/// Runs `job` on every item, on up to one thread per core, and returns the results in the order of
 /// the items. One item runs on the caller's thread.
 pub(crate) fn parallel<T: Sync, R: Send>(items: &[T], job: impl Fn(&T) -> R + Sync) -> Vec<R> {
     parallel_on(cores(), items, job)
 }
 
-/// The cores of this machine that the process may use.
+/// Returns the number of cores that this process may use.
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
-/// As [`parallel`], on at most `threads` threads.
+/// Runs [`parallel`] on at most `threads` threads.
 pub(crate) fn parallel_on<T: Sync, R: Send>(
     threads: usize,
     items: &[T],

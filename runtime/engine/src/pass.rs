@@ -57,13 +57,13 @@ impl Pass {
     }
 }
 
-/// The named tensors that have one of these roles.
+/// Returns the named tensors that have one of these roles.
 fn of_role(plan: &LayerPlan, named: &BTreeSet<TensorId>, roles: &[TensorRole]) -> Vec<TensorId> {
     let named = named.iter().copied();
     named.filter(|&id| roles.contains(&plan[id].role)).collect()
 }
 
-/// The tensors that training keeps and that other passes need for themselves.
+/// Returns the tensors that training keeps and that other passes need for themselves.
 pub(crate) fn passing(plan: &LayerPlan) -> Vec<TensorId> {
     let mut named = tensors(plan.evaluation_steps());
     named.extend(tensors(Pass::RouteTrain.steps(plan)));

@@ -295,21 +295,21 @@ impl Packing<'_> {
         Ok(self.device.synchronize()?)
     }
 
-    /// The address of a read that kernels can read where it is: kernels take
-    /// elements that lie as their type does.
+    /// Returns the address of what was read, if kernels can read it there: its elements must be
+    /// aligned as their type is.
     fn where_it_is(&self, read: &Tensor<'_>) -> Option<Ptr> {
         let address = self.device.host_ptr(&read.data)?;
         let aligned = address.0.is_multiple_of(read.dtype.size() as u64);
         aligned.then_some(address)
     }
 
-    /// The launches that read a weight.
+    /// Returns the launches that read a weight.
     fn steps(&self, weight: TensorId) -> impl Iterator<Item = &LaunchStep> {
         let steps = self.plan.prepare.iter();
         steps.filter(move |step| step.tensors[0] == weight)
     }
 
-    /// The packed tensors that are made of a weight.
+    /// Returns the packed tensors that are made of a weight.
     fn made_of(&self, weight: TensorId) -> impl Iterator<Item = &TensorPlan> {
         let packed = self.steps(weight).map(|step| step.tensors[1]);
         packed.map(|id| &self.plan[id])
@@ -346,7 +346,7 @@ impl Packing<'_> {
     }
 }
 
-/// The gradient of a weight, all zero.
+/// Returns the gradient of a weight, all zero.
 pub(crate) fn zeroed(tensor: &TensorPlan, device: &dyn Device) -> Result<Buffer, EngineError> {
     let bytes = (tensor.bytes(0) as usize).max(64);
     let buffer = device.alloc(bytes)?;

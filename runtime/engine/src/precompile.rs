@@ -146,7 +146,7 @@ pub fn precompile(
     precompile_on(cores(), jobs, store, options, progress)
 }
 
-/// As [`precompile`], with at most `threads` compiles at the same time.
+/// Does the same as [`precompile`], with at most `threads` compiles at the same time.
 ///
 /// # Errors
 /// As [`precompile`].

@@ -12,7 +12,7 @@ pub enum SpecReason {
     /// The spec contradicts itself.
     #[error("{}", listed(.0))]
     Invalid(Vec<Problem>),
-    /// There are other experts in Rust than the spec has, over ranks on this rank.
+    /// The number of experts in Rust is not the spec's; over ranks, not that of this rank.
     #[error("  {given} experts were given, the spec has {expected} here")]
     ExpertCount {
         /// The experts that were given.
@@ -240,7 +240,7 @@ pub enum InputReason {
     },
 }
 
-/// The reason that the memory for an output, or the wish for one, is refused.
+/// The reason why an output, or the memory for one, is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OutputReason {

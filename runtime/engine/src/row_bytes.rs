@@ -1,4 +1,4 @@
-//! Rows of experts in Rust as bytes between ranks: cast for other nodes, as they are inside one.
+//! Rows of experts in Rust as bytes between ranks, cast if they go to another node.
 
 use crate::engine::Engine;
 use crate::error::EngineError;

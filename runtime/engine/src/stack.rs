@@ -79,7 +79,7 @@ impl Spans {
         }
     }
 
-    /// The tokens of one call, which all routers read.
+    /// Returns the tokens of one call, which all routers read.
     fn once(tokens: usize) -> Spans {
         Spans {
             each: std::iter::once(0..tokens).collect(),
@@ -97,7 +97,7 @@ impl Spans {
         self.each.iter().map(Range::len).sum::<usize>() < self.total
     }
 
-    /// Lays rows of each router at its tokens, with zeros between them.
+    /// Returns the rows of all routers, each at its tokens, with zeros between them.
     fn laid<'a>(&self, parts: impl Iterator<Item = &'a [u8]>, row: usize) -> Vec<u8> {
         let mut all = vec![0; self.total * row];
         for (span, part) in self.each.iter().zip(parts) {
@@ -205,7 +205,7 @@ impl Stack {
         Ok(outputs)
     }
 
-    /// As [`Stack::forward_stacked`], where every token visits every expert.
+    /// Does the same as [`Stack::forward_stacked`], where every token visits every expert.
     fn forward_once(
         &self,
         routers: &[&DeviceLayer],
@@ -264,7 +264,7 @@ impl Stack {
         Ok(outputs)
     }
 
-    /// As [`DeviceLayer::forward_train`], of every router's layer on its own tokens.
+    /// Runs [`DeviceLayer::forward_train`] for every router, on its own tokens.
     pub fn forward_train(
         &self,
         routers: &[&DeviceLayer],
@@ -305,8 +305,8 @@ impl Stack {
         Ok((outputs, saved))
     }
 
-    /// As [`DeviceLayer::backward`], of every router's layer. Gradients of experts
-    /// are the sum over the routers.
+    /// Runs [`DeviceLayer::backward`] for every router. Gradients of experts are the sum over the
+    /// routers.
     pub fn backward(
         &self,
         routers: &[&DeviceLayer],
@@ -357,7 +357,7 @@ impl Stack {
         Ok(outputs)
     }
 
-    /// The stack's scalars: it draws nothing.
+    /// Returns the stack's scalars: it draws nothing.
     fn scalars(&self, pass: Pass, tokens: usize) -> Result<Scalars, EngineError> {
         let rng_key = RngKey::default();
         self.experts.scalars(pass, rng_key, tokens, None)
@@ -404,8 +404,8 @@ impl Stack {
         Ok(self.experts.device.upload(bytes, buffer, 0)?)
     }
 
-    /// The part of a stack's tensor that is of the router whose first token this
-    /// is; all of one that has no rows of tokens.
+    /// Returns a router's part of a stack's tensor, given the router's first token; the whole
+    /// tensor if it has no row per token.
     fn slice<'b>(
         &self,
         id: TensorId,

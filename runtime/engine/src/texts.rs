@@ -26,7 +26,7 @@ impl Texts {
         Ok(Texts { tilings, each })
     }
 
-    /// The first plan alone, which has no tuning.
+    /// Returns only the first plan, which has no tuning.
     pub fn untuned(mut self) -> Texts {
         self.each.truncate(1);
         let tilings = self.tilings.first().clone().into();
@@ -34,7 +34,7 @@ impl Texts {
     }
 }
 
-/// The texts of a plan that has most kernels as another one has them.
+/// Returns the texts of a plan that shares most kernels with another one.
 fn changed(
     known: &LayerPlan,
     texts: &[Arc<KernelSource>],

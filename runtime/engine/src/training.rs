@@ -37,12 +37,12 @@ impl DeviceSaved {
         self.scalars
     }
 
-    /// The buffer of a tensor that is kept, to be kept longer.
+    /// Returns a handle to the buffer of a kept tensor, for a caller that keeps it longer.
     pub(crate) fn handle(&self, tensor: TensorId) -> Option<&Arc<Buffer>> {
         self.kept.workspace.buffers.handle(tensor)
     }
 
-    /// The buffer of a tensor that is kept.
+    /// Returns the buffer of a tensor that is kept.
     pub(crate) fn get(&self, tensor: TensorId) -> Option<&Buffer> {
         self.kept.workspace.get(tensor)
     }
@@ -196,8 +196,8 @@ impl DeviceLayer {
         self.id("dy")
     }
 
-    /// The gradient of a weight by its own name, such as `router.weight`, as
-    /// the last backward passes left it: f32, of the weight's shape.
+    /// Returns the gradient of a weight by its own name, such as `router.weight`, as the last
+    /// backward passes left it: f32, of the weight's shape.
     ///
     /// # Errors
     /// [`EngineError::NoOutput`] for a name without gradient, [`EngineError::Frozen`] for codes of
@@ -237,7 +237,7 @@ impl DeviceLayer {
         matrix.starts_with("experts.") && end != "bias" && self.id(&weight).is_some() && !trained
     }
 
-    /// The gradients of all weights, by the weights' names.
+    /// Returns the gradients of all weights, by the weights' names.
     ///
     /// # Errors
     /// As [`DeviceLayer::gradient`].
@@ -250,8 +250,8 @@ impl DeviceLayer {
             .collect()
     }
 
-    /// The address of a weight's gradient on the device, for an optimizer that runs
-    /// there. `None` for a name without gradient.
+    /// Returns the address of a weight's gradient on the device, for an optimizer that runs there.
+    /// `None` for a name without gradient.
     ///
     /// # Errors
     /// As [`DeviceLayer::gradient`].
@@ -271,8 +271,7 @@ impl DeviceLayer {
         self.zero_gradients_of(|_| true)
     }
 
-    /// As [`DeviceLayer::zero_gradients`], for those whose name, with `grad.` before it,
-    /// is wanted.
+    /// Sets gradients to zero whose name, such as `grad.router.weight`, is `wanted`.
     pub(crate) fn zero_gradients_of(&self, wanted: fn(&str) -> bool) -> Result<(), EngineError> {
         let buffers = self.gradient_buffers()?.iter();
         let _turn = self.lock_workspaces();
@@ -282,7 +281,7 @@ impl DeviceLayer {
         Ok(())
     }
 
-    /// The names of what backward returns.
+    /// Returns the names of the tensors that backward returns.
     pub(crate) fn input_gradients(&self) -> Vec<&str> {
         let tensors = self.tensors(TensorRole::InputGradient);
         tensors.map(|tensor| tensor.name.as_str()).collect()
@@ -354,7 +353,7 @@ impl DeviceLayer {
         }
     }
 
-    /// The gradients of weights, zero before the first backward.
+    /// Returns the gradients of weights, zero before the first backward.
     pub(crate) fn gradient_buffers(&self) -> Result<&Buffers, EngineError> {
         match self.gradients.get() {
             Some(buffers) => Ok(buffers),

@@ -34,7 +34,7 @@ pub struct TunedPlans {
 }
 
 impl Untuned {
-    /// The layer of a plan without a tuning.
+    /// Returns the layer of a plan without a tuning.
     pub fn new(plan: LayerPlan) -> Untuned {
         let digest = digest(&plan);
         Untuned { plan, digest }
@@ -95,8 +95,8 @@ impl Untuned {
         all.filter_map(|tuned| self.fitting(tuned)).collect()
     }
 
-    /// The plans with a tuning, which must be one that `tune` could have made
-    /// with this version: known sizes, among the candidates.
+    /// Returns the plans with a tuning; `None` unless all of its sizes are candidates of this
+    /// version.
     fn fitting(&self, tuned: Tuned) -> Option<TunedPlans> {
         let tilings = self.checked(&tuned);
         if tilings.is_none() {
@@ -138,7 +138,7 @@ impl Untuned {
     }
 }
 
-/// A hash of everything that kernel texts are made from.
+/// Returns a hash of everything that kernel texts are made from.
 fn digest(plan: &LayerPlan) -> String {
     // Timings of other kernels say nothing about these. The templates are part of it, because a
     // template can change while plan and version stay.
@@ -146,7 +146,7 @@ fn digest(plan: &LayerPlan) -> String {
     hash_source(&format!("{version} {target} {} {kernels:?}", templates()))
 }
 
-/// A hash of the templates.
+/// Returns a hash of the templates.
 fn templates() -> &'static str {
     static HASH: OnceLock<String> = OnceLock::new();
     HASH.get_or_init(|| {

@@ -21,11 +21,11 @@ use moesaic_target::Buffer;
 use moesaic_tensor::{Element, Tensor, WeightSource};
 use std::ops::Range;
 
-/// A layer whose routed experts are [`UserExpert`]s: of one type of yours, or boxed where they
-/// differ. Over ranks each holds its own experts, whose rows come from all ranks; all ranks make
-/// every call. Gradients of the router and of shared experts are those of this rank's tokens until
-/// [`UserLayer::reduce_gradients`]. Routing, dispatch, shared experts and combine are kernels; rows come to host memory in
-/// between.
+/// A layer whose routed experts are [`UserExpert`]s, of one type or boxed. Over ranks each holds
+/// its own experts, whose rows come from all ranks; all ranks make every call. Gradients of the
+/// router and of shared experts are those of this rank's tokens until
+/// [`UserLayer::reduce_gradients`]. Routing, dispatch, shared experts and combine are kernels; rows
+/// come to host memory in between.
 pub struct UserLayer<E = Box<dyn UserExpert>> {
     layer: Layer,
     /// This rank's experts.
@@ -148,8 +148,8 @@ fn check_options(options: &LayerOptions<'_>) -> Result<(), EngineError> {
 }
 
 impl<E: UserExpert> UserLayer<E> {
-    /// The layer without its experts: gradients and weights of the router and
-    /// of shared experts.
+    /// Returns the layer without its experts: gradients and weights of the router and of shared
+    /// experts.
     pub fn layer(&self) -> &Layer {
         &self.layer
     }
@@ -160,12 +160,12 @@ impl<E: UserExpert> UserLayer<E> {
         layer.expect("it is made of one process")
     }
 
-    /// The experts, by id.
+    /// Returns the experts, by id.
     pub fn experts(&self) -> &[E] {
         &self.experts
     }
 
-    /// The experts, by id, for an optimizer that moves their parameters between calls.
+    /// Returns the experts, by id, for an optimizer that moves their parameters between calls.
     pub fn experts_mut(&mut self) -> &mut [E] {
         &mut self.experts
     }
@@ -194,8 +194,7 @@ impl<E: UserExpert> UserLayer<E> {
         self.with_saturated(layer.read(names, input.tokens, find)?, all)
     }
 
-    /// As [`UserLayer::forward`], as in training and keeping what backward
-    /// needs.
+    /// Does the same as [`UserLayer::forward`], as in training, and keeps what backward needs.
     ///
     /// # Errors
     /// As [`Layer::forward_train`].
@@ -501,8 +500,8 @@ fn weighted(dout: &[f32], weights: &[f32]) -> Vec<f32> {
     weighted
 }
 
-/// Lets `compute` make of the rows of all experts what goes back to their tokens, over ranks where
-/// there are some. It gets ranges of this rank's experts in order, with their rows.
+/// Sends rows through `compute`, over ranks if there are several, and returns the results in the
+/// order of the rows. `compute` gets ranges of this rank's experts in order, with their rows.
 fn through_experts(
     (ranks, experts): (Option<&ExpertRanks>, usize),
     pass: RowPass,

@@ -3,14 +3,13 @@
 /// One expert as code. Rows are f32, whatever the layer's types; experts of
 /// one layer may differ in everything but the widths of rows.
 pub trait UserExpert: Send {
-    /// Computes `out [n, output_dim]` from `rows [n, model_dim]`; `n` may be 0.
-    /// In training, what backward will want goes to `saved`.
+    /// Computes `out [n, output_dim]` from `rows [n, model_dim]`; `n` may be 0. In training, put
+    /// what backward needs into `saved`.
     fn forward(&self, rows: &[f32], out: &mut [f32], saved: Option<&mut Vec<f32>>);
 
-    /// Computes `drows [n, model_dim]` and the gradients of the expert's own
-    /// parameters, which it holds. Called for every expert in the order of
-    /// ids, without rows too: gradients are then zero, or stay when they
-    /// accumulate.
+    /// Computes `drows [n, model_dim]` and the gradients of the expert's own parameters, which it
+    /// holds. It is called for every expert in the order of ids, also without rows: gradients are
+    /// then zero, or unchanged if they accumulate.
     fn backward(&mut self, call: &ExpertBackward<'_>, drows: &mut [f32]);
 
     /// Returns the gradients of the expert's own parameters, in an order and in sizes of its own,
@@ -72,8 +71,7 @@ impl Held {
     }
 }
 
-/// Runs some experts on their rows, in the order of ids; returns what they made of them, and what
-/// they saved.
+/// Runs some experts on their rows, in the order of ids; returns their outputs and what they saved.
 pub(crate) fn run_forward(
     experts: &[impl UserExpert],
     edges: &[usize],

@@ -12,8 +12,7 @@ use moesaic_plan::{Training, Tuning, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
 
-/// One layer in as many tilings as are asked for. Weights and their gradients
-/// are in memory once.
+/// One layer in any number of tilings. Weights and their gradients are in memory once.
 pub struct Variants<'a> {
     engine: Engine,
     untuned: Untuned,
@@ -50,12 +49,12 @@ impl Engine {
 }
 
 impl Variants<'_> {
-    /// The layer as it is without a tuning.
+    /// Returns the layer as it is without a tuning.
     pub fn untuned(&self) -> &Untuned {
         &self.untuned
     }
 
-    /// The layer with these sizes.
+    /// Returns the layer with these sizes.
     ///
     /// # Errors
     /// As [`Engine::layer`].

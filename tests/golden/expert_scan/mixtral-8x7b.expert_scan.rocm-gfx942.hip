@@ -83,7 +83,7 @@ constexpr int SUMMED = 8, RUNS = SCAN_THREADS / SUMMED, RUN_TILES = 16;
 constexpr int SUMS_LINE = RUNS + WARP / SUMMED;
 static_assert(RUNS % WARP == 0 && SCAN_THREADS / WARP >= SUMMED, "a warp sums the runs of an expert");
 
-// Makes the sum of each run those of all runs before it and of `before`, to which all are added.
+// Replaces the sum of each run by that of all runs before it and `before`, then adds all to `before`.
 DEVICE void scan_runs(i32 *sums, i32 &before)
 {
     #pragma unroll

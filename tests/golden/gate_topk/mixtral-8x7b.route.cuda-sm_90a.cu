@@ -367,8 +367,8 @@ DEVICE u32 expert_of(const i32 *topk_ids, i32 slot)
 
 // ---- sums ----
 
-// Makes the counts of each tile those of all tiles before it, and writes the sum over all
-// tiles. There are few.
+// Replaces the counts of each tile by the sums over all tiles before it, and writes the sums
+// over all tiles. There are few.
 static DEVICE void expert_scan_sum(
     i32 *tile_counts, // [tiles, 8]
     i64 *counts,      // [8]

@@ -168,8 +168,8 @@ impl Parallel {
         }
     }
 
-    /// Returns the number of ranks; `usize::MAX` where the product is beyond it, so that such a mesh
-    /// equals no job's and its check can say why.
+    /// Returns the number of ranks; `usize::MAX` if the product overflows, which is no job's
+    /// number, so that the check reports it.
     pub fn ranks(&self) -> usize {
         self.group().saturating_mul(self.dp)
     }

@@ -26,7 +26,7 @@ pub struct Eplb {
 /// The result of EPLB.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Replication {
-    /// The expert of each replica, equally many replicas a rank, rank after rank.
+    /// The expert of each replica, equally many replicas per rank, rank after rank.
     pub experts: Vec<usize>,
     /// The replicas of each expert: where `experts` names it, in the order in which they
     /// were made.
@@ -164,7 +164,7 @@ fn packing(message: String) -> PlacementError {
 }
 
 /// Packs items into packs of equal size: the heaviest item first, each to the lightest pack with
-/// free capacity. With one item a pack, item `i` goes to pack `i`.
+/// free capacity. With one item per pack, item `i` goes to pack `i`.
 fn pack(weights: &[f32], packs: usize) -> Vec<Vec<usize>> {
     let capacity = weights.len() / packs;
     if capacity == 1 {
@@ -187,7 +187,7 @@ fn pack(weights: &[f32], packs: usize) -> Vec<Vec<usize>> {
 }
 
 /// Returns the item of each replica, and the number of replicas of each item. Each item gets one;
-/// every further replica goes to the item with the largest weight a replica.
+/// every further replica goes to the item with the largest weight per replica.
 fn replicate(weights: &[f32], replicas: usize) -> (Vec<usize>, Vec<usize>) {
     let mut items: Vec<usize> = (0..weights.len()).collect();
     let mut counts = vec![1; weights.len()];

@@ -15,8 +15,8 @@ pub(crate) struct Builder {
     pub(crate) plan: LayerPlan,
     /// The machine that kernels are tiled for.
     pub(crate) machine: TileMachine,
-    /// The tensors that steps name so far. Until the plan is finished, a step has
-    /// their numbers in here.
+    /// The tensors that steps have named so far. Until the plan is finished, a step refers to a
+    /// tensor by its number in this map.
     named: BTreeMap<String, TensorId>,
     /// The pass that gets the steps.
     pub(crate) pass: Pass,
@@ -29,8 +29,8 @@ pub(crate) struct Builder {
     /// Whether the matrices of routed experts are codes, which have no gradients. GPUs multiply
     /// numbers in their place, and make no gradients of those either.
     pub(crate) frozen: bool,
-    /// Of shared experts that are on the side of their slices: the parts that those leave of
-    /// the gradient of each one's weight.
+    /// For each shared expert whose shards are in the shared-expert part: the number of partial
+    /// sums of its weight's gradient that the shards leave.
     pub(crate) sharded: Option<Vec<usize>>,
 }
 
@@ -39,29 +39,29 @@ pub(crate) struct Builder {
 pub(crate) enum Part {
     /// All of it.
     Whole,
-    /// The steps for tokens in place. Experts are on other ranks, whose kernels leave so many parts
-    /// of the gradient of a row's weight.
+    /// The steps for this rank's tokens. Experts are on other ranks, whose kernels leave `parts`
+    /// partial sums of the gradient of a row's weight.
     Tokens { parts: usize },
-    /// The GEMMs of experts, over rows that arrived for them, in a layer of so many experts, so
-    /// many of them for a token.
+    /// The GEMMs of experts, over rows that arrived for them, in a layer of `of` experts with
+    /// `top_k` for each token.
     Experts { of: usize, top_k: usize },
 }
 
 /// The pass that gets the steps.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pass {
-    /// A forward pass: one that trains, where there is a backward pass.
+    /// The forward pass; a training one if the plan has a backward pass.
     Forward,
     Backward,
-    /// The forward pass of a layer that trains when it does not.
+    /// The evaluation of a layer that trains.
     Evaluation,
 }
 
 /// Renames a parameter to the tensor behind it.
 pub(crate) type Bind<'a> = &'a [(&'a str, &'a str)];
 
-/// The layer as a machine multiplies it: GPUs have no kernels for codes, so that they take the
-/// numbers that codes stand for.
+/// Returns the layer as a machine multiplies it: GPUs have no kernels for codes, so they get
+/// dequantized weights.
 fn multiplied(spec: &LayerSpec, machine: TileMachine) -> LayerSpec {
     match machine {
         TileMachine::Gpu(_) => spec.dequantized(),
@@ -110,8 +110,7 @@ impl Builder {
         }
     }
 
-    /// Drops the tensors that no step names; weights are all wanted. Steps get
-    /// the numbers of those that are left.
+    /// Drops the tensors that no step names, but no weight, and renumbers the others in all steps.
     pub(crate) fn finish(self) -> LayerPlan {
         let Builder {
             mut plan, named, ..

@@ -24,12 +24,11 @@ pub struct LayerPlan {
     pub kernels: Vec<KernelPlan>,
     /// Every tensor that a step names.
     pub tensors: Vec<TensorPlan>,
-    /// The launches that make each [`TensorRole::Packed`] tensor from a weight, once
-    /// and whenever that changes: the weight first, then the tensor.
+    /// The launches that make each [`TensorRole::Packed`] tensor from a weight, once and whenever
+    /// the weight changes. A step names the weight first, then the tensor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prepare: Vec<LaunchStep>,
-    /// The steps of a forward pass, in order: of one that trains, where the
-    /// plan has a backward pass.
+    /// The steps of a forward pass, in order; of a training pass if the plan has a backward pass.
     pub steps: Vec<Step>,
     /// The steps of an evaluation, where `steps` trains: see
     /// [`LayerPlan::evaluation_steps`].
@@ -52,19 +51,17 @@ pub struct PlanOptions {
     pub tuning: Tuning,
     /// The caches that sizes are chosen for, on a CPU.
     pub caches: CacheClass,
-    /// Decode calls run the kernels of larger calls, as in layers that train, where a GPU would
-    /// have decode kernels.
+    /// Decode calls on a GPU run the kernels of larger calls, as in layers that train.
     pub one_for_all: bool,
-    /// Weights of experts that ranks share stay as they are, as those of layers that train
-    /// do, where a CPU would have them packed: other ranks can gather them ([`AdaptiveMesh`]).
+    /// A CPU leaves experts' weights unpacked, as in layers that train, so that other ranks can
+    /// gather them ([`AdaptiveMesh`]).
     ///
     /// [`AdaptiveMesh`]: crate::AdaptiveMesh
     pub unpacked: bool,
 }
 
 impl PlanOptions {
-    /// Returns options with the mode of training, or with `None` of inference alone, and nothing
-    /// else.
+    /// Returns the default options with this training mode; `None` is inference.
     pub fn training(training: impl Into<Option<Training>>) -> PlanOptions {
         PlanOptions {
             training: training.into(),
@@ -176,8 +173,8 @@ impl LayerPlan {
         self.steps.iter().chain(&self.backward)
     }
 
-    /// Returns the number of these steps, which are the plan's, that launch something in a call of
-    /// so many tokens. The others have empty grids there.
+    /// Returns the number of these steps of the plan that launch something in a call of `tokens`
+    /// tokens; the grids of the others are empty.
     pub fn launched<'s>(&self, steps: impl IntoIterator<Item = &'s Step>, tokens: u64) -> usize {
         let has_blocks = |Step::Launch(step): &&Step| self[step.entry].launch.blocks(tokens) > 0;
         steps.into_iter().filter(has_blocks).count()
@@ -224,8 +221,8 @@ impl LayerPlan {
                 .any(|step| step.tensors().contains(&weight))
     }
 
-    /// Returns whether a tensor has weights as kernels multiply them: packed ones in place of those
-    /// that are packed away.
+    /// Returns whether a tensor holds weights in the form that kernels multiply: packed, where
+    /// weights are packed.
     pub fn is_multiplied(&self, tensor: TensorId) -> bool {
         match self[tensor].role {
             TensorRole::Packed => true,

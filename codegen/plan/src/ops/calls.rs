@@ -1,6 +1,6 @@
-//! The calls that launch a kernel. On GPUs small calls have kernels of their own (decode
-//! kernels). Both kernels stand in the plan, and the grid of the other one is empty, so that
-//! the host launches the same list whatever the number of tokens.
+//! The calls that launch a kernel. On GPUs small calls have kernels of their own (decode kernels).
+//! The plan has both kernels, and in each call the grid of one is empty, so the host launches the
+//! same list for any number of tokens.
 
 use moesaic_kernel::{Entry, Size};
 

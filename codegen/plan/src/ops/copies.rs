@@ -5,7 +5,8 @@ use moesaic_kernel::DType;
 /// Threads of a block of a copying kernel.
 pub(crate) const COPY_THREADS: u32 = 128;
 
-/// Bytes that a block of a copying kernel moves at least. Less does not pay for its start.
+/// The fewest bytes that a block of a copying kernel moves. With fewer, starting the block costs
+/// too much.
 const BLOCK_BYTES: usize = 32 << 10;
 
 /// Slots whose sources a block of `combine` lists: 32 KB.

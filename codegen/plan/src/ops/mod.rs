@@ -138,8 +138,8 @@ pub trait Operator: Clone {
         0.0
     }
 
-    /// Returns the desc as a part of a layer with so many experts and so many of them for a token.
-    /// This decides tiles and not what is computed.
+    /// Returns the desc as part of a layer with this many experts, `top_k` of them for each token.
+    /// These numbers decide tiles, and not what is computed.
     fn among(&self, _experts: usize, _top_k: usize) -> Self {
         self.clone()
     }

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 pub struct SharedDesc {
     /// Its output is multiplied by σ of its logit.
     pub gated: bool,
-    /// With a gate: there are two logits, this one's is that with this index,
-    /// and the weight is the softmax of both.
+    /// With a residual gate, the index of its logit in a pair: the softmax of the pair is its
+    /// weight.
     pub of_pair: Option<usize>,
 }
 
@@ -28,10 +28,10 @@ pub(super) fn shared(shared: &[SharedExpert]) -> Vec<SharedDesc> {
 pub struct SharedBwdDesc {
     /// Its output is multiplied by σ of its logit.
     pub gated: bool,
-    /// With a gate: by the second of the softmax of two logits, and what the
-    /// routed experts add up to by the first.
+    /// With a residual gate: the softmax of two logits weights the routed experts' sum by its first
+    /// value, and this expert's output by its second.
     pub residual: bool,
-    /// Its output has a bias, which is weighted where there is a gate.
+    /// Its output has a bias, which a gate weights too.
     pub bias: bool,
     /// Columns of its parts of the weight's gradient.
     pub parts: usize,

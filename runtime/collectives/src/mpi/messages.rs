@@ -3,9 +3,9 @@
 //!
 //! MPI libraries send a small message eagerly, and ask the receiver before they send a large one
 //! (Open MPI over TCP: from 64 KiB with its own header). The receiver's answer queues behind
-//! everything that it is sending, so an exchange of messages slightly above that limit takes a
-//! quarter longer than its bytes need. Messages up to a few times the limit are therefore sent
-//! eagerly, in several MPI messages.
+//! everything that it is sending, so an exchange of messages slightly above that limit takes longer
+//! than its bytes need. Messages up to a few times the limit are therefore sent eagerly, in several
+//! MPI messages.
 
 use crate::transport::MemoryRange;
 

@@ -202,8 +202,8 @@ impl Layer {
     }
 
     /// Sets the recorder of every launch, and over ranks of every exchange; `None` removes it. With
-    /// a recorder each launch on a GPU is waited for: times are right, and launches that would
-    /// overlap do not.
+    /// a recorder the host waits for each launch on a GPU, so times are right and launches do not
+    /// overlap.
     pub fn record(&mut self, recorder: Option<Arc<dyn Recorder>>) {
         match &mut self.form {
             Form::One(layer) => layer.record(recorder),
@@ -211,8 +211,8 @@ impl Layer {
         }
     }
 
-    /// Records the point at which the device has finished the launches so far. A device without
-    /// streams is waited for.
+    /// Records the point at which the device has finished the launches so far. If the device has no
+    /// streams, the host waits for it.
     ///
     /// # Errors
     /// [`EngineError::Device`].
@@ -220,9 +220,9 @@ impl Layer {
         Timestamp::now(&*self.dispatch().device)
     }
 
-    /// Runs the steps again on the inputs of the last call, the first `tokens` of them, and times
-    /// each: those of an evaluation, or where the layer trains of a call that did, backward too.
-    /// For `bench` and the quickstart.
+    /// Runs the steps of the last call again on its first `tokens` tokens, and times each: an
+    /// evaluation's, or for a layer that trains those of both passes. For `bench` and the
+    /// quickstart.
     ///
     /// # Errors
     /// When no call was that large, or a launch fails; [`EngineError::OverRanks`].

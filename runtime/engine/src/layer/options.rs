@@ -48,7 +48,7 @@ impl<'m> LayerOptions<'m> {
         }
     }
 
-    /// These options, for a layer that can run backward.
+    /// Returns these options, for a layer that can run backward.
     #[must_use]
     pub fn training(self, training: impl Into<Option<Training>>) -> LayerOptions<'m> {
         LayerOptions {

@@ -1,4 +1,4 @@
-//! The strategy of a layer over ranks, and what tuners ask it.
+//! The strategy of a layer over ranks, and what tuners ask about it.
 
 use super::form::{Layer, StrategyTuner};
 use crate::call::CallInput;
@@ -16,8 +16,8 @@ impl Layer {
 
     /// Sets the strategy of calls from now on; a backward pass uses its forward pass's. All ranks
     /// call it with the same strategy. The first use of an adaptive parallelism degree makes its
-    /// kernels and its process groups, which all layers of the mesh share; both are kept. Calls of
-    /// other threads are waited for.
+    /// kernels and its process groups, which all layers of the mesh share; both are kept. The call
+    /// waits for the calls of other threads.
     ///
     /// # Errors
     /// [`EngineError::NotOverRanks`]; [`EngineError::Plan`] for a strategy that the mesh, its nodes

@@ -71,7 +71,8 @@ impl Layer {
         }))
     }
 
-    /// A call on device memory does not wait for its launches, so the device has to tell its time.
+    /// Starts the clock of a call: the device's for a call on device memory, which does not wait
+    /// for its launches.
     fn start(&self, on_device: bool) -> Result<Start, EngineError> {
         Ok(if on_device {
             Start::Device(self.timestamp()?)

@@ -186,7 +186,7 @@ impl Layer {
     }
 
     /// Makes this handle's calls read weights in memory of yours instead of the layer's, until the
-    /// next `read_weights_at`: without a weight calls read the layer's own again. For another
+    /// next `read_weights_at`; with no weights, calls read the layer's own again. For another
     /// library's parameters, which change between calls without a copy.
     ///
     /// # Safety

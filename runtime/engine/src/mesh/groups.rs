@@ -140,8 +140,8 @@ impl Mesh {
         Mesh::on_host(world, parallel, &host_name())
     }
 
-    /// As [`Mesh::new`], with another name for this rank's host: ranks with the same name count as
-    /// one node.
+    /// Does the same as [`Mesh::new`], with another name for this rank's host: ranks with the same
+    /// name count as one node.
     ///
     /// # Errors
     /// As [`Mesh::new`].
@@ -332,8 +332,8 @@ impl Mesh {
         with_heartbeat(&mut *self.groups().world, call, work)
     }
 
-    /// A panic inside an exchange ends the groups, and their next operation reports that; so a
-    /// poisoned lock needs no error of its own.
+    /// Locks the groups. A panic inside an exchange ends them, and their next operation reports
+    /// that, so a poisoned lock needs no error of its own.
     pub(super) fn groups(&self) -> MutexGuard<'_, Groups> {
         self.groups
             .lock()

@@ -51,18 +51,18 @@ pub(crate) struct RankLayer {
     pub(super) recorder: Option<Arc<dyn Recorder>>,
 }
 
-/// The gradients that a layer reduces. The others are another layer's, too, which reduces them: a
-/// second sum over ranks would multiply them.
+/// The gradients that a layer reduces. Another layer shares the others and reduces them; a second
+/// sum over ranks would multiply them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reduces {
     All,
-    /// The router's alone: everything else is of the first of several routers' layers.
+    /// Only the router's: the first of several routers' layers reduces everything else.
     Router,
-    /// All but those of routed experts, which are of the layer of a bank.
+    /// All but those of routed experts, which the layer of a bank reduces.
     AllButExperts,
 }
 
-/// The way that ranks carry out calls from now on, with what that needs.
+/// The strategy of calls from now on, with everything that it needs.
 pub(super) struct Choice {
     pub strategy: Strategy,
     /// The all-to-all schedule of the strategy on these nodes.

@@ -101,7 +101,7 @@ pub fn part_shape(
     part_shape_placed((mesh, None), place, name, whole)
 }
 
-/// As [`part_shape`], with a placement of experts; `None` means contiguous ranges.
+/// Does the same as [`part_shape`], with a placement of experts; `None` means contiguous ranges.
 pub fn part_shape_placed(
     (mesh, placement): (Parallel, Option<&Placement>),
     place: RankCoords,
@@ -141,7 +141,7 @@ pub fn part_of(
     part_of_placed((mesh, None), place, source, name)
 }
 
-/// As [`part_of`], with a placement of experts; `None` means contiguous ranges.
+/// Does the same as [`part_of`], with a placement of experts; `None` means contiguous ranges.
 ///
 /// # Errors
 /// As [`part_of`].

@@ -81,7 +81,7 @@ pub fn joined<'t>(
     joined_placed(name, (mesh, None), part)
 }
 
-/// As [`joined`], with a placement of experts; of replicas the owner's part counts.
+/// Does the same as [`joined`], with a placement of experts; of replicas it takes the owner's part.
 pub fn joined_placed<'t>(
     name: &str,
     (mesh, placement): (Parallel, Option<&Placement>),

@@ -17,8 +17,8 @@ enum When {
 }
 
 impl Timestamp {
-    /// Records the point at which the device has finished the launches so far. A device without
-    /// streams is waited for.
+    /// Records the point at which the device has finished the launches so far. If the device has no
+    /// streams, the host waits for it.
     pub(crate) fn now(device: &dyn Device) -> Result<Timestamp, EngineError> {
         Ok(Timestamp(match device.streams() {
             Ok(streams) => When::Device(streams.record()?),

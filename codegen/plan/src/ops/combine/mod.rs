@@ -41,7 +41,7 @@ pub struct CombineDesc {
 /// The sum over the routed experts in a layer with a residual gate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoutedDesc {
-    /// The shared expert whose pair of logits weighs it: by the first of their softmax.
+    /// The shared expert whose two logits weight the sum, by the first value of their softmax.
     pub shared: usize,
     /// It is written, too, since a backward pass reads it.
     pub kept: bool,

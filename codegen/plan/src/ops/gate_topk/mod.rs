@@ -90,8 +90,8 @@ pub struct GateTopkConfig {
     pub select_threads: u32,
     /// Tokens per block of the selection kernel.
     pub select_tile_tokens: usize,
-    /// Adjacent lanes that select for one token: a power of two. More than a warp
-    /// has are all threads of the block.
+    /// Adjacent lanes that select for one token: a power of two. If they are more than a warp, they
+    /// are the whole block.
     pub select_lanes: u32,
     /// The rows of `tile_counts` that the selection kernel writes.
     pub histogram: Histogram,
@@ -277,7 +277,7 @@ impl GateTopkDesc {
         self.router.blocks.filter(|_| self.select)
     }
 
-    /// Returns the groups that give as many of a token's experts each.
+    /// Returns the number of groups, each of which gives equally many of a token's experts.
     pub fn per_group(&self) -> Option<usize> {
         match self.router.select {
             Select::PerGroup(groups) if self.select => Some(groups),
@@ -430,8 +430,8 @@ fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
     }
 }
 
-/// Returns the threads of the block that sees to one token of a layer with so many experts that the
-/// registers of a warp do not hold them: eight experts each.
+/// Returns the threads of a block that selects for one token, where the registers of a warp do not
+/// hold the scores of all experts: one for eight experts.
 pub(in crate::ops) fn team(experts: usize) -> Option<u32> {
     (experts > WARP_EXPERTS).then(|| experts.next_power_of_two() as u32 / 8)
 }

@@ -145,7 +145,7 @@ impl GroupedGemmDesc {
         ]
     }
 
-    /// The packed panels of codes; `None` where the matrices are not quantized.
+    /// Returns the packed panels of codes; `None` where the matrices are not quantized.
     pub fn code_panel(&self, config: &GroupedGemmConfig) -> Option<CodePanel> {
         let format = self.format?;
         let depth = format.depth();
@@ -165,8 +165,8 @@ impl GroupedGemmDesc {
         Some(format.depth() * CodePanel::blocks_of(&format, self.inner))
     }
 
-    /// The types of the factors that a CPU multiplies: codes that are exact in bf16 meet pairs of
-    /// bf16; others become f32.
+    /// Returns the types of the factors that a CPU multiplies: codes that are exact in bf16 meet
+    /// pairs of bf16; others become f32.
     pub fn factors(&self, isa: CpuIsa) -> [DType; 2] {
         let Some(format) = self.format else {
             return [self.activations, self.weights];

@@ -75,8 +75,8 @@ impl GroupedGemmDgradDesc {
         }
     }
 
-    /// The types of the factors that a CPU multiplies. Codes are decoded to f32, and rounded to
-    /// bf16 where gradients are bf16 and the CPU multiplies pairs of them.
+    /// Returns the types of the factors that a CPU multiplies. Codes are decoded to f32, and
+    /// rounded to bf16 where gradients are bf16 and the CPU multiplies pairs of them.
     pub fn factors(&self, isa: CpuIsa) -> [DType; 2] {
         match self.format {
             None => [self.activations, self.weights],
@@ -85,7 +85,8 @@ impl GroupedGemmDgradDesc {
         }
     }
 
-    /// The packed panels of codes of the forward pass; `None` where the matrices are not quantized.
+    /// Returns the packed panels of codes of the forward pass; `None` where the matrices are not
+    /// quantized.
     pub fn code_panel(&self, isa: CpuIsa) -> Option<CodePanel> {
         let forward = self.forward();
         // The columns of a panel follow from types and instructions alone, whatever the caches.

@@ -242,7 +242,7 @@ fn packs(d: &GroupedGemmDesc, c: &GroupedGemmConfig, symbol: &str, matrix: &str)
     parts.map(one_of).collect()
 }
 
-/// The tensors that hold a matrix: its name, type and size.
+/// Returns the tensors that hold a matrix: its name, type and size.
 fn parts(d: &GroupedGemmDesc, matrix: &str) -> Vec<(String, DType, [usize; 2])> {
     let size = [d.outer, d.inner];
     let Some(format) = d.format else {
@@ -259,7 +259,7 @@ fn parts(d: &GroupedGemmDesc, matrix: &str) -> Vec<(String, DType, [usize; 2])> 
     parts.collect()
 }
 
-/// The type of packed weights: records of codes and scales are words.
+/// Returns the type of packed weights: records of codes and scales are words.
 fn packed_type(d: &GroupedGemmDesc) -> DType {
     d.format.map_or(d.weights, |_| I32)
 }

@@ -206,9 +206,10 @@ const LONE_EXPERTS: usize = 64;
 /// The most tokens of a block.
 const TILE_TOKENS: usize = 32;
 
-/// Returns the tiling of logits that are a plain GEMM of the tokens. A block reads its tokens once:
-/// with half the experts in a block tokens are read twice as often, with half the tokens the matrix
-/// is, which costs less. So few experts have a block each, and more share a block by twos.
+/// Returns the tiling of logits that are a plain GEMM of the tokens. A block reads its tokens once.
+/// Half as many experts per block read tokens twice as often; half as many tokens per block read
+/// the matrix twice as often, which costs less. So few experts have a block each, and more share a
+/// block by twos.
 fn decode_logits(d: &GateTopkDesc, c: &GateTopkConfig) -> Option<DecodeLogits> {
     let threads = c.logits_threads as usize;
     let grid = c.logits_tile_tokens / 4 * (c.logits_tile_experts / 4);

@@ -78,8 +78,7 @@ pub enum LossSlope {
 pub struct GateTopkBwdConfig {
     /// Threads per block.
     pub threads: u32,
-    /// Threads that see to one token at a time: a warp, or of many experts the
-    /// block; 1 on a CPU.
+    /// Threads that handle one token at a time: a warp, or with many experts the block; 1 on a CPU.
     pub token_threads: u32,
     /// Tokens per block.
     pub tile_tokens: usize,
