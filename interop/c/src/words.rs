@@ -102,7 +102,7 @@ fn device(error: &DeviceError) -> Option<String> {
     Some(match feature.as_str() {
         "sim" => without_simulators(),
         _ => format!(
-            "no `{backend}` device is available: this library was built for other devices: \
+            "no `{backend}` device is available, because this library was built without it: \
              install it by `interop/c/install.sh PREFIX --features {feature}`"
         ),
     })

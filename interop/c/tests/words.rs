@@ -15,8 +15,8 @@ use std::ptr::{null, null_mut};
 
 /// Names that a text has if it speaks to a caller of the Rust face.
 const RUST: [&str; 9] = [
-    "Cargo",
-    "feature",
+    "Cargo.toml",
+    "its feature `",
     "::",
     "`Input`",
     "Raw",
@@ -83,13 +83,20 @@ fn a_target_that_the_library_lacks_says_how_to_have_it() {
 #[test]
 fn a_call_of_another_layer_says_which_function_to_call() {
     let with_loss = c"shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
-        losses = [{ kind = \"switch\", weight = 0.1 }]";
+        losses = [{ kind = \"switch\", coefficient = 0.1 }]";
     let opened = Opened::new(with_loss);
     let (one, other) = (opened.layer(1), opened.layer(1));
     let (mut x, mut y, mut dy) = (rows("x", 0), rows("y", 1), rows("dy", 2));
-    let mut loss = Owned::new("losses", &[1], 0);
-    refused(forward(one, T, &[x.c(), y.c(), loss.c()]), "`losses`");
+    let mut loss = Owned::new("loss.switch", &[1], 0);
+    refused(forward(one, T, &[x.c(), y.c(), loss.c()]), "`loss.switch`");
     says("name it in moesaic_forward_train");
+    refused(forward(one, T, &[x.c(), y.c(), dy.c()]), "`dy`");
+    says("name it in moesaic_backward");
+    let named = [x.c(), y.c()];
+    // SAFETY: the tensors are valid.
+    let status = unsafe { moesaic_route(one, &call_of(T, &named)) };
+    refused(status, "`y`");
+    says("name it in moesaic_forward");
     let mut saved = null_mut();
     train(one, &[x.c(), y.c()], &mut saved);
     let tensors = [dy.c()];

@@ -37,6 +37,14 @@ def shared():
     """The module of tests that all models share."""
     sys.path.insert(0, FOLDER)
     if WHOLE:
+        # They have a package of the name of a file of ours.
+        ours = sys.modules.pop("test_module", None)
+        sys.path.insert(0, os.path.join(FOLDER, "utils"))
+        importlib.import_module("tests.utils.test_configuration_utils")
+        sys.path.pop(0)
+        sys.modules.pop("test_module")
+        if ours is not None:
+            sys.modules["test_module"] = ours
         return importlib.import_module("tests.test_modeling_common")
     tests = types.ModuleType("tests")
     tests.__path__ = [os.path.join(FOLDER, "tests")]
