@@ -178,7 +178,9 @@ impl Layer {
                 continue;
             };
             let in_steps = |steps: &[Step]| steps.iter().any(|step| step.tensors().contains(&id));
-            if in_steps(Pass::Train.steps(plan)) && !in_steps(pass.steps(plan)) {
+            // A rank's plan may leave steps to those of a strategy.
+            let steps = pass.steps(plan);
+            if in_steps(Pass::Train.steps(plan)) && !steps.is_empty() && !in_steps(steps) {
                 let function = match in_steps(Pass::Evaluate.steps(plan)) {
                     true => "moesaic_forward",
                     false => "moesaic_forward_train",
