@@ -90,6 +90,10 @@ fn a_call_of_another_layer_says_which_function_to_call() {
     let mut loss = Owned::new("loss.switch", &[1], 0);
     refused(forward(one, T, &[x.c(), y.c(), loss.c()]), "`loss.switch`");
     says("name it in moesaic_forward_train");
+    let mut over = rows("y", 1).strided(9);
+    over.strides = vec![4, 1];
+    refused(forward(one, T, &[x.c(), over.c()]), "`y`");
+    says("two elements at one place");
     refused(forward(one, T, &[x.c(), y.c(), dy.c()]), "`dy`");
     says("name it in moesaic_backward");
     let named = [x.c(), y.c()];
