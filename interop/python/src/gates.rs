@@ -51,12 +51,8 @@ impl GateLayer {
         strategy: Option<&str>,
     ) -> PyResult<GateLayer> {
         let spec = spec.get().clone();
+        let mesh = mesh.map(|mesh| &mesh.get().0);
         let strategy = strategy.map(self::strategy).transpose()?;
-        // Ranks cannot gather weights that are packed, as those of inference are.
-        let mesh = mesh.map(|mesh| match &mesh.get().0 {
-            mesh if strategy.is_some_and(|one| one.gathers(&mesh.parallel())) => mesh.for_any_r(),
-            mesh => mesh.clone(),
-        });
         let weights = imported(&weights)?;
         let routers = routers.iter().map(imported).collect::<PyResult<Vec<_>>>()?;
         let gates = without_gil(py, || {
@@ -64,9 +60,7 @@ impl GateLayer {
                 return Err(Failure::Invalid("0 routers: give one or more".to_string()));
             }
             let routers: Vec<Tensors<'_>> = routers.iter().map(|own| lent(own)).collect();
-            let mut options = mesh
-                .as_ref()
-                .map_or_else(LayerOptions::default, LayerOptions::over);
+            let mut options = mesh.map_or_else(LayerOptions::default, LayerOptions::over);
             options.part = mesh.is_some();
             options.strategy = strategy;
             if training {

@@ -247,7 +247,7 @@ def test_errors_speak_to_a_python_caller(tmp_path):
         "has shape": lambda: layer.set_weight("router.weight", x),
         "has width 4": lambda: layer.forward(x[:, :4].copy()),
         "give it a `group`": lambda: native.GateLayer(spec, others, routers, False, None, "r=1"),
-        "experts.up.weight": lambda: moesaic.PackedLayer(wider, routers[0], layer),
+        "experts.gate.weight": lambda: moesaic.PackedLayer(wider, routers[0], layer),
         "config.json": lambda: moesaic.PackedLayer.from_hf(tmp_path),
         "nowhere": lambda: moesaic.PackedLayer.from_gguf(tmp_path / "nowhere"),
         "expected a table": lambda: moesaic.Spec("shape = 3"),

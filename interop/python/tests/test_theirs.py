@@ -1,10 +1,8 @@
 """transformers' own tests of models, with moesaic's experts in every model.
 
-MOESAIC_TRANSFORMERS is the folder of the installed transformers' sources, in one of two forms. The
-repository has the tests of each model, with those of generation, training and export; its `src` may
-be on PYTHONPATH instead of an installed transformers. A source distribution (`pip download
---no-deps --no-binary :all: transformers==VERSION`, unpacked) has the tests that all models share
-and that of training, and lacks those of generation and export, which are skipped.
+MOESAIC_TRANSFORMERS is the folder of a source distribution of the installed transformers:
+`pip download --no-deps --no-binary :all: transformers==VERSION`, unpacked. It has the tests that
+all models share and that of training, and lacks those of generation and export, which are skipped.
 """
 
 import importlib
@@ -28,24 +26,9 @@ import moesaic.transformers
 from test_transformers import MODELS, SIZES
 
 
-# Each with tests of its own in the repository.
-FILES = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"]
-WHOLE = os.path.isdir(os.path.join(FOLDER, "tests", "models", FILES[0]))
-
-
 def shared():
     """The module of tests that all models share."""
     sys.path.insert(0, FOLDER)
-    if WHOLE:
-        # They have a package of the name of a file of ours.
-        ours = sys.modules.pop("test_module", None)
-        sys.path.insert(0, os.path.join(FOLDER, "utils"))
-        importlib.import_module("tests.utils.test_configuration_utils")
-        sys.path.pop(0)
-        sys.modules.pop("test_module")
-        if ours is not None:
-            sys.modules["test_module"] = ours
-        return importlib.import_module("tests.test_modeling_common")
     tests = types.ModuleType("tests")
     tests.__path__ = [os.path.join(FOLDER, "tests")]
     sys.modules["tests"] = tests
@@ -114,17 +97,4 @@ def _suite(name):
     return Suite
 
 
-def _theirs(name):
-    """The test cases of a model's own file; those of trained weights, to be downloaded, aside."""
-    module = importlib.import_module(f"tests.models.{name}.test_modeling_{name}")
-    own = [each for each in vars(module).values() if isinstance(each, type)]
-    own = [each for each in own if issubclass(each, unittest.TestCase)]
-    own = [each for each in own if each.__module__ == module.__name__]
-    return {each.__name__: each for each in own if "Integration" not in each.__name__}
-
-
-if WHOLE:
-    for _file in FILES:
-        globals().update(_theirs(_file))
-else:
-    globals().update({f"Test{name}": _suite(name) for name in MODELS})
+globals().update({f"Test{name}": _suite(name) for name in MODELS})
