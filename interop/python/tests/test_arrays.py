@@ -228,7 +228,8 @@ def test_a_gguf_file_is_read(tmp_path):
 
 # Names of Rust's, and a structure as Rust prints it.
 RUST = re.compile(
-    r"Cargo\.toml|its feature|::|`Input`|`Raw|forward_train|gradient_ptr|Options|TokenScope|\w \{ \w+: "
+    r"Cargo\.toml|its feature|::|`Input`|`Raw|forward_train|gradient_ptr|Options|TokenScope|"
+    r"\w \{ \w+: "
 )
 
 
