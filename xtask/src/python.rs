@@ -4,7 +4,8 @@ use crate::{PYTHON, outside, run, target};
 use std::path::Path;
 use std::process::Command;
 
-/// Installs numpy and pytest beside the build, builds the extension and runs the tests of arrays.
+/// Installs numpy and pytest beside the build, builds the extension and runs the tests of arrays
+/// and of the pages' blocks without torch.
 pub fn test(root: &Path) -> Result<(), String> {
     let (built, packages) = (target(root), target(root).join("python-packages"));
     let mut pip = Command::new("python3");
@@ -16,8 +17,9 @@ pub fn test(root: &Path) -> Result<(), String> {
     let (from, to) = ("debug/lib_native.so", "moesaic/_native.abi3.so");
     std::fs::copy(built.join(from), package.join(to)).map_err(|error| error.to_string())?;
     let paths = std::env::join_paths([packages, package]).map_err(|error| error.to_string())?;
-    let tests = root.join("interop/python/tests/test_arrays.py");
+    let folder = root.join("interop/python/tests");
+    let tests = ["test_arrays.py", "test_pages.py"].map(|file| folder.join(file));
     let mut pytest = Command::new("python3");
     pytest.args(["-m", "pytest", "--quiet", "-p", "no:cacheprovider"]);
-    run(pytest.arg(tests).env("PYTHONPATH", paths))
+    run(pytest.args(tests).env("PYTHONPATH", paths))
 }

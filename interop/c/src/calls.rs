@@ -5,6 +5,7 @@ use crate::layer::Layer;
 use crate::pointers::{Out, borrow, free, slice};
 use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor, check_tokens};
+use moesaic::plan::{LayerPlan, Step};
 use moesaic::target::Ptr;
 use moesaic::{Buffer, RawBackward, RawCall, RngKey as Key};
 use std::ffi::c_int;
@@ -67,6 +68,25 @@ impl Prepared<'_> {
             unsafe { copy.given.scatter(host(&copy.buffer)) };
         }
         self.copies.into_iter().map(|copy| copy.buffer).collect()
+    }
+}
+
+/// A forward pass, by the function that runs it.
+#[derive(Clone, Copy, PartialEq)]
+enum Pass {
+    Evaluate,
+    Route,
+    Train,
+}
+
+impl Pass {
+    /// Returns the steps of the pass.
+    fn steps(self, plan: &LayerPlan) -> &[Step] {
+        match self {
+            Pass::Evaluate => plan.evaluation_steps(),
+            Pass::Route => plan.routing_of(plan.evaluation_steps()),
+            Pass::Train => &plan.steps,
+        }
     }
 }
 
@@ -142,6 +162,36 @@ impl Layer {
         Ok(prepared)
     }
 
+    /// Refuses a tensor that the pass would neither read nor write, so that no caller waits for a
+    /// result that never comes.
+    fn check_pass(&self, pass: Pass, given: &[Given<'_>]) -> Result<(), Failure> {
+        let plan = self.layer.plan();
+        for given in given {
+            let role = self.find(given.name)?.role;
+            if matches!(role, Role::OutputGradient | Role::InputGradient) {
+                let problem = "is no tensor of a forward pass: name it in moesaic_backward";
+                return Err(Failure::tensor(given.name, problem));
+            }
+            let known = plan.id(given.name).filter(|_| role == Role::Output);
+            // With a router of the caller's, a routing call returns its weights.
+            let Some(id) = known.filter(|_| given.name != "topk_weights") else {
+                continue;
+            };
+            let in_steps = |steps: &[Step]| steps.iter().any(|step| step.tensors().contains(&id));
+            // A rank's plan may leave steps to those of a strategy.
+            let steps = pass.steps(plan);
+            if in_steps(Pass::Train.steps(plan)) && !steps.is_empty() && !in_steps(steps) {
+                let function = match in_steps(Pass::Evaluate.steps(plan)) {
+                    true => "moesaic_forward",
+                    false => "moesaic_forward_train",
+                };
+                let problem = format!("is not written by this call: name it in {function}");
+                return Err(Failure::tensor(given.name, problem));
+            }
+        }
+        Ok(())
+    }
+
     /// Refuses a result that lies over another tensor of the call. Copies stand in for strided ones.
     fn check_apart(&self, given: &[Given<'_>]) -> Result<(), Failure> {
         let packed = given.iter().filter(|one| one.strides.is_none());
@@ -192,6 +242,7 @@ impl Layer {
     /// The call is valid, and its memory stays so as [`RawCall::new`] asks.
     unsafe fn pass<T>(
         &self,
+        pass: Pass,
         call: &Call,
         run: impl FnOnce(RawCall<'_>) -> Result<T, moesaic::EngineError>,
     ) -> Result<(T, Vec<Buffer>), Failure> {
@@ -200,6 +251,7 @@ impl Layer {
             let tensors = slice(call.tensors, call.tensor_count, "tensors")?;
             Given::read_all(tensors)?
         };
+        self.check_pass(pass, &given)?;
         // SAFETY: as above.
         let prepared = unsafe { self.prepare(call.tokens, given) }?;
         let bound = self.bound();
@@ -242,7 +294,7 @@ pub unsafe extern "C" fn moesaic_forward(layer: *const Layer, call: *const Call)
         // SAFETY: the caller vouches for its pointers.
         let (layer, call) = unsafe { (borrow(layer, "layer")?, borrow(call, "call")?) };
         // SAFETY: as above.
-        unsafe { layer.pass(call, |raw| layer.layer.forward(raw)) }?;
+        unsafe { layer.pass(Pass::Evaluate, call, |raw| layer.layer.forward(raw)) }?;
         Ok(())
     })
 }
@@ -259,7 +311,7 @@ pub unsafe extern "C" fn moesaic_route(layer: *const Layer, call: *const Call) -
         // SAFETY: the caller vouches for its pointers.
         let (layer, call) = unsafe { (borrow(layer, "layer")?, borrow(call, "call")?) };
         // SAFETY: as above.
-        unsafe { layer.pass(call, |raw| layer.layer.route(raw)) }?;
+        unsafe { layer.pass(Pass::Route, call, |raw| layer.layer.route(raw)) }?;
         Ok(())
     })
 }
@@ -286,8 +338,11 @@ pub unsafe extern "C" fn moesaic_forward_train(
             (out, borrow(layer, "layer")?, borrow(call, "call")?, key)
         };
         // SAFETY: as in `moesaic_forward`.
-        let ((_, saved), copies) =
-            unsafe { layer.pass(call, |raw| layer.layer.forward_train(raw, key.into())) }?;
+        let ((_, saved), copies) = unsafe {
+            layer.pass(Pass::Train, call, |raw| {
+                layer.layer.forward_train(raw, key.into())
+            })
+        }?;
         out.give(Saved {
             saved,
             _copies: copies,

@@ -18,5 +18,6 @@ pub mod replay;
 pub mod spec;
 pub mod status;
 pub mod tensors;
+mod words;
 
 pub use status::Status;

@@ -1,5 +1,6 @@
 //! Status codes, the text of the last error, and the border that no panic crosses.
 
+use crate::words;
 use moesaic::train::replay::ReplayError;
 use moesaic::{EngineError, OpenError};
 use std::any::Any;
@@ -55,7 +56,7 @@ pub enum Failure {
     #[error(transparent)]
     Record(#[from] ReplayError),
     /// Something failed behind this interface.
-    #[error(transparent)]
+    #[error("{}", words::of(.0))]
     Below(Box<moesaic::Error>),
 }
 

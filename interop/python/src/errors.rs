@@ -1,6 +1,6 @@
 //! `moesaic.Error` and how failures become it.
 
-use moesaic::target::{DeviceError, UnavailableReason};
+use crate::words;
 use moesaic::{EngineError, OpenError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -28,14 +28,15 @@ impl Failure {
 impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Failure {
         use EngineError as E;
+        let text = words::of_engine(&error);
         match error {
             E::Spec(_) | E::Weight { .. } | E::Weights(_) | E::Input { .. } => {
-                Failure::Invalid(error.to_string())
+                Failure::Invalid(text)
             }
-            E::Plan(_) | E::Misaligned { .. } | E::Capacity { .. } | E::NoOutput { .. } => {
-                Failure::Invalid(error.to_string())
-            }
-            other => Failure::Other(other.to_string()),
+            E::Plan(_) | E::Misaligned { .. } | E::Capacity { .. } => Failure::Invalid(text),
+            E::NoOutput { .. } | E::TrainingOutput { .. } => Failure::Invalid(text),
+            E::OverRanks { .. } | E::NotOverRanks { .. } => Failure::Invalid(text),
+            _ => Failure::Other(text),
         }
     }
 }
@@ -46,6 +47,7 @@ impl From<moesaic::Error> for Failure {
         match error {
             E::Engine(error) => error.into(),
             E::Open(error) => error.into(),
+            E::Device(error) => Failure::Other(words::of_device(&error)),
             E::Spec(_) | E::Target(_) | E::Hf(_) | E::Gguf(_) | E::Io { .. } => {
                 Failure::Invalid(error.to_string())
             }
@@ -59,12 +61,7 @@ impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Failure {
         match error {
             OpenError::Target(_) => Failure::Invalid(error.to_string()),
-            OpenError::Device(DeviceError::Unavailable {
-                reason: UnavailableReason::NotBuilt { feature },
-                ..
-            }) => Failure::Other(format!(
-                "this wheel of moesaic is for CPUs: make one by `maturin build --features {feature}`"
-            )),
+            OpenError::Device(error) => Failure::Other(words::of_device(&error)),
             other => Failure::Other(other.to_string()),
         }
     }

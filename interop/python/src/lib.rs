@@ -28,6 +28,7 @@ mod spec;
 mod state_dicts;
 mod states;
 mod tensors;
+mod words;
 
 use pyo3::prelude::*;
 

@@ -132,9 +132,11 @@ impl Mesh {
         let (parallel, place) = (self.0.parallel(), self.0.place());
         let shape = moesaic::engine::part_shape(parallel, place, name, &whole);
         Ok(shape.ok_or_else(|| {
-            let ranks = parallel.ranks();
-            let problem =
-                format!("of shape {whole:?} cannot be shared by {ranks} ranks: {parallel:?}");
+            let moesaic::Parallel { ep, expert_tp, .. } = parallel;
+            let problem = format!(
+                "of shape {whole:?} cannot be shared by {ep} groups of experts with \
+                 expert_tp = {expert_tp} shards of each"
+            );
             Failure::tensor(name, problem)
         })?)
     }

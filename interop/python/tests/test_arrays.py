@@ -1,6 +1,7 @@
 """Layers of arrays and of models' files, without torch."""
 
 import json
+import re
 import struct
 
 import pytest
@@ -223,3 +224,37 @@ def test_a_gguf_file_is_read(tmp_path):
     file.write_bytes(b"no model")
     with pytest.raises(moesaic.InvalidError, match="model.gguf"):
         moesaic.PackedLayer.from_gguf(file)
+
+
+# Names of Rust's, and a structure as Rust prints it.
+RUST = re.compile(
+    r"Cargo\.toml|its feature|::|`Input`|`Raw|forward_train|gradient_ptr|Options|TokenScope|"
+    r"\w \{ \w+: "
+)
+
+
+def test_errors_speak_to_a_python_caller(tmp_path):
+    native, w, x = moesaic._native, weights(), np.ones((3, 12), np.float32)
+    spec = moesaic.Spec(SPEC + '\nlosses = [{ kind = "switch", coefficient = 0.1 }]')
+    layer, routers = moesaic.PackedLayer(spec, w), [{"router.weight": w["router.weight"]}]
+    others = {name: value for name, value in w.items() if name != "router.weight"}
+    wider = moesaic.Spec(SPEC.replace("= 20", "= 24"))
+    calls = {
+        "maturin build --features cuda": lambda: native.Layer(spec, ("cuda", 0, 0)),
+        "maturin build --features rocm": lambda: native.Layer(spec, ("rocm", 0, 0)),
+        "`loss.switch`": lambda: layer.forward(x, ["loss.switch"]),
+        "`grad.router.weight`": lambda: layer.forward(x, ["grad.router.weight"]),
+        "weights do not fit": lambda: moesaic.PackedLayer(spec, {}),
+        "has shape": lambda: layer.set_weight("router.weight", x),
+        "has width 4": lambda: layer.forward(x[:, :4].copy()),
+        "give it a `group`": lambda: native.GateLayer(spec, others, routers, False, None, "r=1"),
+        "experts.gate.weight": lambda: moesaic.PackedLayer(wider, routers[0], layer),
+        "config.json": lambda: moesaic.PackedLayer.from_hf(tmp_path),
+        "nowhere": lambda: moesaic.PackedLayer.from_gguf(tmp_path / "nowhere"),
+        "expected a table": lambda: moesaic.Spec("shape = 3"),
+    }
+    for wanted, call in calls.items():
+        with pytest.raises(moesaic.Error) as found:
+            call()
+        text = str(found.value)
+        assert wanted in text and not RUST.search(text), text

@@ -46,7 +46,7 @@ def run_ranks(name):
 CASES = [
     "passes", "data_parallel", "fully_sharded", "evaluation", "shards", "draws", "refusals",
     "foreign", "several_routers", "several_shards", "several_draws", "replay", "tutel_experts",
-    "tutel_llama",
+    "tutel_shards", "tutel_llama", "fastmoe_experts", "fastmoe_mlp", "fastmoe_groups",
 ]
 
 
@@ -356,7 +356,7 @@ class Scaled(torch.nn.Module):
         return torch.bmm(x, self.matrices).relu()
 
 
-def tutel_pair(group, kind, count, **options):
+def tutel_pair(group, kind, count, parallel_type="adaptive:1", **options):
     """Tutel's layer of one process with all experts, and that of the ranks."""
     from moesaic.compat.tutel import moe_layer
 
@@ -364,7 +364,7 @@ def tutel_pair(group, kind, count, **options):
         torch.manual_seed(0)
         gate = {"type": "top", "k": 2, "capacity_factor": 4.0}
         experts = {"type": kind, "num_experts_per_device": count, **options}
-        layer = moe_layer(gate, 24, experts, group=group)
+        layer = moe_layer(gate, 24, experts, group=group, parallel_type=parallel_type)
         torch.manual_seed(1)
         torch.nn.init.normal_(layer.gates[0].wg.weight)
         return layer
@@ -390,16 +390,46 @@ def both_of_tutel(one, ours, rank):
 
 
 def tutel_experts(group, rank):
-    from moesaic import InvalidError
-
     one, ours = tutel_pair(group, "custom", 2, module=Scaled)
     own = slice(2 * rank, 2 * rank + 2)
     with torch.no_grad():
         ours.experts.matrices.copy_(one.experts.matrices[own])
     both_of_tutel(one, ours, rank)
     close(ours.experts.matrices.grad, one.experts.matrices.grad[own])
-    with pytest.raises(InvalidError, match="'custom' in shards"):
-        tutel_pair(group, "custom", -2, module=Scaled)
+
+
+class InShards(Scaled):
+    """One expert whose columns lie on several ranks; each gives its part of the sum."""
+
+    def __init__(self, model_dim, num_experts_per_device, sharded_count):
+        super().__init__(model_dim, num_experts_per_device, 1)
+        self.columns = model_dim // sharded_count
+        self.shards = sharded_count
+
+    def forward(self, x, ctx):
+        assert (ctx.adaptive_degree, ctx.sharded_count) == (self.shards, self.shards)
+        first = torch.distributed.get_rank(ctx.group) % self.shards * self.columns
+        own = self.matrices[:, first : first + self.columns]
+        return torch.bmm(x[..., first : first + self.columns], own)
+
+
+def tutel_shards(group, rank):
+    from moesaic import InvalidError
+
+    # Alone, one rank has the whole of the only expert.
+    one, ours = tutel_pair(group, "custom", -2, module=InShards, parallel_type="model")
+    with torch.no_grad():
+        ours.experts.matrices.copy_(one.experts.matrices)
+    both_of_tutel(one, ours, rank)
+    own = slice(12 * rank, 12 * rank + 12)
+    found, wanted = ours.experts.matrices.grad, one.experts.matrices.grad
+    close(found[:, own], wanted[:, own])
+    assert wanted[:, own].abs().max() > 0
+    for wrong in ("adaptive:x", "tensor"):
+        with pytest.raises(InvalidError, match="parallel_type"):
+            tutel_pair(group, "custom", -2, module=InShards, parallel_type=wrong)
+    with pytest.raises(InvalidError, match="one of 0, 1, 2"):
+        ours(torch.zeros(2, 24), adaptive_r=3)
 
 
 def tutel_llama(group, rank):
@@ -415,6 +445,118 @@ def tutel_llama(group, rank):
             whole, own = getattr(one.experts, name), getattr(ours.experts, name)
             assert own.numel() * RANKS == whole.numel()
             close(own.grad, whole.grad.view(RANKS, -1)[rank])
+
+
+class Widening(torch.nn.Module):
+    """An expert of a caller's own."""
+
+    def __init__(self, d_model):
+        super().__init__()
+        self.linear = torch.nn.Linear(d_model, 2 * d_model)
+
+    def forward(self, x, count):
+        assert count.tolist() == [len(x)]
+        return self.linear(x).relu()
+
+
+def fastmoe_pair(group, make, **options):
+    """FastMoE's layer of one process with all experts, and that of the ranks."""
+    torch.manual_seed(0)
+    one = make(num_expert=4, d_model=24, **options)
+    ours = make(num_expert=2, d_model=24, world_size=RANKS, moe_group=group, **options)
+    ours.gate.load_state_dict(one.gate.state_dict())
+    return one, ours
+
+
+def fastmoe_own(whole, rank):
+    """This rank's experts, of those of one process."""
+    of = {name: value for name, value in whole.items() if name.startswith("experts.")}
+    if all(name.split(".")[1].isdigit() for name in of):
+        split = [(name.split(".", 2), value) for name, value in of.items()]
+        return {
+            f"experts.{int(number) - 2 * rank}.{rest}": value
+            for (_, number, rest), value in split if int(number) // 2 == rank
+        }
+    return {name: value[2 * rank : 2 * rank + 2] for name, value in of.items()}
+
+
+def both_of_fastmoe(one, ours, rank):
+    ours.load_state_dict(fastmoe_own(one.state_dict(), rank), strict=False)
+    xs = [tokens(r) for r in range(RANKS)]
+    x, wanted = xs[rank].clone().requires_grad_(), [x.clone().requires_grad_() for x in xs]
+    ys = [one(x) for x in wanted]
+    sum(y.square().sum() for y in ys).backward()
+    y = ours(x)
+    y.square().sum().backward()
+    close(y, ys[rank])
+    close(x.grad, wanted[rank].grad)
+    gradients = {name: weight.grad for name, weight in one.named_parameters()}
+    own = fastmoe_own(gradients, rank)
+    for name, weight in ours.named_parameters():
+        if name.startswith("experts."):
+            close(weight.grad, own[name])
+    found = ours.gate.gate.weight.grad.clone()
+    torch.distributed.all_reduce(found)
+    close(found, one.gate.gate.weight.grad)
+
+
+def fastmoe_experts(group, rank):
+    from moesaic import InvalidError
+    from moesaic.compat.fastmoe import FMoE, SwitchGate
+
+    both_of_fastmoe(*fastmoe_pair(group, FMoE, expert=Widening), rank)
+    with pytest.raises(InvalidError, match="moe_group has 2 ranks"):
+        FMoE(num_expert=2, d_model=24, world_size=3, expert=Widening)
+    # An expert takes ceil(0.4 * 5 / 2) = 1 token of all ranks.
+    torch.manual_seed(0)
+    gate = SwitchGate(24, 2, RANKS, capacity=(0.4, 0.4))
+    torch.nn.init.zeros_(gate.gate.weight)
+    gate.gate.bias.data = torch.tensor([0.0, 9.0, 0.0, 0.0])
+    gate.moe_group = group
+    kept = gate.eval()(torch.randn(5, 24))[0]
+    assert kept[:, 0].tolist() == ([1, -1, -1, -1, -1] if rank == 0 else [-1] * 5)
+
+
+def fastmoe_mlp(group, rank):
+    from moesaic.compat.fastmoe import FMoETransformerMLP
+
+    one, ours = fastmoe_pair(group, FMoETransformerMLP, d_hidden=40)
+    both_of_fastmoe(one, ours, rank)
+    # Ranks with the same tokens: each computes half of them, and has the whole result.
+    torch.manual_seed(5)
+    xs = torch.randn(6, 24)
+    torch.manual_seed(0)
+    sliced = FMoETransformerMLP(
+        num_expert=2, d_model=24, d_hidden=40, world_size=RANKS, slice_group=group
+    )
+    sliced.load_state_dict(ours.state_dict())
+    x, wanted = xs.clone().requires_grad_(), xs.clone().requires_grad_()
+    y, expected = sliced(x), one(wanted)
+    close(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    close(x.grad, wanted.grad)
+
+
+def fastmoe_groups(group, rank):
+    from moesaic.compat.fastmoe import DistributedGroupedDataParallel, FMoETransformerMLP
+
+    alone = [torch.distributed.new_group([r]) for r in range(RANKS)][rank]
+    torch.manual_seed(rank)
+    moe = FMoETransformerMLP(num_expert=2, d_model=24, d_hidden=40, world_size=RANKS)
+    moe.other = torch.nn.Linear(2, 2)
+    experts = moe.experts.htoh4.weight.detach().clone()
+    model = DistributedGroupedDataParallel(moe, dp_group=alone)
+    assert torch.equal(experts, moe.experts.htoh4.weight)
+    for parameter in moe.parameters():
+        parameter.grad = torch.full_like(parameter, float(rank))
+    gathered = [torch.empty_like(moe.gate.gate.weight) for _ in range(RANKS)]
+    torch.distributed.all_gather(gathered, moe.gate.gate.weight.detach())
+    assert torch.equal(*gathered)
+    model.allreduce_params()
+    assert moe.gate.gate.weight.grad.unique().tolist() == [0.5]
+    assert moe.experts.htoh4.weight.grad.unique().tolist() == [rank]
+    assert moe.other.weight.grad.unique().tolist() == [rank]
 
 
 if __name__ == "__main__":

@@ -104,6 +104,23 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradient, ctx.group), None
 
 
+def through_experts(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Returns what the caller's own experts of all ranks make of this rank's rows [E, rows, d].
+
+    Shards of an expert each get a part of its rows, or, with an adaptive degree above 1, so many
+    shards the same ones, whose results are added. With degree 0 rows stay, and the experts of all
+    ranks are here.
+    """
+    degree, shards = module.adaptive_degree, module.sharded_count
+    if degree == 0:
+        return module.experts(rows, module)
+    experts = rows.shape[0]
+    if shards > 1:
+        rows = rows.repeat(1, degree, 1).view(module.world_size, -1, rows.shape[-1])
+    y = to_tokens(module.experts(to_experts(rows, module.group), module), module.group)
+    return y.view(experts, degree, -1, y.shape[-1]).sum(1) if shards > 1 else y
+
+
 def to_experts(rows: torch.Tensor, group: Any) -> torch.Tensor:
     """Returns the rows [E of this rank, ranks * rows, d] for its experts, of all ranks' [E, rows,
     d] for the experts of all."""

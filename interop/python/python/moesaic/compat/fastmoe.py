@@ -1,7 +1,8 @@
-"""`FMoE` and `FMoETransformerMLP` with the arguments of FastMoE, in one process.
+"""`FMoE` and `FMoETransformerMLP` with the arguments of FastMoE, in one process or over ranks.
 
 Gates are torch modules with FastMoE's contract: `gate(x)` returns ids [T, K], -1 where a slot is
-dropped, and scores [T, K]. The experts of `FMoETransformerMLP` are moesaic's.
+dropped, and scores [T, K]. The experts of `FMoETransformerMLP` are moesaic's. Over ranks each has
+`num_expert` experts of its own, and the gates of all choose among those of all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from .._native import InvalidError
-from . import _experts
+from . import _experts, _fastmoe_ranks
+from ._fastmoe_ranks import DistributedGroupedDataParallel
 
 
 class BaseGate(nn.Module):
@@ -25,6 +27,8 @@ class BaseGate(nn.Module):
         self.world_size, self.num_expert = world_size, num_expert
         self.tot_expert = world_size * num_expert
         self.loss: Optional[torch.Tensor] = None
+        # The ranks whose experts these are, which the layer tells; None is one process.
+        self.moe_group: Any = None
 
     def set_loss(self, loss: torch.Tensor) -> None:
         """Keeps the loss of a call."""
@@ -92,7 +96,8 @@ class SwitchGate(NaiveGate):
         scores = logits.float().softmax(-1)
         best, ids = scores.topk(1, -1)
         rate = self.capacity[0 if self.training else 1]
-        ids = _limited(ids, self.tot_expert, math.ceil(rate * x.shape[0] / self.num_expert))
+        limit = math.ceil(rate * x.shape[0] / self.num_expert)
+        ids = _limited(ids, self.tot_expert, limit, self.moe_group)
         kept = ids[ids >= 0]
         count = max(1, kept.numel())
         share = torch.bincount(kept, minlength=self.tot_expert) / count
@@ -135,11 +140,14 @@ class GShardGate(NaiveGate):
         return ids, scores
 
 
-def _limited(ids: torch.Tensor, experts: int, limit: int) -> torch.Tensor:
-    """Drops the assignments of each expert beyond the limit, in the order of tokens."""
+def _limited(ids: torch.Tensor, experts: int, limit: int, group: Any = None) -> torch.Tensor:
+    """Drops the assignments of each expert beyond the limit, in the order of tokens; with a group,
+    the limit is that of all ranks, and the first ranks come first."""
     flat = ids.reshape(-1)
-    ranks = functional.one_hot(flat, experts).cumsum(0).gather(1, flat[:, None])[:, 0]
-    return flat.masked_fill(ranks > limit, -1).view_as(ids)
+    chosen = functional.one_hot(flat, experts)
+    ranks = chosen.cumsum(0).gather(1, flat[:, None])[:, 0]
+    limits = _fastmoe_ranks.quota(chosen.sum(0), limit, group)
+    return flat.masked_fill(ranks > limits[flat], -1).view_as(ids)
 
 
 class FMoE(nn.Module):
@@ -166,10 +174,14 @@ class FMoE(nn.Module):
         gate_bias: bool = True,
     ) -> None:
         super().__init__()
-        for name, value in (("world_size", world_size > 1), ("mp_group", mp_group),
-                            ("slice_group", slice_group), ("moe_group", moe_group)):
-            if value:
-                raise InvalidError(f"{name} has several ranks: this layer runs in one process")
+        self.world_size, self.moe_group, self.over = world_size, None, None
+        if world_size > 1:
+            self.moe_group = _fastmoe_ranks.checked(world_size, moe_group)
+            self.over = _fastmoe_ranks.Over(self.moe_group)
+        # Ranks that have the same tokens compute a part of them each. `mp_group` is its old name.
+        self.slice_group = slice_group if mp_group is None else mp_group
+        if self.slice_group is not None and self.slice_group.size() == 1:
+            self.slice_group = None
         if isinstance(expert, (list, tuple, nn.ModuleList)):
             num_expert = len(expert)
             made = [e if isinstance(e, nn.Module) else e(d_model) for e in expert]
@@ -182,11 +194,20 @@ class FMoE(nn.Module):
         naive = isinstance(gate, type) and issubclass(gate, NaiveGate)
         options = {"gate_bias": gate_bias} if naive else {}
         self.gate = gate(d_model, num_expert, world_size, top_k, **options)
+        self.gate.moe_group = self.moe_group
+
+    def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
+        """Marks parameters by the group that averages their gradients."""
+        for part, name in ((self.experts, expert_dp_comm), (self.gate, "gate")):
+            for parameter in part.parameters():
+                parameter.dp_comm = name
 
     def expert_fn(
         self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
     ) -> torch.Tensor:
         """Returns the weighted sum of the experts of each token."""
+        if self.world_size > 1:
+            return _fastmoe_ranks.by_experts(self, x, ids, scores)
         y = None
         for number, expert in enumerate(self.experts):
             token, slot = torch.where(ids == number)
@@ -198,6 +219,13 @@ class FMoE(nn.Module):
 
     def forward(self, moe_inp: torch.Tensor) -> torch.Tensor:
         """Computes moe_inp [T, d_model]; masked tokens get the constants of mask_dict."""
+        if self.slice_group is None:
+            return self._own(moe_inp)
+        y = self._own(_fastmoe_ranks.Slice.apply(moe_inp, self.slice_group))
+        return _fastmoe_ranks.Gather.apply(y, self.slice_group)
+
+    def _own(self, moe_inp: torch.Tensor) -> torch.Tensor:
+        """Computes this rank's part of the tokens."""
         ids, scores = self.gate(moe_inp)
         scores = scores.reshape(ids.shape)
         if self.gate_hook is not None:
@@ -249,12 +277,9 @@ class FMoETransformerMLP(FMoE):
         self.experts = _MLP(num_expert, d_model, d_hidden)
         name = _experts.activation_name(activation)
         form = f'{{ form = "plain", activation = "{name}", bias = true }}'
-        self._shape = (d_model, d_hidden, d_model, num_expert)
+        self._shape = (d_model, d_hidden, d_model, num_expert * self.world_size)
         self._form = form
-        for parameter in self.experts.parameters():
-            parameter.dp_comm = expert_dp_comm
-        for parameter in self.gate.parameters():
-            parameter.dp_comm = "gate"
+        self.mark_parallel_comm(expert_dp_comm)
 
     def expert_fn(
         self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor
@@ -265,8 +290,15 @@ class FMoETransformerMLP(FMoE):
             "experts.up.weight": up.weight, "experts.up.bias": up.bias,
             "experts.down.weight": down.weight, "experts.down.bias": down.bias,
         }
-        return _experts.run(text, x, ids, scores, tensors)
+        run = _experts.run if self.over is None else self.over.run
+        return run(text, x, ids, scores, tensors)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Computes inp [.., d_model]."""
         return super().forward(inp.reshape(-1, self.d_model)).reshape(inp.shape)
+
+
+__all__ = [
+    "BaseGate", "DistributedGroupedDataParallel", "FMoE", "FMoETransformerMLP", "GShardGate",
+    "NaiveGate", "SwitchGate",
+]

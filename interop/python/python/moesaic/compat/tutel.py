@@ -227,6 +227,7 @@ class MOELayer(nn.Module):
         )
         self.normalize_gate, self.is_gshard_loss = normalize_gate, is_gshard_loss
         self.result_func, self.l_aux = result_func, None
+        self.parallel_type = parallel_type
         _seed(seeds, 1)
         self._new_experts(dict(experts))
         self.register_buffer("_num_global_experts", torch.tensor(self.num_global_experts))
@@ -270,10 +271,13 @@ class MOELayer(nn.Module):
         adaptive_r: Optional[int] = None,
         megablocks_size: int = 0,
     ) -> Any:
-        """Runs the layer. `adaptive_r` changes no result, and nothing here.
+        """Runs the layer. `adaptive_r` changes no result; experts of your own in shards read it as
+        `adaptive_degree` of the layer, which they get.
 
         megablocks_size above 0 drops nothing, and is for inference.
         """
+        if adaptive_r is not None:
+            self.adaptive_degree = _degree(adaptive_r, self.valid_rs)
         rows = x.reshape(-1, self.model_dim)
         rows = rows.to(next(self.experts.parameters()).dtype)
         gate = self.gates[gate_index]
@@ -330,10 +334,9 @@ class MOELayer(nn.Module):
         own = _dispatch.encode(rows, ids, places, limit, count, before)
         if self.world_size == 1:
             return _dispatch.decode(self.experts(own, self), ids, places, after)
-        from ._tutel_ranks import to_experts, to_tokens
+        from ._tutel_ranks import through_experts
 
-        y = self.experts(to_experts(own, self.group), self)
-        return _dispatch.decode(to_tokens(y, self.group), ids, places, after)
+        return _dispatch.decode(through_experts(self, own), ids, places, after)
 
     def _run(self, rows, ids, chosen, factor: Optional[float]) -> torch.Tensor:
         """Computes the experts by moesaic; without a factor none has a capacity."""
@@ -363,15 +366,14 @@ class MOELayer(nn.Module):
         self.num_global_experts = self.global_expert_count(count, self.group)
         shards = self.sharded_count = max(1, self.world_size // self.num_global_experts)
         self.num_local_experts = max(1, count)
-        self.adaptive_degree = shards
         self.valid_rs = [0, *(r for r in range(1, shards + 1) if shards % r == 0)]
+        self._new_degree(shards)
         if self.world_size > 1:
             from ._tutel_ranks import Over
 
             self._over = Over(shards)
         if kind == "custom":
-            if shards > 1:
-                raise InvalidError("experts 'custom' in shards: num_experts_per_device is negative")
+            count = self.num_local_experts
             made = options.pop("module")
             options |= {"model_dim": self.model_dim, "sharded_count": shards}
             try:
@@ -386,6 +388,22 @@ class MOELayer(nn.Module):
         self.experts = _made(
             EXPERTS[kind], what, self.model_dim, self.num_local_experts, options
         )
+
+    def _new_degree(self, shards: int) -> None:
+        """Sets how many shards of an expert get each row, 0 for weights that come to the rows; only
+        experts of a caller's own see it."""
+        kind = self.parallel_type
+        if kind.startswith("adaptive:"):
+            wanted = kind.removeprefix("adaptive:")
+            if not wanted.isdigit():
+                raise InvalidError(f"parallel_type = {kind!r}: expected a number after adaptive:")
+            self.adaptive_degree = _degree(min(int(wanted), shards), self.valid_rs)
+        elif kind in ("data", "model", "auto"):
+            self.adaptive_degree = shards if kind == "model" else 1
+        else:
+            raise InvalidError(
+                f"parallel_type = {kind!r}: expected adaptive:0 and up, data, model or auto"
+            )
 
     def _loss(self, logits, noisy, scores, ids, noise: float) -> torch.Tensor:
         count = self.num_global_experts
@@ -405,6 +423,12 @@ class MOELayer(nn.Module):
 
 
 moe_layer = MOELayer
+
+
+def _degree(r: int, valid: Sequence[int]) -> int:
+    if r not in valid:
+        raise InvalidError(f"adaptive degree {r}: expected one of {', '.join(map(str, valid))}")
+    return r
 
 
 def _variation(values: torch.Tensor) -> torch.Tensor:
