@@ -1,6 +1,6 @@
 //! The count exchange: ranks learn the size of everything that passes through them.
 
-use super::hop_order::HopMessage;
+use super::hop_message::HopMessage;
 use super::{BufferRef, Copy, HopOrder, HopSchedule, Message, Plan, Span, Step};
 use std::ops::Range;
 

@@ -4,7 +4,8 @@
 mod file;
 mod tcp;
 
-use crate::world::{Launcher, World};
+use crate::launcher::Launcher;
+use crate::world::World;
 use crate::{CollectiveError, SetupError, hash};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
