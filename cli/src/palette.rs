@@ -125,8 +125,11 @@ pub fn wrapped(text: &str, first: usize, rest: usize) -> Vec<String> {
                 *line += word;
                 at += 1 + wide;
             }
+            // Several blanks in a row end where a line does.
+            Some(_) if word.is_empty() => {}
             last => {
-                if last.is_some() {
+                if let Some(line) = last {
+                    line.truncate(line.trim_end().len());
                     columns = rest;
                 }
                 lines.push(word.to_string());
@@ -160,6 +163,7 @@ mod tests {
             narrow.fold("one_word_that_is_long b"),
             "one_word_that_is_long\n  b"
         );
+        assert_eq!(narrow.fold("dp     four_teen_long\n"), "dp\n  four_teen_long\n");
         let painted = "\x1b[1mone\x1b[0m two three\n";
         assert_eq!(narrow.fold(painted), painted);
         assert_eq!(Palette::PLAIN.fold("a b c"), "a b c");
