@@ -163,7 +163,10 @@ mod tests {
             narrow.fold("one_word_that_is_long b"),
             "one_word_that_is_long\n  b"
         );
-        assert_eq!(narrow.fold("dp     four_teen_long\n"), "dp\n  four_teen_long\n");
+        assert_eq!(
+            narrow.fold("dp     four_teen_long\n"),
+            "dp\n  four_teen_long\n"
+        );
         let painted = "\x1b[1mone\x1b[0m two three\n";
         assert_eq!(narrow.fold(painted), painted);
         assert_eq!(Palette::PLAIN.fold("a b c"), "a b c");

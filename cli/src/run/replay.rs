@@ -1,9 +1,9 @@
 //! The decisions that a run takes from a file: a routing record of a run, or the experts that a
 //! serving engine chose.
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, reason};
 use crate::spec_source::Source;
-use moesaic::train::replay::{self, RoutedExperts};
+use moesaic::train::replay::{self, ReplayError, RoutedExperts};
 use std::path::{Path, PathBuf};
 
 /// The decisions of a file that replace the router's.
@@ -46,8 +46,8 @@ impl ReplayArgs {
                 )),
             };
         }
-        let wrong = |error| Failure::input(format!("--replay {}: {error}", path.display()));
-        let record = RoutedExperts::read(path).map_err(Failure::input)?;
+        let wrong = |error| unread(path, &error);
+        let record = RoutedExperts::read(path).map_err(wrong)?;
         // vLLM counts the model's dense layers, too, and so does `--layer`.
         let own = source.import.as_ref().and(own);
         let layer = self.recorded_layer(&record, own)?;
@@ -67,6 +67,15 @@ impl ReplayArgs {
             }),
         }
     }
+}
+
+/// Returns the failure of a record that cannot be used.
+fn unread(path: &Path, error: &ReplayError) -> Failure {
+    let why = match error {
+        ReplayError::File { source, .. } => reason(source),
+        other => other.to_string(),
+    };
+    Failure::input(format!("--replay {}: {why}", path.display()))
 }
 
 /// Writes the ids of a run as a record of one layer.
