@@ -213,9 +213,9 @@ fn gates_take_the_part_of_a_rank() {
 /// The way that docs/internals/ranks.md names: one exchange for the tokens of all gates.
 #[test]
 fn one_layer_takes_the_decisions_of_all_gates() {
-    let cases = three_gates(SMALL, TOKENS);
-    on_ranks(&engine(), mesh(2, 1, 1), |mesh| {
-        let gates = multi_gate(&engine(), &cases, LayerOptions::over(mesh));
+    let (engine, cases) = (engine(), three_gates(SMALL, TOKENS));
+    on_ranks(&engine, mesh(2, 1, 1), |mesh| {
+        let gates = multi_gate(&engine, &cases, LayerOptions::over(mesh));
         let own = part(&cases[0], &shares(TOKENS, 2)[mesh.rank()]).input();
         let (x, top_k) = (own.tensors["x"].to_f32(), cases[0].spec.shape.top_k);
         let (mut all, mut ids) = (Vec::new(), Vec::new());
@@ -230,7 +230,7 @@ fn one_layer_takes_the_decisions_of_all_gates() {
         }
         let external = stacked(&cases[0].spec).unwrap();
         let bank = &gates.layers()[0];
-        let layer = engine().layer_over_experts_of(bank, &external, &Tensors::new());
+        let layer = engine.layer_over_experts_of(bank, &external, &Tensors::new());
         let input = Input::new(3 * own.tokens, &all).with_routing(top_k, &ids, &weights);
         let together = layer.unwrap().forward(&input).unwrap();
         assert!(together.y().to_f32() == apart, "the same bytes");
