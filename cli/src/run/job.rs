@@ -6,7 +6,7 @@ use moesaic::weights::LayerReader;
 use moesaic::{Engine, LayerSpec};
 
 /// The work that the ranks do together.
-pub struct Job<'j> {
+pub struct RankJob<'j> {
     pub engine: &'j Engine,
     pub spec: &'j LayerSpec,
     pub weights: &'j LayerReader<'j>,

@@ -2,12 +2,12 @@
 //! serving engine chose.
 
 use crate::failure::{Failure, Result, reason};
-use crate::spec_source::Source;
+use crate::spec_source::SpecSource;
 use moesaic::train::replay::{self, ReplayError, RoutedExperts};
 use std::path::{Path, PathBuf};
 
 /// The decisions of a file that replace the router's.
-pub enum Replay<'p> {
+pub enum ReplaySource<'p> {
     /// Ids and weights of every token, in a file that `--record` wrote.
     Routing(&'p Path),
     /// Ids alone; the weights follow from the router's logits.
@@ -34,13 +34,17 @@ pub struct ReplayArgs {
 impl ReplayArgs {
     /// Returns the decisions that replace the router's; only an array is read here. `own` is the
     /// layer that `--layer` names.
-    pub fn read(&self, source: &Source, own: Option<usize>) -> Result<Option<Replay<'_>>> {
+    pub fn read(
+        &self,
+        source: &SpecSource,
+        own: Option<usize>,
+    ) -> Result<Option<ReplaySource<'_>>> {
         let Some(path) = &self.replay else {
             return Ok(None);
         };
         if !is_array(path) {
             return match self.replay_layer {
-                None => Ok(Some(Replay::Routing(path))),
+                None => Ok(Some(ReplaySource::Routing(path))),
                 Some(_) => Err(Failure::input(
                     "--replay-layer names a layer of an .npy record, and --replay is none",
                 )),
@@ -52,7 +56,7 @@ impl ReplayArgs {
         let own = source.import.as_ref().and(own);
         let layer = self.recorded_layer(&record, own)?;
         let replayed = record.replay(&source.spec, layer).map_err(wrong)?;
-        Ok(Some(Replay::Experts(Box::new(replayed))))
+        Ok(Some(ReplaySource::Experts(Box::new(replayed))))
     }
 
     /// Returns the layer of a record that this layer is.

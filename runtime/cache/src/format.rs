@@ -15,7 +15,7 @@
 use crate::version::FORMAT_VERSION;
 use crate::{KernelKey, hash};
 use moesaic_kernel::{Entry, KernelSource, Language, Stem, Target};
-use moesaic_target::{Artifact, Report};
+use moesaic_target::{Artifact, ArtifactReport};
 use serde::{Deserialize, Serialize};
 
 /// An upper bound far above any kernel. A longer file is not one of ours, and is never read into
@@ -39,7 +39,7 @@ pub struct KernelInfo {
     /// The functions that can be launched.
     pub entries: Vec<Entry>,
     /// Facts about the binary.
-    pub report: Report,
+    pub report: ArtifactReport,
     /// SHA-256 of the source, in hex.
     pub source_hash: String,
     /// The layer for which it was compiled. Layers of the same shape share kernels, so others may

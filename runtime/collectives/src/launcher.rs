@@ -4,7 +4,7 @@ use std::fmt;
 
 /// A launcher, identified by the variables it sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Launcher {
+pub enum RankLauncher {
     /// `torchrun` and compatible launchers.
     Torchrun,
     /// Open MPI's `mpirun`.
@@ -15,30 +15,30 @@ pub enum Launcher {
     Slurm,
 }
 
-impl Launcher {
+impl RankLauncher {
     /// Returns its variables for rank, size, rank within the node, and ranks of the node.
     pub(crate) const fn variables(self) -> [&'static str; 4] {
         match self {
-            Launcher::Torchrun => ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
-            Launcher::OpenMpi => [
+            RankLauncher::Torchrun => ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+            RankLauncher::OpenMpi => [
                 "OMPI_COMM_WORLD_RANK",
                 "OMPI_COMM_WORLD_SIZE",
                 "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE",
             ],
-            Launcher::Pmi => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
-            Launcher::Slurm => ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""],
+            RankLauncher::Pmi => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+            RankLauncher::Slurm => ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""],
         }
     }
 }
 
-impl fmt::Display for Launcher {
+impl fmt::Display for RankLauncher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Launcher::Torchrun => "torchrun",
-            Launcher::OpenMpi => "Open MPI",
-            Launcher::Pmi => "PMI",
-            Launcher::Slurm => "SLURM",
+            RankLauncher::Torchrun => "torchrun",
+            RankLauncher::OpenMpi => "Open MPI",
+            RankLauncher::Pmi => "PMI",
+            RankLauncher::Slurm => "SLURM",
         })
     }
 }

@@ -1,6 +1,6 @@
 //! The rank and size of this process, read from the launcher's environment variables.
 
-use crate::launcher::Launcher;
+use crate::launcher::RankLauncher;
 use crate::{CollectiveError, Collectives, Communicator, SetupError};
 
 /// The position of a process in its world.
@@ -14,7 +14,7 @@ pub struct World {
     /// [`topology`](crate::topology::Topology) derives which ranks share a node from host names.
     pub local_rank: Option<usize>,
     /// The launcher whose variables were read; `None` for explicit arguments.
-    pub launcher: Option<Launcher>,
+    pub launcher: Option<RankLauncher>,
 }
 
 impl World {
@@ -51,7 +51,11 @@ impl World {
     pub fn from_variables(
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Option<World>, CollectiveError> {
-        let near = [Launcher::Torchrun, Launcher::OpenMpi, Launcher::Pmi];
+        let near = [
+            RankLauncher::Torchrun,
+            RankLauncher::OpenMpi,
+            RankLauncher::Pmi,
+        ];
         let mut found: Option<World> = None;
         for launcher in near {
             let Some(world) = read(launcher, &variable)? else {
@@ -67,7 +71,7 @@ impl World {
         }
         // Read last and only as a fallback: SLURM's variables also reach processes that are not
         // its tasks.
-        let task = read(Launcher::Slurm, &variable);
+        let task = read(RankLauncher::Slurm, &variable);
         let Some(mut world) = found else {
             return Ok(task?.filter(|task| task.rank > 0 || is_step(&variable)));
         };
@@ -84,7 +88,7 @@ impl World {
     /// see the same variables without being the task.
     pub(crate) fn is_task_of_pmix(&self, variable: impl Fn(&str) -> Option<String>) -> bool {
         let set = |name: &str| variable(name).is_some_and(|value| !value.is_empty());
-        let task = read(Launcher::Slurm, &variable).ok().flatten();
+        let task = read(RankLauncher::Slurm, &variable).ok().flatten();
         set("PMIX_NAMESPACE")
             && !set("TORCHELASTIC_RUN_ID")
             && task.is_some_and(|task| task.is_same_as(self))
@@ -125,13 +129,13 @@ impl World {
         // A SLURM task may have started the ranks by another launcher.
         let loose = self
             .launcher
-            .is_none_or(|launcher| launcher == Launcher::Slurm);
+            .is_none_or(|launcher| launcher == RankLauncher::Slurm);
         // A library of another MPI sees no launcher and starts a world of one in every process.
         let alone = size == 1 && self.size > 1;
         if (rank, size) == (self.rank, self.size) || (loose && !alone) {
             return Ok(());
         }
-        if self.launcher == Some(Launcher::Torchrun) && size == 1 {
+        if self.launcher == Some(RankLauncher::Torchrun) && size == 1 {
             return Err(CollectiveError::setup(SetupError::TorchrunWithoutMpi {
                 rank: self.rank,
                 size: self.size,
@@ -149,7 +153,7 @@ impl World {
 }
 
 fn read(
-    launcher: Launcher,
+    launcher: RankLauncher,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<Option<World>, CollectiveError> {
     let [rank, size, local, _] = launcher.variables();
@@ -180,7 +184,7 @@ fn read(
         .map(Some),
         (None, None) => Ok(None),
         // A batch script has the number of tasks without being one of them.
-        (None, Some(_)) if launcher == Launcher::Slurm => Ok(None),
+        (None, Some(_)) if launcher == RankLauncher::Slurm => Ok(None),
         (None, Some(_)) => Err(missing(size, rank)),
         (Some(_), None) => Err(missing(rank, size)),
     }
