@@ -77,8 +77,8 @@ fn main() -> Result<()> {
             },
         )?;
         let rank = mesh.rank();
-        let held = EXPERTS / RANKS; // consecutive experts, in the order of ranks
-        let experts = (rank * held..(rank + 1) * held).map(Scale::new).collect();
+        let held = mesh.experts(EXPERTS); // by their numbers
+        let experts = held.into_iter().map(Scale::new).collect();
         let options = LayerOptions::over(&mesh).training(Training::default());
         let mut layer = engine.user_layer(&spec, &weights, experts, options)?;
         let tokens = &x[rank * TOKENS * WIDTH..][..TOKENS * WIDTH];

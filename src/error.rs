@@ -59,6 +59,16 @@ pub enum Error {
     /// A GGUF file from which no spec can be made.
     #[error(transparent)]
     Gguf(Box<GgufError>),
+    /// A folder without a model.
+    #[error(
+        "{folder} has no config.json; give the folder of a model on this machine, as \
+         `hf download MODEL --local-dir {folder}` writes it",
+        folder = folder.display()
+    )]
+    NoModel {
+        /// The folder.
+        folder: PathBuf,
+    },
     /// A file that cannot be read.
     #[error("{}: {source}", path.display())]
     Io {

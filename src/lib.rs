@@ -74,7 +74,7 @@ mod simulators;
 pub mod trace;
 
 #[cfg(not(feature = "sim"))]
-use missing::simulators;
+pub(crate) use missing::simulators;
 
 pub use compilers::{Compilers, TargetNameError, resolve_target};
 pub use error::{Error, Result};

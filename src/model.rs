@@ -3,6 +3,7 @@
 use crate::{Engine, Error, Layer, LayerOptions};
 use moesaic_spec::hf::{self, Import};
 use moesaic_weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
+use std::io::ErrorKind;
 use std::path::Path;
 
 impl Engine {
@@ -29,7 +30,7 @@ impl Engine {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Io`] without a `config.json`, [`Error::Hf`] for a model or a layer that no spec
+    /// [`Error::NoModel`] without a `config.json`, [`Error::Hf`] for a model or a layer that no spec
     /// describes, [`Error::Weights`] for tensors that are not as the config says; otherwise as
     /// [`Engine::layer`].
     pub fn layer_from_hf(&self, folder: impl AsRef<Path>, layer: usize) -> Result<Layer, Error> {
@@ -49,7 +50,12 @@ impl Engine {
     ) -> Result<Layer, Error> {
         let path = folder.as_ref().join("config.json");
         let config = std::fs::read_to_string(&path);
-        let config = config.map_err(|source| Error::Io { path, source })?;
+        let config = config.map_err(|source| match source.kind() {
+            ErrorKind::NotFound => Error::NoModel {
+                folder: folder.as_ref().to_path_buf(),
+            },
+            _ => Error::Io { path, source },
+        })?;
         let import = hf::import(&config, layer)?;
         self.layer_of_import(import, &Checkpoint::open(folder)?, options)
     }
@@ -150,8 +156,8 @@ mod tests {
         let error = engine()
             .layer_from_hf(folder.path(), 1)
             .expect_err("no model");
-        assert!(matches!(error, Error::Io { .. }));
-        assert!(error.to_string().contains("config.json: "), "{error}");
+        assert!(matches!(error, Error::NoModel { .. }));
+        assert!(error.to_string().contains("hf download"), "{error}");
         write_model(folder.path()).expect("a model");
         let error = engine()
             .layer_from_hf(folder.path(), 7)

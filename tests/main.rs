@@ -4,6 +4,7 @@
 
 mod compared;
 mod conformance;
+mod cycles;
 mod errors;
 mod golden;
 mod golden_files;

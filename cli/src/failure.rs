@@ -266,6 +266,15 @@ impl From<PackError> for Failure {
     fn from(error: PackError) -> Failure {
         match error {
             PackError::Damaged { .. } => Failure::input(error),
+            // The library's text names a temporary file, too.
+            PackError::Io {
+                action,
+                path,
+                source,
+            } => {
+                let (path, reason) = (path.display(), reason(&source));
+                Failure::work(format!("cannot {action} {path}: {reason}"))
+            }
             other => Failure::work(other),
         }
     }

@@ -108,20 +108,36 @@ fn folded(line: &str, columns: usize) -> String {
     }
     let own = line.len() - line.trim_start_matches(' ').len();
     let (indent, text) = line.split_at(own);
-    let (mut folded, mut at) = (String::from(indent), own);
-    for (index, word) in text.split(' ').enumerate() {
+    let first = columns.saturating_sub(own);
+    let lines = wrapped(text, first, first.saturating_sub(2));
+    indent.to_string() + &lines.join(&format!("\n{indent}  "))
+}
+
+/// Divides a text into lines of at most `first` and then `rest` columns, between words.
+pub fn wrapped(text: &str, first: usize, rest: usize) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    let (mut at, mut columns) = (0, first);
+    for word in text.split(' ') {
         let wide = width(word.trim_end());
-        if index > 0 && at + 1 + wide > columns {
-            folded += &format!("\n{indent}  ");
-            at = own + 2;
-        } else if index > 0 {
-            folded.push(' ');
-            at += 1;
+        match lines.last_mut() {
+            Some(line) if at + 1 + wide <= columns => {
+                *line += " ";
+                *line += word;
+                at += 1 + wide;
+            }
+            // Several blanks in a row end where a line does.
+            Some(_) if word.is_empty() => {}
+            last => {
+                if let Some(line) = last {
+                    line.truncate(line.trim_end().len());
+                    columns = rest;
+                }
+                lines.push(word.to_string());
+                at = wide;
+            }
         }
-        folded += word;
-        at += wide;
     }
-    folded
+    lines
 }
 
 /// Returns the columns of a text, whose escapes have none.
@@ -146,6 +162,10 @@ mod tests {
         assert_eq!(
             narrow.fold("one_word_that_is_long b"),
             "one_word_that_is_long\n  b"
+        );
+        assert_eq!(
+            narrow.fold("dp     four_teen_long\n"),
+            "dp\n  four_teen_long\n"
         );
         let painted = "\x1b[1mone\x1b[0m two three\n";
         assert_eq!(narrow.fold(painted), painted);

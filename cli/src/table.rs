@@ -1,6 +1,6 @@
 //! Plain aligned tables.
 
-use crate::palette::Palette;
+use crate::palette::{Palette, wrapped};
 
 /// A table with a heading line.
 pub struct Table {
@@ -159,13 +159,14 @@ impl Table {
     /// Renders a row, on several lines if a text is wrapped.
     fn line(&self, row: &[Cell], block: &[usize], widths: &[usize], palette: &Palette) -> String {
         let own = block.iter().filter(|&&i| i < row.len());
-        let wrapped: Vec<(usize, Vec<String>)> =
-            own.map(|&i| (i, wrap(&row[i].text, widths[i]))).collect();
-        let height = wrapped.iter().map(|(_, lines)| lines.len()).max();
+        let cells: Vec<(usize, Vec<String>)> = own
+            .map(|&i| (i, wrapped(&row[i].text, widths[i], widths[i])))
+            .collect();
+        let height = cells.iter().map(|(_, lines)| lines.len()).max();
         let mut text = String::new();
         for at in 0..height.unwrap_or(1) {
             let mut line = String::from(" ");
-            for (i, lines) in &wrapped {
+            for (i, lines) in &cells {
                 let part = lines.get(at).map_or("", String::as_str);
                 let pad = " ".repeat(widths[*i].saturating_sub(part.chars().count()));
                 let painted = match part {
@@ -190,22 +191,6 @@ const LEAST_TEXT: usize = 24;
 /// Returns the width of a line with columns of these widths.
 fn line_width(widths: &[usize]) -> usize {
     widths.iter().map(|width| width + 2).sum()
-}
-
-/// Divides a text into lines of at most `width` characters, between words.
-fn wrap(text: &str, width: usize) -> Vec<String> {
-    if text.chars().count() <= width {
-        return vec![text.to_string()];
-    }
-    let mut lines: Vec<String> = Vec::new();
-    for word in text.split(' ') {
-        let fits = |line: &&mut String| line.chars().count() + 1 + word.chars().count() <= width;
-        match lines.last_mut().filter(fits) {
-            Some(line) => *line += &format!(" {word}"),
-            None => lines.push(word.to_string()),
-        }
-    }
-    lines
 }
 
 impl Cell {

@@ -10,8 +10,8 @@ use super::trained::RNG_KEY;
 use moesaic::engine::joined_placed;
 use moesaic::experts::MultiGate;
 use moesaic::mesh::ProcessGroup;
-use moesaic::plan::RankCoords;
-use moesaic::{LayerOptions, Mesh, Parallel, Strategy, Tensor, Tensors, Training};
+use moesaic::plan::{RankCoords, stacked};
+use moesaic::{Input, LayerOptions, Mesh, Parallel, Strategy, Tensor, Tensors, Training};
 use std::ops::Range;
 
 const TOKENS: usize = 23;
@@ -207,5 +207,32 @@ fn gates_take_the_part_of_a_rank() {
                 .collect::<Vec<_>>()
         };
         assert!(of(&parts, true) == of(&whole, false));
+    });
+}
+
+/// The way that docs/internals/ranks.md names: one exchange for the tokens of all gates.
+#[test]
+fn one_layer_takes_the_decisions_of_all_gates() {
+    let (engine, cases) = (engine(), three_gates(SMALL, TOKENS));
+    on_ranks(&engine, mesh(2, 1, 1), |mesh| {
+        let gates = multi_gate(&engine, &cases, LayerOptions::over(mesh));
+        let own = part(&cases[0], &shares(TOKENS, 2)[mesh.rank()]).input();
+        let (x, top_k) = (own.tensors["x"].to_f32(), cases[0].spec.shape.top_k);
+        let (mut all, mut ids) = (Vec::new(), Vec::new());
+        let (mut weights, mut apart) = (Vec::new(), Vec::new());
+        for layer in gates.layers() {
+            let routed = layer.route(own.reading(&["topk_ids", "topk_weights"]));
+            let routed = routed.unwrap();
+            all.extend_from_slice(&x);
+            ids.extend(routed["topk_ids"].to_vec::<i32>().unwrap());
+            weights.extend(routed["topk_weights"].to_f32());
+            apart.extend(layer.forward(&own).unwrap().y().to_f32());
+        }
+        let external = stacked(&cases[0].spec).unwrap();
+        let bank = &gates.layers()[0];
+        let layer = engine.layer_over_experts_of(bank, &external, &Tensors::new());
+        let input = Input::new(3 * own.tokens, &all).with_routing(top_k, &ids, &weights);
+        let together = layer.unwrap().forward(&input).unwrap();
+        assert!(together.y().to_f32() == apart, "the same bytes");
     });
 }

@@ -349,6 +349,7 @@ fn a_rank_reads_its_placed_experts_alone() {
     on_ranks(&cpu(), mesh(2, 1, 1), |mesh| {
         let mesh = mesh.placed(&placement).unwrap();
         let own = placement.of(mesh.place().ep).into_owned();
+        assert_eq!(mesh.experts(8), own);
         let layer = layer_on(&cpu(), &mesh, &case, None);
         assert_eq!(layer.rank_plan().unwrap().own_experts(), own);
         let part = mesh.part(&whole, "experts.up.weight").unwrap();

@@ -9,7 +9,7 @@ use super::mesh::{layer_on, mesh, on_ranks, part, shares, spec};
 use super::trained::RNG_KEY;
 use super::{mesh_equal_weights, mesh_gates};
 use moesaic::collectives::{Call, mpi};
-use moesaic::toolchain::testing::mpich;
+use moesaic::toolchain::testing::{MpiLauncher, mpich, open_mpi};
 use moesaic::{DType, Mesh, Parallel, Training};
 
 const RANKS: Parallel = mesh(4, 1, 1);
@@ -59,10 +59,19 @@ fn a_process() {
 
 #[test]
 fn processes_compute_what_threads_do() {
+    compute_what_threads_do(&mpich());
+}
+
+#[test]
+fn processes_under_open_mpi_compute_what_threads_do() {
+    compute_what_threads_do(&open_mpi());
+}
+
+fn compute_what_threads_do(mpi: &MpiLauncher) {
     let this = std::env::current_exe().unwrap();
     let name = concat!(module_path!(), "::a_process");
     let (_, name) = name.split_once("::").expect("a crate and modules");
-    let mut ranks = mpich().command_within(120, RANKS.ranks(), &this);
+    let mut ranks = mpi.command_within(120, RANKS.ranks(), &this);
     let ended = ranks.args(["--ignored", "--exact", name, "--nocapture"]);
     let ended = ended.output().expect("mpiexec starts");
     let said = [&ended.stdout[..], &ended.stderr[..]].concat();

@@ -302,9 +302,8 @@ fn near_one_process(owned: &[usize], own: &Gradients, of_all: &Gradients) {
 
 /// Returns the experts that the mesh places on this rank, with their ids.
 fn of_rank<E>(mesh: &Mesh, spec: &LayerSpec, experts: Vec<E>) -> (Vec<usize>, Vec<E>) {
-    let placed = mesh.placement_of(spec.shape.experts).unwrap();
     let mut all: Vec<Option<E>> = experts.into_iter().map(Some).collect();
-    let owned = placed.of(mesh.place().ep).to_vec();
+    let owned = mesh.experts(spec.shape.experts);
     let own = owned.iter().map(|&expert| all[expert].take().unwrap());
     (owned.clone(), own.collect())
 }

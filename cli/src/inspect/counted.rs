@@ -1,6 +1,5 @@
 //! Counts of a simulator from one run of the layer on random tokens.
 
-use super::model::Inspection;
 use crate::failure::{Failure, Result};
 use crate::random;
 use crate::table::Table;
@@ -86,19 +85,6 @@ impl Counted {
             tokens,
             kernels: kernels.collect(),
         })
-    }
-
-    /// Keeps the counts of the requested launches, and names the kernels after these launches.
-    #[must_use]
-    pub fn of(mut self, inspection: &Inspection) -> Counted {
-        self.kernels
-            .retain(|kernel| inspection.shows(&kernel.counters.symbol));
-        for kernel in &mut self.kernels {
-            if let Some(launch) = inspection.only(&kernel.name, self.tokens as u64) {
-                kernel.name = launch.label.clone();
-            }
-        }
-        self
     }
 
     /// Returns the heading of the table.

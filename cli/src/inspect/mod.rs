@@ -141,7 +141,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
             tokens as usize,
             store,
         )?;
-        inspection.counted = Some(counted.of(&inspection));
+        inspection.count(counted);
     }
     drop(progress);
     if let Some(trouble) = &inspection.trouble {

@@ -145,6 +145,19 @@ impl Inspection {
         launches.next().filter(|_| launches.next().is_none())
     }
 
+    /// Adds the counts of the requested launches, and names the kernels after these launches.
+    pub fn count(&mut self, mut counted: Counted) {
+        counted
+            .kernels
+            .retain(|kernel| self.shows(&kernel.counters.symbol));
+        for kernel in &mut counted.kernels {
+            if let Some(launch) = self.only(&kernel.name, counted.tokens as u64) {
+                kernel.name = launch.label.clone();
+            }
+        }
+        self.counted = Some(counted);
+    }
+
     /// Returns the entry of a launch.
     pub fn entry(&self, launch: &InspectedLaunch) -> &Entry {
         &self.plan[launch.entry]

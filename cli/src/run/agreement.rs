@@ -1,7 +1,7 @@
 //! A check that all processes of a job have the same options and input, since each reads its own
 //! command line and files.
 
-use super::ranks::RankJob;
+use super::job::RankJob;
 use crate::failure::Failure;
 use crate::mesh;
 use blake3::Hasher;

@@ -2,8 +2,10 @@
 
 mod agreement;
 mod check;
+mod file_tensors;
 mod hashed;
 mod input;
+mod job;
 mod meeting;
 mod outcome;
 mod pass;
@@ -26,6 +28,7 @@ use crate::threads::ThreadArgs;
 pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
+use job::RankJob;
 use meeting::RankMeeting;
 use moesaic::spec::hf::Import;
 use moesaic::trace::{Recorder, Trace, chrome_trace};
@@ -35,9 +38,9 @@ use moesaic::weights::{write_safetensors, write_whole};
 use moesaic::{Engine, EngineOptions, LayerSpec, Statistics, Tensors};
 use outcome::RunOutcome;
 use pass::PassArgs;
-use ranks::{RankArgs, RankJob, SharedLayer};
+use ranks::{RankArgs, SharedLayer};
 use record::CallRouting;
-use replay::ReplaySource;
+use replay::{ReplayArgs, ReplaySource};
 use report::RunReport;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -127,13 +130,8 @@ pub struct RunArgs {
     /// .npy writes the ids alone, as vLLM's routed_experts of one layer
     #[arg(long, value_name = "FILE")]
     record: Option<PathBuf>,
-    /// Take experts and weights of every token from a routing record instead of the router; from
-    /// an .npy file, vLLM's routed_experts, the experts alone
-    #[arg(long, value_name = "FILE", requires = "input")]
-    replay: Option<PathBuf>,
-    /// The layer of an .npy record; without it the only one, or the model's
-    #[arg(long, value_name = "N", requires = "replay")]
-    replay_layer: Option<usize>,
+    #[command(flatten)]
+    replay: ReplayArgs,
     /// Also write the times of each launch and exchange, for chrome://tracing and ui.perfetto.dev,
     /// with one lane for launches and one for exchanges per rank. On GPUs the run then waits for
     /// each launch
@@ -170,7 +168,7 @@ impl RunArgs {
                 "--keys does nothing with --hf and --gguf: the model's own names are read";
             return Err(Failure::input(message).hint("leave it out, or take --spec"));
         }
-        let replay = self.replay(&source)?;
+        let replay = self.replay.read(&source, self.layer.layer)?;
         let own = source.spec.clone();
         match &replay {
             // The record already masks the choices that a capacity dropped, so nothing is dropped
@@ -359,7 +357,7 @@ impl RunArgs {
             .layer(&self.layer)
             .checkpoint("--weights", self.weights.as_deref())
             .read("--input", &self.input)
-            .read("--replay", &self.replay)
+            .read("--replay", &self.replay.replay)
             .read("--placement", &self.ranks.placement);
         for (option, path) in outputs {
             path.map_or(Ok(()), |path| check_output(option, path))?;
@@ -460,7 +458,7 @@ impl RunArgs {
     /// Returns the options that `precompile` needs and an engine does not know: a replay has the
     /// layer without its router, or with a table of an array's tokens.
     fn ahead(&self) -> String {
-        match &self.replay {
+        match &self.replay.replay {
             None => String::new(),
             Some(path) if replay::is_array(path) => format!(" --replay={}", path.display()),
             Some(_) => " --replay".to_string(),

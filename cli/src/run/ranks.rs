@@ -3,9 +3,9 @@
 use super::agreement::{self, AgreedPlan};
 use super::hashed::Hashed;
 use super::input::Tokens;
+use super::job::RankJob;
 use super::meeting::{self, RankMeeting};
 use super::outcome::RunOutcome;
-use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
 use crate::spec_source::needs_numbers;
 use crate::{experts, mesh};
@@ -18,10 +18,9 @@ use moesaic::mesh::{Placement, ProcessGroup, TokenScope};
 use moesaic::spec::LossKind;
 use moesaic::tensor::WeightSource;
 use moesaic::trace::{Recorder, Trace};
-use moesaic::weights::LayerReader;
 use moesaic::{
-    Engine, EngineError, EngineOptions, Layer, LayerOptions, LayerSpec, Mesh, Parallel, Strategy,
-    Tensor, Tensors,
+    EngineError, EngineOptions, Layer, LayerOptions, LayerSpec, Mesh, Parallel, Strategy, Tensor,
+    Tensors,
 };
 use serde_json::Value;
 use std::path::PathBuf;
@@ -81,23 +80,6 @@ impl Ranks {
             Ranks::Processes(world) => world.size,
         }
     }
-}
-
-/// The work that the ranks do together.
-pub struct RankJob<'j> {
-    pub engine: &'j Engine,
-    pub spec: &'j LayerSpec,
-    pub weights: &'j LayerReader<'j>,
-    /// The choices that decide which weights are read, besides their file and the spec.
-    pub reading: String,
-    pub pass: &'j PassArgs,
-    pub tokens: &'j Tokens<'j>,
-    /// Whether a trace was requested.
-    pub traced: bool,
-    /// Whether a routing record was requested.
-    pub recorded: bool,
-    /// The options that `precompile` needs and an engine does not know.
-    pub ahead: &'j str,
 }
 
 /// The ranks of a run, and the way they share the layer.

@@ -1,6 +1,6 @@
 //! Routing records: the decisions of a run's router, in a file of their own.
 
-use super::input::{expect_shape, find, integers};
+use super::file_tensors::{expect_shape, find, integers};
 use crate::failure::{Failure, Result};
 use moesaic::weights::Checkpoint;
 use moesaic::{LayerSpec, Record, Statistics, Tensor, Tensors};

@@ -1,11 +1,10 @@
 //! The decisions that a run takes from a file: a routing record of a run, or the experts that a
 //! serving engine chose.
 
-use super::RunArgs;
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, reason};
 use crate::spec_source::SpecSource;
-use moesaic::train::replay::{self, RoutedExperts};
-use std::path::Path;
+use moesaic::train::replay::{self, ReplayError, RoutedExperts};
+use std::path::{Path, PathBuf};
 
 /// The decisions of a file that replace the router's.
 pub enum ReplaySource<'p> {
@@ -20,9 +19,26 @@ pub fn is_array(path: &Path) -> bool {
     path.extension().is_some_and(|end| end == "npy")
 }
 
-impl RunArgs {
-    /// Returns the decisions that replace the router's. Only an array is read here.
-    pub(super) fn replay(&self, source: &SpecSource) -> Result<Option<ReplaySource<'_>>> {
+/// The options that name the decisions.
+#[derive(clap::Args, Debug)]
+pub struct ReplayArgs {
+    /// Take experts and weights of every token from a routing record instead of the router; from
+    /// an .npy file, vLLM's routed_experts, the experts alone
+    #[arg(long, value_name = "FILE", requires = "input")]
+    pub replay: Option<PathBuf>,
+    /// The layer of an .npy record; without it the only one, or the model's
+    #[arg(long, value_name = "N", requires = "replay")]
+    replay_layer: Option<usize>,
+}
+
+impl ReplayArgs {
+    /// Returns the decisions that replace the router's; only an array is read here. `own` is the
+    /// layer that `--layer` names.
+    pub fn read(
+        &self,
+        source: &SpecSource,
+        own: Option<usize>,
+    ) -> Result<Option<ReplaySource<'_>>> {
         let Some(path) = &self.replay else {
             return Ok(None);
         };
@@ -34,29 +50,36 @@ impl RunArgs {
                 )),
             };
         }
-        let wrong = |error| Failure::input(format!("--replay {}: {error}", path.display()));
-        let record = RoutedExperts::read(path).map_err(Failure::input)?;
-        let layer = self.recorded_layer(&record, source)?;
+        let wrong = |error| unread(path, &error);
+        let record = RoutedExperts::read(path).map_err(wrong)?;
+        // vLLM counts the model's dense layers, too, and so does `--layer`.
+        let own = source.import.as_ref().and(own);
+        let layer = self.recorded_layer(&record, own)?;
         let replayed = record.replay(&source.spec, layer).map_err(wrong)?;
         Ok(Some(ReplaySource::Experts(Box::new(replayed))))
     }
 
     /// Returns the layer of a record that this layer is.
-    fn recorded_layer(&self, record: &RoutedExperts, source: &SpecSource) -> Result<usize> {
+    fn recorded_layer(&self, record: &RoutedExperts, own: Option<usize>) -> Result<usize> {
         let layers = record.shape().layers;
         match (self.replay_layer, layers) {
             (Some(layer), _) => Ok(layer),
             (None, 1) => Ok(0),
-            (None, _) => {
-                // vLLM counts the model's dense layers, too, and so does `--layer`.
-                let own = source.import.as_ref().and(self.layer.layer);
-                own.ok_or_else(|| {
-                    Failure::input(format!("the record has {layers} layers"))
-                        .hint("name one by --replay-layer")
-                })
-            }
+            (None, _) => own.ok_or_else(|| {
+                Failure::input(format!("the record has {layers} layers"))
+                    .hint("name one by --replay-layer")
+            }),
         }
     }
+}
+
+/// Returns the failure of a record that cannot be used.
+fn unread(path: &Path, error: &ReplayError) -> Failure {
+    let why = match error {
+        ReplayError::File { source, .. } => reason(source),
+        other => other.to_string(),
+    };
+    Failure::input(format!("--replay {}: {why}", path.display()))
 }
 
 /// Writes the ids of a run as a record of one layer.

@@ -9,6 +9,7 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
 mod all_to_all;
+mod both;
 mod comm_dtype;
 mod mesh;
 mod ops;
@@ -20,10 +21,13 @@ pub mod schedules;
 mod sent;
 mod shape;
 mod strategy;
+mod strategy_check;
+mod strategy_error;
 #[doc(hidden)]
 pub mod testing;
 
 pub use all_to_all::{ALL_TO_ALLS, AllToAll, AllToAllRow, Hop, RowPath};
+pub use both::Both;
 pub use comm_dtype::{COMM_DTYPES, CommDtype, CommDtypeRow, CommScales};
 pub use mesh::{AdaptiveMesh, MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
 pub use ops::{Amount, Collective, CollectiveOp, NUMBER_BYTES, OPS, OpGroup, OpRow, OpText};
@@ -36,4 +40,5 @@ pub use placement::{Placement, PlacementError, RowSource, Split};
 pub use placement::{ShadowForm, ShadowModel, shadows};
 pub use sent::{Sends, Sent};
 pub use shape::{Levels, MOST_LEVELS, NodeRank, NodeShape};
-pub use strategy::{Both, MAX_CHUNKS, ParseStrategyError, PlanForm, Strategy, StrategyError};
+pub use strategy::{MAX_CHUNKS, ParseStrategyError, PlanForm, Strategy};
+pub use strategy_error::StrategyError;

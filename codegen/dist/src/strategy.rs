@@ -2,7 +2,7 @@
 
 use crate::all_to_all::ALL_TO_ALLS;
 use crate::comm_dtype::COMM_DTYPES;
-use crate::{AdaptiveMesh, AllToAll, CommDtype, Overlap, OverlapBy, Parallel};
+use crate::{AllToAll, Both, CommDtype, Overlap, OverlapBy, Parallel};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -44,26 +44,6 @@ impl Default for Strategy {
             all_to_all: AllToAll::Linear,
             comm_dtype: Both::same(CommDtype::Unchanged),
             shadows: 0,
-        }
-    }
-}
-
-/// A value for forward and one for backward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Both<T> {
-    /// The value for forward.
-    pub forward: T,
-    /// The value for backward.
-    pub backward: T,
-}
-
-impl<T: Copy> Both<T> {
-    /// Returns the same value for both.
-    pub fn same(value: T) -> Both<T> {
-        Both {
-            forward: value,
-            backward: value,
         }
     }
 }
@@ -137,16 +117,6 @@ impl fmt::Display for AllToAll {
 impl fmt::Display for CommDtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.word())
-    }
-}
-
-impl<T: fmt::Display + PartialEq> fmt::Display for Both<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.forward == self.backward {
-            write!(f, "{}", self.forward)
-        } else {
-            write!(f, "{}/{}", self.forward, self.backward)
-        }
     }
 }
 
@@ -272,85 +242,6 @@ impl ParseStrategyError {
     }
 }
 
-/// A strategy that a mesh does not allow.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum StrategyError {
-    /// An adaptive parallelism degree that does not divide the shards.
-    #[error(
-        "rows cannot go to {adaptive_r} of {expert_tp} shards; take 0, where rows stay and weights are \
-         gathered, or a divisor of {expert_tp}"
-    )]
-    AdaptiveMesh {
-        /// The value that was asked for.
-        adaptive_r: usize,
-        /// The mesh's number.
-        expert_tp: usize,
-    },
-    /// Weights are packed, so other ranks cannot gather them.
-    #[error(
-        "experts' weights are packed for a CPU, and other ranks cannot gather them so, as \
-         `{strategy}` asks; make the layer on `Mesh::for_any_r`"
-    )]
-    Packed {
-        /// The value that was asked for.
-        strategy: Strategy,
-    },
-    /// No chunks, or too many.
-    #[error("rows cannot travel in {overlap_degree} chunks; take 1 to {MAX_CHUNKS}")]
-    Degree {
-        /// The value that was asked for.
-        overlap_degree: usize,
-    },
-    /// The nodes of a group do not allow the all-to-all algorithm.
-    #[error(
-        "all_to_all={all_to_all} needs the same number of consecutive ranks on each node, but \
-         {reason}; start ranks so, or take all_to_all=linear"
-    )]
-    Nodes {
-        /// The value that was asked for.
-        all_to_all: AllToAll,
-        /// The nodes of the ranks.
-        reason: String,
-    },
-    /// Rows between ranks of one node would be cast, or rows between nodes would not.
-    #[error(
-        "all_to_all=dedup-ranks sends and sums rows in their own dtype, so comm_dtype={comm_dtype} \
-         would change nothing; take comm_dtype=none, or all_to_all=dedup"
-    )]
-    UncastSums {
-        /// The value that was asked for.
-        comm_dtype: Both<CommDtype>,
-    },
-    /// Shadows need whole experts that rows go to.
-    #[error(
-        "shadows={shadows} needs whole experts that rows go to, and a layer in {expert_tp} shards \
-         with rows to {adaptive_r} of them has none; make a mesh with expert_tp=1 and \
-         leave out `r`, or take shadows=0"
-    )]
-    Shadows {
-        /// The value that was asked for.
-        shadows: usize,
-        /// The mesh's number.
-        expert_tp: usize,
-        /// The number of shards that rows go to.
-        adaptive_r: usize,
-    },
-    /// The chunks of forward and backward have too many common chunks.
-    #[error(
-        "{forward} chunks in forward and {backward} in backward are {chunks} chunks that both are \
-         made of, and there may be {MAX_CHUNKS}; choose two of which one divides the other"
-    )]
-    Degrees {
-        /// The value that was asked for.
-        forward: usize,
-        /// The value that was asked for.
-        backward: usize,
-        /// The number of common chunks ([`Overlap::common`]).
-        chunks: usize,
-    },
-}
-
 /// The largest number of chunks. Tutel's authors report that more hardly help.
 pub const MAX_CHUNKS: usize = 64;
 
@@ -446,40 +337,12 @@ impl Strategy {
     pub fn gathers(&self, mesh: &Parallel) -> bool {
         self.adaptive_r(mesh) != mesh.expert_tp || self.shadows > 0
     }
-
-    /// Checks that a mesh allows the strategy.
-    ///
-    /// # Errors
-    /// [`StrategyError`] says what is possible.
-    pub fn check(&self, mesh: &Parallel) -> Result<(), StrategyError> {
-        AdaptiveMesh::new(*mesh, self.adaptive_r(mesh))?.shadowing(self.shadows)?;
-        let comm_dtype = self.comm_dtype;
-        if self.all_to_all.row().deduplicates_ranks()
-            && comm_dtype != Both::same(CommDtype::Unchanged)
-        {
-            return Err(StrategyError::UncastSums { comm_dtype });
-        }
-        let degrees = [self.overlap_degree.forward, self.overlap_degree.backward];
-        let wrong = degrees.iter().find(|n| !(1..=MAX_CHUNKS).contains(*n));
-        if let Some(&overlap_degree) = wrong {
-            return Err(StrategyError::Degree { overlap_degree });
-        }
-        let Both { forward, backward } = self.overlap_degree;
-        let chunks = self.chunks().common();
-        if chunks > MAX_CHUNKS {
-            return Err(StrategyError::Degrees {
-                forward,
-                backward,
-                chunks,
-            });
-        }
-        Ok(())
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::StrategyError;
 
     #[test]
     fn of_equally_good_ones_the_simplest_is_taken() {

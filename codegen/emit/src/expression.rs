@@ -1,6 +1,6 @@
 //! A custom activation as statements of a kernel.
 
-use crate::render::c_float;
+use crate::literal::c_float;
 use moesaic_spec::Expression;
 use moesaic_spec::expression::{Id, MathFunction, Node};
 use std::collections::BTreeSet;

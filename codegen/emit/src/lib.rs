@@ -12,6 +12,7 @@ mod codes;
 mod expression;
 mod gate;
 mod gemm;
+mod literal;
 mod render;
 mod signature;
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use crate::expression::{self, Notation};
 use crate::gate::GateText;
 use crate::gemm::GemmText;
+use crate::literal::c_float;
 use crate::signature::EntryText;
 use crate::{EmitError, Prelude, language};
 use moesaic_kernel::{ArchCaps, Entry, Language, Target};
@@ -270,17 +271,6 @@ fn parse(templates: &[moesaic_templates::Template]) -> Result<Tera, String> {
 /// Returns an expression that validation has accepted.
 fn parsed(text: &str) -> TeraResult<Expression> {
     Expression::parse(text).map_err(|error| tera::Error::message(error.to_string()))
-}
-
-/// Returns a float literal of C: the shortest decimal that reads back as the same `f32`, such as
-/// `2.5f` or `1e-20f`.
-pub(crate) fn c_float(value: f64) -> String {
-    let text = format!("{:?}", value as f32);
-    match text.as_str() {
-        "inf" => "INFINITY".to_string(),
-        "-inf" => "-INFINITY".to_string(),
-        digits => format!("{digits}f"),
-    }
 }
 
 /// Drops trailing blanks and runs of empty lines that conditions leave.

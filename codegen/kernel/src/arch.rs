@@ -1,7 +1,23 @@
 //! The table of GPU architectures: one row each. Tilings, templates, compilers, devices, simulators
 //! and reports read it, so an architecture of a known kind is one more row.
 
-use crate::target::{CudaArch, RocmArch, Target};
+use std::fmt;
+
+/// An NVIDIA architecture. `sm_90a` is compute capability 9.0, suffix `a`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CudaArch {
+    /// Compute capability times ten: 90 for 9.0.
+    pub capability: u16,
+    /// `a` (this architecture only), `f` (its family) or none.
+    pub suffix: Option<char>,
+}
+
+/// An AMD architecture by its LLVM name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RocmArch {
+    /// The LLVM processor name: `gfx942`.
+    pub name: &'static str,
+}
 
 /// The properties of a GPU architecture that something outside its own templates depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -331,6 +347,26 @@ impl ArchCaps {
 }
 
 impl CudaArch {
+    /// Returns whether a GPU of this architecture runs binaries for `asked`: the same major
+    /// capability, a minor one at most its own, and for suffixed architectures the very same (`a`)
+    /// or its family (`f`).
+    pub fn runs(self, asked: CudaArch) -> bool {
+        let family = self.capability / 10 == asked.capability / 10;
+        match asked.suffix {
+            Some('a') => self.capability == asked.capability,
+            _ => family && asked.capability <= self.capability,
+        }
+    }
+}
+
+impl fmt::Display for CudaArch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sm_{}", self.capability)?;
+        self.suffix.map_or(Ok(()), |suffix| write!(f, "{suffix}"))
+    }
+}
+
+impl CudaArch {
     /// Returns the row of the architecture; of one that the table does not have, the row of the
     /// newest before it.
     pub fn caps(self) -> &'static ArchCaps {
@@ -352,20 +388,10 @@ impl RocmArch {
     }
 }
 
-impl Target {
-    /// Returns the row of a GPU, also of one that is simulated; `None` for CPUs.
-    pub fn caps(self) -> Option<&'static ArchCaps> {
-        match self.hardware() {
-            Target::Cuda(arch) => Some(arch.caps()),
-            Target::Rocm(arch) => Some(arch.caps()),
-            Target::Cpu(_) | Target::Sim(_) => None,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Target;
     use std::collections::BTreeSet;
 
     #[test]

@@ -15,7 +15,7 @@ mod size;
 mod source;
 mod target;
 
-pub use arch::{ArchCaps, MatrixUnit, Mfma, UnitCaps};
+pub use arch::{ArchCaps, CudaArch, MatrixUnit, Mfma, RocmArch, UnitCaps};
 pub use caches::CpuCaches;
 pub use dtype::DType;
 pub use size::Size;
@@ -23,4 +23,4 @@ pub use source::{
     Access, Entry, KernelSource, Language, Launch, Param, ParamType, Scalar, Stem, Swizzle,
     TensorMap,
 };
-pub use target::{CpuIsa, CudaArch, RocmArch, SimArch, Target, TargetError};
+pub use target::{CpuIsa, SimArch, Target, TargetError};

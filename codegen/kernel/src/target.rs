@@ -1,6 +1,6 @@
 //! The targets of kernels: the name of a backend and its architecture.
 
-use crate::arch::{CUDA, ROCM};
+use crate::arch::{ArchCaps, CUDA, CudaArch, ROCM, RocmArch};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -46,22 +46,6 @@ pub enum CpuIsa {
     Neon,
     /// [`CpuIsa::Neon`] with the bf16 instructions of Armv8.6.
     NeonBf16,
-}
-
-/// An NVIDIA architecture. `sm_90a` is compute capability 9.0, suffix `a`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct CudaArch {
-    /// Compute capability times ten: 90 for 9.0.
-    pub capability: u16,
-    /// `a` (this architecture only), `f` (its family) or none.
-    pub suffix: Option<char>,
-}
-
-/// An AMD architecture by its LLVM name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct RocmArch {
-    /// The LLVM processor name: `gfx942`.
-    pub name: &'static str,
 }
 
 /// A target name that moesaic does not know.
@@ -206,23 +190,14 @@ impl CpuIsa {
     }
 }
 
-impl CudaArch {
-    /// Returns whether a GPU of this architecture runs binaries for `asked`: the same major
-    /// capability, a minor one at most its own, and for suffixed architectures the very same (`a`)
-    /// or its family (`f`).
-    pub fn runs(self, asked: CudaArch) -> bool {
-        let family = self.capability / 10 == asked.capability / 10;
-        match asked.suffix {
-            Some('a') => self.capability == asked.capability,
-            _ => family && asked.capability <= self.capability,
+impl Target {
+    /// Returns the row of a GPU, also of one that is simulated; `None` for CPUs.
+    pub fn caps(self) -> Option<&'static ArchCaps> {
+        match self.hardware() {
+            Target::Cuda(arch) => Some(arch.caps()),
+            Target::Rocm(arch) => Some(arch.caps()),
+            Target::Cpu(_) | Target::Sim(_) => None,
         }
-    }
-}
-
-impl fmt::Display for CudaArch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sm_{}", self.capability)?;
-        self.suffix.map_or(Ok(()), |suffix| write!(f, "{suffix}"))
     }
 }
 

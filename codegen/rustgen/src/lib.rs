@@ -39,11 +39,13 @@ mod docs;
 mod kernels;
 mod layer;
 mod names;
+mod options;
 mod tensors;
 mod training;
 mod types;
 
 pub use names::{file_name, type_name};
+pub use options::GenerateOptions;
 
 use moesaic_kernel::{CpuIsa, Target};
 use moesaic_plan::{PlanError, PlanOptions, Training, plan};
@@ -51,31 +53,6 @@ use moesaic_spec::LayerSpec;
 use names::Names;
 use proc_macro2::TokenStream;
 use quote::quote;
-use syn::{Attribute, Ident, Path, Visibility, parse_quote};
-
-/// Options for the generated items.
-#[derive(Clone, Debug)]
-pub struct GenerateOptions {
-    /// The name of the layer type; derived from the spec's name when absent.
-    pub name: Option<Ident>,
-    /// The visibility of every item.
-    pub visibility: Visibility,
-    /// Attributes and docs of the layer type, before the generated docs.
-    pub attributes: Vec<Attribute>,
-    /// The path of the facade crate.
-    pub crate_path: Path,
-}
-
-impl Default for GenerateOptions {
-    fn default() -> Self {
-        GenerateOptions {
-            name: None,
-            visibility: parse_quote!(pub),
-            attributes: Vec::new(),
-            crate_path: parse_quote!(::moesaic),
-        }
-    }
-}
 
 /// The reason no Rust can be generated for a spec.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

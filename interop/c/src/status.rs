@@ -96,7 +96,8 @@ fn status_of(error: &moesaic::Error) -> Status {
             Status::Invalid
         }
         E::Weights(_) | E::Plan(_) | E::Shape(_) => Status::Invalid,
-        E::Open(_) | E::Io { .. } | E::Store(_) | E::Compile(_) => Status::Unavailable,
+        E::Open(_) | E::Io { .. } | E::NoModel { .. } => Status::Unavailable,
+        E::Store(_) | E::Compile(_) => Status::Unavailable,
         _ => Status::Failed,
     }
 }

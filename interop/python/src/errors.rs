@@ -48,9 +48,12 @@ impl From<moesaic::Error> for Failure {
             E::Engine(error) => error.into(),
             E::Open(error) => error.into(),
             E::Device(error) => Failure::Other(words::of_device(&error)),
-            E::Spec(_) | E::Target(_) | E::Hf(_) | E::Gguf(_) | E::Io { .. } => {
-                Failure::Invalid(error.to_string())
-            }
+            E::Spec(_)
+            | E::Target(_)
+            | E::Hf(_)
+            | E::Gguf(_)
+            | E::Io { .. }
+            | E::NoModel { .. } => Failure::Invalid(error.to_string()),
             E::Weights(_) | E::Plan(_) | E::Shape(_) => Failure::Invalid(error.to_string()),
             other => Failure::Other(other.to_string()),
         }

@@ -12,14 +12,11 @@
 //! Integers are little-endian. The hash covers the key but the file does not contain it, so an
 //! entry under a wrong name is detected like a flipped bit.
 
+use crate::version::FORMAT_VERSION;
 use crate::{KernelKey, hash};
 use moesaic_kernel::{Entry, KernelSource, Language, Stem, Target};
 use moesaic_target::{Artifact, ArtifactReport};
 use serde::{Deserialize, Serialize};
-
-/// The version of the store's format. It names a directory, and is a field of every file and a part
-/// of every key.
-pub const FORMAT_VERSION: u32 = 1;
 
 /// An upper bound far above any kernel. A longer file is not one of ours, and is never read into
 /// memory.

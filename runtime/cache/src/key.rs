@@ -1,7 +1,7 @@
 //! The identity of a kernel.
 
-use crate::format::FORMAT_VERSION;
 use crate::hash;
+use crate::version::FORMAT_VERSION;
 use hmac_sha256::Hash;
 use moesaic_kernel::Target;
 use std::fmt;

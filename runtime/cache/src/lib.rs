@@ -34,12 +34,13 @@ mod stats;
 mod store;
 mod tuned;
 mod upkeep;
+mod version;
 
 #[cfg(feature = "packs")]
 pub use error::PackError;
 pub use error::{FetchError, StoreError};
 pub use fetch::{Fetched, KernelOrigin, KernelRequest};
-pub use format::{FORMAT_VERSION, KernelInfo, StoredKernel, hash_source};
+pub use format::{KernelInfo, StoredKernel, hash_source};
 pub use home::{NoHome, home};
 pub use key::{KernelKey, KeyParts};
 #[cfg(feature = "packs")]
@@ -48,3 +49,4 @@ pub use stats::StoreStats;
 pub use store::{PATIENCE, Store};
 pub use tuned::{Bucket, Tuned, TunedMachine};
 pub use upkeep::{Bad, Listed, OnBad, PruneRule, Pruned, Verified};
+pub use version::FORMAT_VERSION;

@@ -55,7 +55,9 @@ impl<'a> Input<'a> {
         self
     }
 
-    /// Returns the arguments of a call with this input that reads these outputs back.
+    /// Returns the arguments of a call with this input that reads these outputs back. They borrow
+    /// the input, so give an input that you do not pass on at once a name:
+    /// `let input = Input::new(5, &x); layer.forward(input.reading(&["y", "counts"]))`.
     pub fn reading<'c>(&'c self, outputs: &'c [&'c str]) -> CallInput<'c> {
         CallInput::from(self).reading(outputs)
     }

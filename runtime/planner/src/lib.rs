@@ -18,6 +18,7 @@ mod calibration;
 mod chunks;
 mod collective_ops;
 mod cost;
+mod error;
 mod exchange;
 mod fit;
 mod geometry;
@@ -41,6 +42,7 @@ pub mod validate;
 pub use all_to_all::all_to_all_factor;
 pub use calibration::{Calibration, LevelFit, MeasuredProcessor, Timed};
 pub use cost::Cost;
+pub use error::PlannerError;
 pub use exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime};
 pub use fit::{Fit, Point, fit, fit_line};
 pub use machine::{
@@ -51,9 +53,7 @@ pub use memory::MemoryUse;
 pub use reach::expected_groups;
 pub use read::ReadError;
 pub use routing::{RoutedRows, RoutingError};
-pub use scenario::{
-    Bottleneck, PassEstimate, PhaseOf, PlannerError, Prediction, Scenario, Simulated,
-};
+pub use scenario::{Bottleneck, PassEstimate, PhaseOf, Prediction, Scenario, Simulated};
 pub use search::{Ranked, Space, search};
 pub use simulate::Simulator;
 pub use trace::chrome;

@@ -2,8 +2,8 @@
 
 mod check;
 
+use crate::error::PlannerError;
 use crate::read::{self, ReadError};
-use crate::scenario::PlannerError;
 use moesaic_kernel::{DType, Target};
 use moesaic_plan::{AllToAll, OverlapBy};
 use serde::{Deserialize, Serialize};

@@ -1,6 +1,6 @@
 //! The search for the fastest configurations on a machine.
 
-use crate::scenario::PlannerError;
+use crate::error::PlannerError;
 use crate::{Prediction, Scenario, Simulator};
 use moesaic_dist::ALL_TO_ALLS;
 use moesaic_plan::{

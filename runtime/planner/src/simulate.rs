@@ -2,13 +2,14 @@
 
 use crate::chunks::{Choices, ChunkShare};
 use crate::collective_ops::CommConfig;
+use crate::error::PlannerError;
 use crate::geometry::{self, Rank};
 use crate::memory::memory;
 use crate::plan_parts::Costs;
 use crate::reach;
 use crate::routing::RoutedRows;
 use crate::run::Run;
-use crate::scenario::{PlannerError, Prediction, Scenario, Simulated};
+use crate::scenario::{Prediction, Scenario, Simulated};
 use crate::traffic;
 use moesaic_plan::{
     AllToAll, Both, CommDtype, OverlapBy, Parallel, Placement, PlanError, PlanForm, PlanOptions,

@@ -3,12 +3,12 @@
 use super::super::model::Inspection;
 use super::escape;
 use std::env;
+use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
 
 /// Renders the spec, the command line and the version with the commit of its source.
 pub fn section(inspection: &Inspection) -> String {
-    let command: Vec<String> = env::args().map(|word| quoted(&word)).collect();
     let commit = commit().map_or(String::new(), |commit| {
         format!(", source at commit <code>{}</code>", escape(&commit))
     });
@@ -17,9 +17,15 @@ pub fn section(inspection: &Inspection) -> String {
          <div class=\"card origin\"><pre class=\"plain\">{}</pre><details><summary>the spec, \
          as TOML</summary><pre class=\"plain\">{}</pre></details></div>\n",
         env!("CARGO_PKG_VERSION"),
-        escape(&command.join(" ")),
+        escape(&command(env::args_os())),
         escape(inspection.plan.spec.to_toml().trim_end()),
     )
+}
+
+/// Returns a command line. Bytes of paths that are no UTF-8 are shown as replacement characters.
+fn command(words: impl Iterator<Item = OsString>) -> String {
+    let words = words.map(|word| quoted(&word.to_string_lossy()));
+    words.collect::<Vec<String>>().join(" ")
 }
 
 /// Quotes a word of a command line for a shell, if that is needed. Of the program only the name
@@ -55,6 +61,7 @@ fn commit() -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::ffi::OsStringExt;
 
     #[test]
     fn commands_can_be_pasted() {
@@ -62,5 +69,8 @@ mod tests {
         assert_eq!(quoted("--tokens=1,64"), "--tokens=1,64");
         assert_eq!(quoted("it's a spec.toml"), "'it'\\''s a spec.toml'");
         assert_eq!(quoted(""), "''");
+        let path = OsString::from_vec(b"caf\xe9.toml".to_vec());
+        let words = ["moesaic".into(), path];
+        assert_eq!(command(words.into_iter()), "moesaic 'caf\u{fffd}.toml'");
     }
 }

@@ -1,6 +1,6 @@
 //! The count exchange: ranks learn the size of everything that passes through them.
 
-use super::hop_order::HopMessage;
+use super::hop_message::HopMessage;
 use super::{BufferRef, CollectivePlan, Copy, HopOrder, HopSchedule, Message, ScheduleStep, Span};
 use std::ops::Range;
 

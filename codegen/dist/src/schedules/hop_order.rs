@@ -8,6 +8,7 @@
 //! destination ranks; after the last, source ranks. A hop at a level moves place `f` of rank `r`
 //! to the rank that has the digit of `f`, into the place that has the digit of `r`.
 
+use super::hop_message::HopMessage;
 use super::{Ring, offsets, others};
 use crate::{Levels, NodeShape};
 use std::ops::Range;
@@ -250,15 +251,6 @@ impl HopOrder {
             }
         }
     }
-}
-
-/// The blocks that a rank exchanges with a peer in one hop.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct HopMessage {
-    /// The other rank.
-    pub peer: usize,
-    /// The places of the blocks on this rank.
-    pub places: Vec<Range<usize>>,
 }
 
 /// Returns the numbers with this digit at a level, as ranges.

@@ -11,6 +11,7 @@ mod dedup_dispatch;
 mod element;
 mod exchange;
 mod hop_counts;
+mod hop_message;
 mod hop_order;
 mod over_hops;
 mod packed;

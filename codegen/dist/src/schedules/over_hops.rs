@@ -1,7 +1,7 @@
 //! Exchanges over intermediate ranks, with the result of the direct exchange. Forwarded data lie
 //! in scratch; all other data move directly from the input or to the output.
 
-use super::hop_order::HopMessage;
+use super::hop_message::HopMessage;
 use super::{BufferRef, CollectivePlan, Copy, HopSchedule, Message, ScheduleStep, Span};
 
 /// The memory of each part's blocks. Each block is a span of the schedule's size; an empty block

@@ -5,7 +5,7 @@
 //! `r - h` sends to all others. The *place* of a block is its source if it has arrived, and its
 //! destination otherwise, so a rank holds one pair of ranks at each place at any time.
 
-use super::hop_order::HopMessage;
+use super::hop_message::HopMessage;
 use std::ops::Range;
 
 /// A ring of all ranks, in the order of their numbers.

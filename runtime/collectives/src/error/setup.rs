@@ -1,7 +1,7 @@
 //! The reasons a world of ranks cannot be set up.
 
+use crate::launcher::RankLauncher;
 use crate::transport::TransportError;
-use crate::world::RankLauncher;
 use moesaic_dl::DlError;
 use moesaic_target::{DeviceError, SharedError, SystemError};
 use std::net::SocketAddr;

@@ -1,7 +1,8 @@
 //! The choice of the MPI library to open.
 
 use super::abi::OPEN_MPIS_ABI;
-use crate::world::{RankLauncher, World};
+use crate::launcher::RankLauncher;
+use crate::world::World;
 use crate::{CollectiveError, SetupError};
 use moesaic_dl::{DlError, Library};
 use std::ffi::OsString;

@@ -223,6 +223,13 @@ impl Mesh {
         placement_of(self.parallel, self.placement(), experts)
     }
 
+    /// Returns the experts that this rank holds of a layer of `experts` experts, in the order in
+    /// which it holds them; none if they cannot be placed on this mesh.
+    pub fn experts(&self, experts: usize) -> Vec<usize> {
+        let placement = self.placement_of(experts);
+        placement.map_or(Vec::new(), |all| all.of(self.place.ep).into_owned())
+    }
+
     /// Returns the same mesh for layers that may use any adaptive parallelism degree
     /// ([`Strategy`](moesaic_plan::Strategy)). A layer for inference otherwise packs experts'
     /// weights for a CPU, and ranks cannot gather packed weights.

@@ -68,9 +68,7 @@ impl RankLayer {
 
     /// Returns the ids of this rank's experts.
     fn own_experts(&self) -> Vec<usize> {
-        let (mesh, spec) = (self.mesh(), self.replicated().spec());
-        let placement = mesh.placement_of(spec.shape.experts);
-        placement.map_or(Vec::new(), |all| all.of(mesh.place().ep).into_owned())
+        self.mesh().experts(self.replicated().spec().shape.experts)
     }
 
     /// Returns the digests of a tensor that holds these weights, one of each expert where they are

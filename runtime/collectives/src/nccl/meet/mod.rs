@@ -4,7 +4,8 @@
 mod file;
 mod tcp;
 
-use crate::world::{RankLauncher, World};
+use crate::launcher::RankLauncher;
+use crate::world::World;
 use crate::{CollectiveError, SetupError, hash};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
