@@ -117,10 +117,10 @@ fn step(report: &ModelReport) -> String {
     };
     let rows: String = report.best.phases.iter().map(row).collect();
     let strategies = report.strategies();
-    let strategies = escape(strategies.trim().trim_start_matches("its "));
+    let strategies = escape(strategies.trim().trim_start_matches("the "));
     format!(
         "<h2 id=\"step\">Step</h2><p>What a rank of the slowest stage does. Times in the open add \
-         up to the step. Its {strategies}.</p><div class=\"card\"><table><thead><tr><th>What</th><th class=\"n\">Time\
+         up to the step. The {strategies}.</p><div class=\"card\"><table><thead><tr><th>What</th><th class=\"n\">Time\
          </th><th class=\"n\">In the open</th><th class=\"n\">Of the step</th><th>Behind</th></tr>\
          </thead><tbody>{rows}</tbody></table></div>\n"
     )

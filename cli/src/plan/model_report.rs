@@ -106,7 +106,10 @@ impl ModelReport<'_> {
 
     /// Says how the layers with experts of the first share their work.
     pub fn strategies(&self) -> String {
-        let mut text = format!("\nits layers with experts run by {}", self.best.strategy);
+        let mut text = format!(
+            "\nthe strategy of its layers with experts: {}",
+            self.best.strategy
+        );
         if self.scenario.training.is_none() {
             text += "; a step is a prefill, and decode is planned a layer at a time: \
                      --layer N --tokens N";
