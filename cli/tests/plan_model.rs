@@ -151,7 +151,7 @@ fn what_a_model_cannot_be_says_what_can() {
         ],
         &[
             "no mesh of 16 ranks fits this model in 80 GiB",
-            "hint: more ranks",
+            "hint: 128 ranks hold it, or a machine with more memory",
         ],
     );
     fails(
@@ -325,8 +325,55 @@ fn a_mesh_is_compared_with_the_first() {
             .plan(&[&JOB[..], &compare].concat())
             .fails(2, &[part]);
     };
+    let page = folder.0.path().join("page.html");
+    let page = page.to_str().unwrap();
+    folder
+        .plan(&[&JOB[..], &["--compare=ep=2", "--html", page]].concat())
+        .ok();
+    let page = std::fs::read_to_string(page).unwrap();
+    let said = format!("<p>ep 2 is place {place} of ");
+    assert!(page.contains(&said) && page.contains("href=\"#compared\""));
     refused("tp=3", "tp=3 does not divide the 16 ranks of a stage");
     refused("ep=32", "ep=32 x expert_tp=1 does not divide the 16 ranks");
+}
+
+/// Weights of one byte need half the memory of bf16, and a depth beyond all models is refused.
+#[test]
+fn bytes_of_weights_and_layers_have_bounds() {
+    let folder = Folder::new();
+    let weights = |more: &[&str]| {
+        let found = folder.json(&[&["--model-mesh=ep=16"], more].concat());
+        found["ranked"][0]["memory"]["weights"].as_f64().unwrap()
+    };
+    assert_eq!(weights(&["--weight-bytes=1"]), weights(&[]) / 2.0);
+    let deep = CONFIG.replace("\"num_hidden_layers\": 8", "\"num_hidden_layers\": 99000");
+    write(folder.0.path(), "config.json", &deep);
+    folder.plan(&JOB).fails(
+        2,
+        &["99000 layers are more than the 10000 that are planned"],
+    );
+}
+
+/// A slower link makes no step shorter; a part that the machine lacks is refused by name.
+#[test]
+fn a_part_of_the_machine_is_slower() {
+    let folder = Folder::new();
+    let seconds = |more: &[&str]| {
+        let found = folder.json(&[&["--model-mesh=ep=16"], more].concat());
+        found["ranked"][0]["seconds"].as_f64().unwrap()
+    };
+    let (whole, half) = (seconds(&[]), seconds(&["--speed=ib=0.5"]));
+    assert!(half > whole, "{half} {whole}");
+    assert_eq!(seconds(&["--speed=ib=0.5,ib=2"]), whole);
+    let refused = |speed: &str, part: &str| {
+        let speed = ["--speed", speed];
+        folder.plan(&[&JOB[..], &speed].concat()).fails(2, &[part]);
+    };
+    refused(
+        "wifi=2",
+        "h100-ib has no part `wifi`: its parts are arithmetic, memory, nvlink, ib",
+    );
+    refused("ib=0", "`0` is no factor from 0.01 to 100");
 }
 
 /// No line is wider than the terminal, but for words that are.

@@ -16,6 +16,7 @@ use crate::training::TrainingArgs;
 use crate::{experts, mesh};
 use clap::Args;
 use moesaic::plan::{CommDtype, ShadowModel, Strategy};
+use moesaic::planner::model::at_speed;
 use moesaic::planner::{
     self, Calibration, Machine, PlannerError, Ranked, ReadError, RoutedRows, Scenario, Simulator,
     Space,
@@ -35,6 +36,7 @@ Examples:
   moesaic plan --spec layer.toml --world 64 --machine h800 --mesh ep=64 --strategy overlap_degree=4 --trace out.json
   moesaic plan --hf deepseek-v3/config.json --world 2048 --machine h100-ib --training --html plan.html
   moesaic plan --hf deepseek-v3 --world 2048 --machine h100-ib --training --compare pp=16,tp=2,ep=64
+  moesaic plan --hf deepseek-v3 --world 2048 --machine h100-ib --training --speed ib=0.5
   moesaic plan --spec layer.toml --layers 58 --params 671B --world 2048 --machine h800 --training
 
 Nothing runs: the steps of ranks are simulated on a model of the machine. docs/SCALE.md \
@@ -48,6 +50,9 @@ pub struct PlanArgs {
     /// The machine: the name of a built-in one, or a file that ends in .toml
     #[arg(long, value_name = "NAME|FILE", value_parser = MACHINE, hide_possible_values = true)]
     machine: String,
+    /// Take parts of the machine to be so many times as fast: arithmetic, memory, or a kind of link
+    #[arg(long, value_name = "PART=FACTOR", value_delimiter = ',', value_parser = parse_speed)]
+    speed: Vec<Speed>,
     /// Ranks per node, instead of the machine's number
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     per_node: Option<u16>,
@@ -190,6 +195,14 @@ impl PlanArgs {
     }
 
     fn machine(&self, console: &Console) -> Result<Machine> {
+        let machine = self.measured(console)?;
+        let faster = |machine: Machine, speed: &Speed| at_speed(&machine, &speed.part, speed.by);
+        let machine = self.speed.iter().try_fold(machine, faster);
+        machine.map_err(|error| Failure::input(format!("--speed: {error}")))
+    }
+
+    /// Returns the machine with the figures of a calibration.
+    fn measured(&self, console: &Console) -> Result<Machine> {
         let machine = machine(&self.machine)?;
         let Some(path) = &self.calibrate else {
             return Ok(machine);
@@ -308,6 +321,25 @@ fn in_file(error: &ReadError, path: &Path) -> Failure {
 
 fn read(what: &str, path: &Path) -> Result<String> {
     fs::read_to_string(path).map_err(|error| Failure::unreadable(what, path, &error))
+}
+
+/// A part of the machine that is faster or slower than its file says.
+#[derive(Clone, Debug)]
+struct Speed {
+    part: String,
+    by: f64,
+}
+
+/// Parses a factor such as `ib=0.5`.
+fn parse_speed(text: &str) -> std::result::Result<Speed, String> {
+    let (part, by) = text.split_once('=').ok_or("write it as ib=0.5")?;
+    match by.parse::<f64>() {
+        Ok(by) if (0.01..=100.0).contains(&by) => Ok(Speed {
+            part: part.to_string(),
+            by,
+        }),
+        _ => Err(format!("`{by}` is no factor from 0.01 to 100")),
+    }
 }
 
 fn parse_skew(text: &str) -> std::result::Result<f64, String> {

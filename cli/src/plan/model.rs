@@ -51,6 +51,9 @@ pub struct ModelPlanArgs {
     /// Keep this much memory of each rank from the layers of a model (8 % of its memory, 4GiB at least)
     #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
     reserve: Option<u64>,
+    /// Count this many bytes for a weight of a model, such as 1 in FP8 (those of its type)
+    #[arg(long, value_name = "N", value_parser = parse_bytes_each)]
+    weight_bytes: Option<f64>,
     /// Count this many bytes for the gradient of a parameter of a model (4)
     #[arg(long, value_name = "N", value_parser = parse_bytes_each)]
     gradient_bytes: Option<f64>,
@@ -74,6 +77,7 @@ impl ModelPlanArgs {
             ("--overlap-batches", self.overlap_batches),
             ("--fp8", self.fp8),
             ("--reserve", self.reserve.is_some()),
+            ("--weight-bytes", self.weight_bytes.is_some()),
             ("--gradient-bytes", self.gradient_bytes.is_some()),
             ("--optimizer-bytes", self.optimizer_bytes.is_some()),
             ("--html", self.html.is_some()),
@@ -188,14 +192,23 @@ fn nothing(scenario: &ModelScenario, ranked: &ModelRanked, space: &ModelSpace) -
         let message = match space.mesh {
             Some(mesh) => format!("{mesh} does not fit this model in {gib} GiB: it needs {all}"),
             None => format!(
-                "no mesh of {world} ranks fits this model in {gib} GiB: {} needs {all}",
+                "no mesh of {} fits this model in {gib} GiB: {} needs {all}",
+                units::count(world, "rank"),
                 small.mesh
             ),
         };
         let message = format!("{message}\n  {}", parts.join(", "));
+        let remedies = "a machine with more memory, fewer --optimizer-bytes or a smaller --reserve";
         return Failure::input(message).hint(
-            "more ranks, a machine with more memory, fewer --optimizer-bytes or a smaller \
-             --reserve",
+            match space
+                .mesh
+                .is_none()
+                .then(|| enough(scenario, space))
+                .flatten()
+            {
+                Some(ranks) => format!("{ranks} ranks hold it, or {remedies}"),
+                None => format!("more ranks, {remedies}"),
+            },
         );
     }
     if ranked.possible > 0 {
@@ -215,6 +228,30 @@ fn nothing(scenario: &ModelScenario, ranked: &ModelRanked, space: &ModelSpace) -
              micro-batch",
         ),
     }
+}
+
+/// Returns the least of two, four, … times as many ranks on which some mesh fits.
+fn enough(scenario: &ModelScenario, space: &ModelSpace) -> Option<usize> {
+    let sequences = scenario.batch.sequences / scenario.world;
+    let worlds = (1..=4).map(|doublings| scenario.world << doublings);
+    let known = |world: &usize| scenario.machine.check_ranks(*world).is_ok() && *world <= 8192;
+    worlds.take_while(known).find(|&world| {
+        let more = ModelScenario {
+            world,
+            batch: Batch {
+                sequences: sequences.max(1) * world,
+                ..scenario.batch
+            },
+            ..scenario.clone()
+        };
+        // Smaller micro-batches need less memory.
+        let space = ModelSpace {
+            mesh: None,
+            micro_batches: vec![1],
+            ..space.clone()
+        };
+        !search_model(&more, &space).best.is_empty()
+    })
 }
 
 impl PlanArgs {
@@ -252,6 +289,7 @@ impl PlanArgs {
             skew,
             fp8: own.fp8,
             state: StateBytes {
+                weight: own.weight_bytes,
                 gradient: own.gradient_bytes.unwrap_or(state.gradient),
                 optimizer: own.optimizer_bytes.unwrap_or(state.optimizer),
             },
@@ -275,9 +313,17 @@ impl PlanArgs {
     }
 
     fn shape(&self, spec: &LayerSpec) -> Result<ModelShape> {
-        match self.model.layers {
+        let shape = match self.model.layers {
             Some(layers) => self.counted_shape(spec, layers as usize),
             None => self.layer.model_shape(),
+        }?;
+        match shape.layers() {
+            // Every layer is simulated, and no model has a tenth of this.
+            layers @ 10_001.. => {
+                let message = format!("{layers} layers are more than the 10000 that are planned");
+                Err(Failure::input(message).hint("num_hidden_layers is the model's depth"))
+            }
+            _ => Ok(shape),
         }
     }
 

@@ -13,7 +13,10 @@ pub fn render(report: &ModelReport, timeline: &[Simulated]) -> String {
         "{} ranks of {}",
         report.scenario.world, report.scenario.machine.name
     );
-    let links = ["ranked", "step", "memory", "timeline"];
+    let mut links = vec!["ranked", "step", "memory", "timeline"];
+    if report.compared.is_some() {
+        links.insert(3, "compared");
+    }
     let link = |name: &&str| {
         format!(
             "<a href=\"#{name}\">{}{}</a>",
@@ -28,6 +31,7 @@ pub fn render(report: &ModelReport, timeline: &[Simulated]) -> String {
         ranked(report),
         step(report),
         memory(report),
+        compared(report),
         stages(report, timeline),
     ];
     document(&escape(&title), &links, &body.concat())
@@ -112,9 +116,11 @@ fn step(report: &ModelReport) -> String {
         )
     };
     let rows: String = report.best.phases.iter().map(row).collect();
+    let strategies = report.strategies();
+    let strategies = escape(strategies.trim().trim_start_matches("the "));
     format!(
         "<h2 id=\"step\">Step</h2><p>What a rank of the slowest stage does. Times in the open add \
-         up to the step.</p><div class=\"card\"><table><thead><tr><th>What</th><th class=\"n\">Time\
+         up to the step. The {strategies}.</p><div class=\"card\"><table><thead><tr><th>What</th><th class=\"n\">Time\
          </th><th class=\"n\">In the open</th><th class=\"n\">Of the step</th><th>Behind</th></tr>\
          </thead><tbody>{rows}</tbody></table></div>\n"
     )
@@ -139,6 +145,32 @@ fn memory(report: &ModelReport) -> String {
          <div class=\"card\"><table><thead><tr><th>What</th><th class=\"n\">Bytes</th><th \
          class=\"n\">Of the machine's</th></tr></thead><tbody>{rows}</tbody></table></div>\n",
         memory.stage
+    )
+}
+
+/// Renders the mesh that somebody runs beside the first; nothing without one.
+fn compared(report: &ModelReport) -> String {
+    let Some(compared) = &report.compared else {
+        return String::new();
+    };
+    let row = |[what, first, this]: &[String; 3]| {
+        let sum = match what.as_str() {
+            "step" | "memory" => " class=\"sum\"",
+            _ => "",
+        };
+        format!(
+            "<tr{sum}><td>{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>",
+            escape(what),
+            escape(first),
+            escape(this)
+        )
+    };
+    let rows: String = report.comparison(&compared.found).iter().map(row).collect();
+    format!(
+        "<h2 id=\"compared\">Compared</h2><p>{}.</p><div class=\"card\"><table><thead><tr><th>What\
+         </th><th class=\"n\">First</th><th class=\"n\">This</th></tr></thead><tbody>{rows}</tbody>\
+         </table></div>\n",
+        escape(report.beside(compared).trim())
     )
 }
 

@@ -73,6 +73,7 @@ impl ModelReport<'_> {
         text += &self.all_ranks();
         text += "\nwhat a rank of the slowest stage does in a step of the first\n\n";
         text += &self.phases().render(palette);
+        text += &self.strategies();
         text += &format!(
             "\nmemory of a rank of stage {}, of {} GiB\n\n",
             self.best.memory.stage, machine.compute.memory_gib
@@ -82,7 +83,11 @@ impl ModelReport<'_> {
         text += &self.doubled().render(palette);
         if let Some(compared) = &self.compared {
             text += &self.beside(compared);
-            text += &self.comparison(&compared.found).render(palette);
+            let mut table = Table::new(&["WHAT", ">FIRST", ">THIS"]);
+            for row in self.comparison(&compared.found) {
+                table.row(row);
+            }
+            text += &table.render(palette);
         }
         text += &self.sensitivity();
         text += "\nno error band is known for models: docs/SCALE.md compares published ones\n";
@@ -99,6 +104,19 @@ impl ModelReport<'_> {
         )
     }
 
+    /// Says how the layers with experts of the first share their work.
+    pub fn strategies(&self) -> String {
+        let mut text = format!(
+            "\nthe strategy of its layers with experts: {}",
+            self.best.strategy
+        );
+        if self.scenario.training.is_none() {
+            text += "; a step is a prefill, and decode is planned a layer at a time: \
+                     --layer N --tokens N";
+        }
+        text + "\n"
+    }
+
     fn doubled(&self) -> Table {
         let mut table = Table::new(&["WHAT", ">STEP", ">CHANGE"]);
         for part in &self.doubled {
@@ -113,7 +131,7 @@ impl ModelReport<'_> {
     }
 
     /// Says where a mesh stands among all.
-    fn beside(&self, compared: &Compared) -> String {
+    pub fn beside(&self, compared: &Compared) -> String {
         let found = &compared.found;
         let place = match compared.place {
             Some(place) => format!("place {place} of {}", self.ranked.best.len()),
@@ -123,17 +141,18 @@ impl ModelReport<'_> {
         let again = found.schedule.recompute;
         format!(
             "\n{} is {place}, {behind:+.1} % to the first; its best micro-batch is {}, virtual stages \
-             {}, computed again: {again}\n\n",
+             {}, computed again: {again}, layers with experts by {}\n\n",
             words(found.mesh),
             found.schedule.micro_batch,
-            found.schedule.virtual_stages
+            found.schedule.virtual_stages,
+            found.strategy
         )
     }
 
     /// Returns what the steps of the first and of another mesh are made of: the time of each phase in
     /// the open, and the memory.
-    fn comparison(&self, other: &ModelPrediction) -> Table {
-        let mut table = Table::new(&["WHAT", ">FIRST", ">THIS"]);
+    pub fn comparison(&self, other: &ModelPrediction) -> Vec<[String; 3]> {
+        let mut rows = Vec::new();
         let phases = self.best.phases.iter().chain(&other.phases);
         let mut names: Vec<&str> = Vec::new();
         phases.for_each(|phase| {
@@ -146,19 +165,19 @@ impl ModelReport<'_> {
             phase.map_or("-".to_string(), |phase| units::seconds(phase.exposed))
         };
         for name in names {
-            table.row([name.to_string(), open(self.best, name), open(other, name)]);
+            rows.push([name.to_string(), open(self.best, name), open(other, name)]);
         }
-        let seconds = [self.best, other].map(|found| units::seconds(found.seconds));
-        table.row(std::iter::once("step".to_string()).chain(seconds));
+        let [first, second] = [self.best, other].map(|found| units::seconds(found.seconds));
+        rows.push(["step".to_string(), first, second]);
         let memory = parts(&self.best.memory)
             .into_iter()
             .zip(parts(&other.memory));
         for ((name, first), (_, second)) in memory {
             let name = if name == "all" { "memory" } else { name };
-            let bytes = [first, second].map(|bytes| units::bytes(bytes as u64));
-            table.row(std::iter::once(name.to_string()).chain(bytes));
+            let [first, second] = [first, second].map(|bytes| units::bytes(bytes as u64));
+            rows.push([name.to_string(), first, second]);
         }
-        table
+        rows
     }
 
     /// Describes the tokens of a step.

@@ -12,6 +12,7 @@ pub const ROWS: &[Row] = &[
     ("dequantize", WITHOUT_MODEL),
     ("world", Always),
     ("machine", Always),
+    ("speed", Always),
     ("per-node", Always),
     (
         "tokens",
@@ -67,6 +68,10 @@ pub const ROWS: &[Row] = &[
         NotWith(&["--reserve=1GiB"], "--reserve is of a model"),
     ),
     ("fp8", NotWith(&["--fp8"], "--fp8 is of a model")),
+    (
+        "weight-bytes",
+        NotWith(&["--weight-bytes=1"], "--weight-bytes is of a model"),
+    ),
     (
         "gradient-bytes",
         NotWith(&["--gradient-bytes=4"], "--gradient-bytes is of a model"),

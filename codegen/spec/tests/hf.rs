@@ -25,6 +25,9 @@ fn every_family_builds_every_canonical_tensor() {
                 r#""hidden_size": 32, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
                    "norm_topk_prob": true,"#
             }
+            "nemotron_h_puzzle" => {
+                r#""block_configs": [{"block_type": "moe"}, {"block_type": "mamba"}],"#
+            }
             _ => "",
         };
         let config = format!(

@@ -4,6 +4,7 @@ mod expression;
 mod hf;
 mod hf_quantized;
 mod hf_routing;
+mod hf_served;
 mod hostile;
 mod published;
 mod round_trip;

@@ -146,11 +146,13 @@ fn table() -> (String, Count) {
 fn the_page_says_which_published_configurations_are_read() {
     let (table, count) = table();
     let complete = count.all - count.incomplete;
+    let which = match count.incomplete {
+        0 => "`--hf` reads".to_string(),
+        some => format!("{some} of them are incomplete. Of the others `--hf` reads"),
+    };
     let counted = format!(
-        "The table has {} configurations, and {} of them are incomplete. `--hf` reads {} of the other\n\
-         {complete}, {:.0} %; {} with experts as codes.\n\n",
+        "The table has {} configurations. {which} {}, {:.0} %; {} with experts as\ncodes.\n\n",
         count.all,
-        count.incomplete,
         count.read,
         100.0 * count.read as f64 / complete as f64,
         count.codes

@@ -4,7 +4,8 @@
     python make.py VLLM SGLANG      folders that hold the packages `vllm` and `sglang`
 
 A configuration is what a package's own class for it says without arguments. transformers' class
-comes first, then vLLM's, then SGLang's. README.md says which keys are kept and what is left out.
+comes first, then vLLM's, then SGLang's. Rows of by_hand.json take the place of those of their model.
+README.md says which keys are kept and what is left out.
 """
 
 import importlib
@@ -158,6 +159,11 @@ def main():
             if row["model"] in sources[package] or any(f'"{n}"' in text or f"class {n}(" in text for n in names):
                 served.append(package)
         row["named_by"] = served
+    by_hand = json.loads((HERE / "by_hand.json").read_text())
+    named_by = {row["model"]: row["named_by"] for row in rows}
+    rows = [row for row in rows if row["model"] not in {own["model"] for own in by_hand}]
+    rows += [{**own, "named_by": named_by.get(own["model"], own["named_by"])} for own in by_hand]
+    rows.sort(key=lambda row: row["model"])
     text = ",\n".join(json.dumps(row, sort_keys=True) for row in rows)
     (HERE.parent / "published.json").write_text(f"[\n{text}\n]\n")
     print(len(rows), "configurations")

@@ -350,6 +350,49 @@ impl Config {
         Ok(nested)
     }
 
+    /// Returns this configuration with the values of entry `at` of the list `key` in place of its
+    /// own.
+    pub fn with_entry(&self, key: &str, at: usize) -> Result<Config, HfError> {
+        let entry = self.entries(key)?.get(at);
+        let Some(Value::Object(own)) = entry else {
+            let found = entry.unwrap_or(&Value::Null);
+            return Err(self.bad(key, found, "an object for each layer"));
+        };
+        let mut values = self.values.clone();
+        values.extend(own.clone());
+        Ok(Config {
+            model: self.model.clone(),
+            values,
+            around: Map::new(),
+            dtype: self.dtype,
+            codes: self.codes.clone(),
+            read: RefCell::default(),
+        })
+    }
+
+    /// Returns the word `name` of every object in the list `key`.
+    pub fn entry_words(&self, key: &str, name: &str) -> Result<Vec<String>, HfError> {
+        let word = |entry: &Value| {
+            let word = entry.get(name).and_then(Value::as_str);
+            let bad = || self.bad(key, entry, &format!("objects with a {name}"));
+            word.map(str::to_string).ok_or_else(bad)
+        };
+        self.entries(key)?.iter().map(word).collect()
+    }
+
+    fn entries(&self, key: &str) -> Result<&[Value], HfError> {
+        match self.find(&[key]) {
+            None => Err(self.missing(&[key])),
+            Some((_, Value::Array(list))) => Ok(list),
+            Some((_, value)) => Err(self.bad(key, value, "a list of objects")),
+        }
+    }
+
+    /// Marks as read what was read in a configuration made of this one.
+    pub fn mark_read(&self, other: &Config) {
+        self.read.borrow_mut().extend(other.read.take());
+    }
+
     /// Returns the object under `key`, from this configuration or from the one around it.
     pub fn beside(&self, key: &str) -> Result<Option<Config>, HfError> {
         if self.find(&[key]).is_some() {

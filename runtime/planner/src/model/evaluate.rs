@@ -228,7 +228,7 @@ impl Work<'_> {
             gather(&model.machine, around, own.around * bytes)
                 + gather(&model.machine, experts, own.experts * bytes)
         };
-        let weight = model.layer.precision.weights.size() as f64;
+        let weight = model.weight_bytes();
         // The optimizer reads and writes its state, reads gradients and writes weights.
         let each = 2.0 * model.state.optimizer + model.state.gradient + weight;
         Once {

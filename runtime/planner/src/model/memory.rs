@@ -37,7 +37,7 @@ impl RankParameters {
 
     /// Returns the bytes of weights, gradients and optimizer state.
     pub fn memory(&self, model: &ModelScenario, mesh: ModelMesh) -> StageMemory {
-        let element = model.layer.precision.weights.size() as f64;
+        let element = model.weight_bytes();
         let all = self.around + self.experts;
         let trained = f64::from(u8::from(model.training.is_some()));
         StageMemory {

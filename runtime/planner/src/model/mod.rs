@@ -24,7 +24,7 @@ pub use scenario::{
     StepOrder, StepPhase, default_reserve,
 };
 pub use search::{ModelRanked, ModelSpace, search_model};
-pub use sensitivity::{Doubled, Faster, doubled, faster};
+pub use sensitivity::{Doubled, Faster, NoSuchPart, at_speed, doubled, faster};
 pub use timeline::model_timeline;
 
 #[cfg(test)]

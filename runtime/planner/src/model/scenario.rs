@@ -57,6 +57,8 @@ pub struct Batch {
 /// The bytes of a parameter besides its weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StateBytes {
+    /// Those of the weight itself; those of the layer's type where absent.
+    pub weight: Option<f64>,
     /// Those of its gradient.
     pub gradient: f64,
     /// Those of the optimizer's state, which the ranks with the same parameter share.
@@ -67,6 +69,7 @@ impl Default for StateBytes {
     /// A gradient, a copy of the weight and two moments, all in f32.
     fn default() -> Self {
         StateBytes {
+            weight: None,
             gradient: 4.0,
             optimizer: 12.0,
         }
@@ -260,6 +263,13 @@ impl LayerParameters {
 }
 
 impl ModelScenario {
+    /// Returns the bytes of a weight.
+    pub fn weight_bytes(&self) -> f64 {
+        // A server may keep codes that are smaller than the type that its kernels multiply in.
+        let own = self.layer.precision.weights.size() as f64;
+        self.state.weight.unwrap_or(own)
+    }
+
     pub(super) fn layer_parameters(&self) -> LayerParameters {
         LayerParameters::of(&self.layer)
     }

@@ -91,6 +91,36 @@ fn factor(
     Some(high)
 }
 
+/// A part of a machine that has no such name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{machine} has no part `{part}`: its parts are {parts}")]
+pub struct NoSuchPart {
+    machine: String,
+    part: String,
+    parts: String,
+}
+
+/// Returns the machine with a part `by` times as fast: `arithmetic`, `memory` or a level of links,
+/// whose fixed time changes with its bandwidth.
+///
+/// # Errors
+/// [`NoSuchPart`] lists the parts.
+pub fn at_speed(machine: &Machine, part: &str, by: f64) -> Result<Machine, NoSuchPart> {
+    let found = parts(machine).find(|(_, name)| name == part);
+    let Some((index, _)) = found else {
+        let names: Vec<String> = parts(machine).map(|(_, name)| name).collect();
+        return Err(NoSuchPart {
+            machine: machine.name.clone(),
+            part: part.to_string(),
+            parts: names.join(", "),
+        });
+    };
+    let mut machine = scaled(machine, index, by);
+    // A report prints `about`, so nobody takes the plan for one of the machine as it is.
+    machine.about += &format!("; {part} {by} times as fast as that");
+    Ok(machine)
+}
+
 fn scaled(machine: &Machine, part: usize, by: f64) -> Machine {
     let mut machine = machine.clone();
     match part {

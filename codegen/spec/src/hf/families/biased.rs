@@ -18,7 +18,7 @@ pub(super) const FAMILIES: &[Family] = &[
         build: ernie,
     },
     Family {
-        names: &["longcat_flash"],
+        names: &["longcat_flash", "longcat_flash_ngram"],
         layers: |c| layers::every(c, 28),
         build: longcat,
     },

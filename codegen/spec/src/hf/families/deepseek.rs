@@ -113,7 +113,7 @@ pub(super) const FAMILIES: &[Family] = &[
         build: kimi_linear,
     },
     Family {
-        names: &["mimo_v2_flash"],
+        names: &["mimo_v2_flash", "mimo_v2"],
         layers: |c| layers::typed(c, 1, 48),
         build: |c, layer| deepseek(c, layer, &MIMO_V2),
     },

@@ -5,6 +5,7 @@ mod deepseek;
 mod encoder_decoder;
 mod layers;
 mod refused;
+mod served;
 mod several;
 mod shared;
 mod sigmoid;
@@ -26,12 +27,13 @@ pub(super) struct Family {
     pub build: fn(&Config, usize) -> Result<Draft, HfError>,
 }
 
-const TABLES: [&[Family]; 7] = [
+const TABLES: [&[Family]; 8] = [
     softmax::FAMILIES,
     shared::FAMILIES,
     deepseek::FAMILIES,
     sigmoid::FAMILIES,
     biased::FAMILIES,
+    served::FAMILIES,
     several::FAMILIES,
     encoder_decoder::FAMILIES,
 ];

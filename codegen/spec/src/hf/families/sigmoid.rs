@@ -20,6 +20,11 @@ pub(super) const FAMILIES: &[Family] = &[
         build: nemotron,
     },
     Family {
+        names: &["nemotron_h_puzzle"],
+        layers: puzzle_layers,
+        build: puzzle,
+    },
+    Family {
         names: &["minimax_m2"],
         layers: |c| layers::every(c, 62),
         build: minimax_m2,
@@ -121,6 +126,20 @@ fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
         }
     }
     Ok(d)
+}
+
+/// Builds a layer of Nemotron-H Puzzle, where each layer has sizes of its own.
+fn puzzle(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let own = c.with_entry("block_configs", layer)?;
+    let draft = nemotron(&own, layer);
+    c.mark_read(&own);
+    draft
+}
+
+fn puzzle_layers(c: &Config) -> Result<Layers, HfError> {
+    let types = c.entry_words("block_configs", "block_type")?;
+    let why = "block_configs has none of block_type moe";
+    Ok(Layers::filtered(types.len(), why, |i| types[i] == "moe"))
 }
 
 /// Returns the entries `moe` in the list of layer types, or the letters `E` in the pattern.

@@ -33,7 +33,7 @@ pub(super) const FAMILIES: &[Family] = &[
         build: flex_olmo,
     },
     Family {
-        names: &["qwen3_moe"],
+        names: &["qwen3_moe", "sdar_moe"],
         layers: |c| layers::stepped(c, 24),
         build: qwen3,
     },
