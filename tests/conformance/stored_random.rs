@@ -1,8 +1,8 @@
 //! Random layers of codes, each on one target, against the f64 reference of the numbers that the
 //! codes stand for.
 //!
-//! A seed names a target, a format and a layer. A test run takes one seed for each target, and a
-//! thorough run every format on every target. `MOESAIC_SEEDS=0..500` names others.
+//! A seed names a target, a format and a layer. A test run takes the first few, which are for CPUs,
+//! and a thorough run every format on every target. `MOESAIC_SEEDS=0..500` names others.
 
 use super::cases::{of_type, quiet, small};
 use super::layers::{poisoned, shipped};
@@ -230,7 +230,7 @@ fn engines() -> Vec<[Engine; 2]> {
 fn random_codes_agree_with_the_reference() {
     let (engines, formats) = (engines(), formats());
     let (count, all) = (engines.len(), engines.len() * formats.len());
-    let usual = if thorough::is_on() { 0..all } else { 0..count };
+    let usual = if thorough::is_on() { 0..all } else { 0..4 };
     let (mut compared, mut passed_over, mut wrong) = (0, Vec::new(), Vec::new());
     for seed in seeds(usual.start as u64..usual.end as u64) {
         let n = seed as usize;
