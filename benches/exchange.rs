@@ -9,7 +9,7 @@
 //! ranks. Kinds take turns in every round, and each round's time is that of its slowest rank.
 
 use moesaic::collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, mpi, threads,
+    Algorithm, Call, CollectiveError, Collectives, CommElement, Communicator, Slice, mpi, threads,
 };
 use moesaic::cpu::CpuDevice;
 use moesaic::target::Device;
@@ -82,7 +82,7 @@ fn under_mpi(ranks: usize) -> Result {
 type Beside<'a> = dyn Fn(&Communicator, &Slice, &Slice, usize) -> Result + Sync + 'a;
 
 fn of_process() -> Result {
-    let options = mpi::Options::default();
+    let options = mpi::MpiOptions::default();
     let device: Arc<dyn Device> = Arc::new(CpuDevice::with_threads(1)?);
     let world = mpi::start(&options, device)?;
     let found = mpi::probe(&options)?;
@@ -183,7 +183,7 @@ fn line(world: &mut Communicator, beside: &Beside<'_>, bytes: usize, rounds: usi
     let fill = |byte: u8| -> Result<Slice> {
         let buffer = device.alloc(bytes)?;
         device.upload(&vec![byte; bytes], &buffer, 0)?;
-        Ok(Slice::whole(&Arc::new(buffer), Element::U8))
+        Ok(Slice::whole(&Arc::new(buffer), CommElement::U8))
     };
     let (from, to) = (fill(world.rank() as u8 + 1)?, fill(0xEE)?);
     let mut times: Vec<[Duration; 3]> = Vec::new();
@@ -237,7 +237,7 @@ fn check(world: &mut Communicator, device: &Arc<dyn Device>, to: &Slice, part: u
         let buffer = device.alloc(bytes.len())?;
         let own = vec![world.rank() as u8 + 1; bytes.len()];
         device.upload(&own, &buffer, 0)?;
-        Slice::whole(&Arc::new(buffer), Element::U8)
+        Slice::whole(&Arc::new(buffer), CommElement::U8)
     };
     equal(world, &from, to)?;
     device.download(to.buffer(), 0, &mut bytes)?;

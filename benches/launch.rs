@@ -10,9 +10,9 @@
 mod specs;
 
 use moesaic::kernel::KernelSource;
-use moesaic::plan::{LayerPlan, Role};
+use moesaic::plan::{LayerPlan, TensorRole};
 use moesaic::target::{
-    Artifact, CompileError, CompileOptions, Compiler, KernelReport, Ptr, Report,
+    Artifact, ArtifactReport, CompileError, CompileOptions, Compiler, KernelReport, Ptr,
 };
 use moesaic::{Layer, LayerSpec, RawBackward, RawCall, RngKey, Target, Tensor, Tensors, Training};
 use moesaic_engine::{Engine, EngineParts};
@@ -125,7 +125,7 @@ fn engine(target: Target) -> Engine {
 /// Zeros.
 fn weights(plan: &LayerPlan) -> Tensors<'static> {
     let mut weights = Tensors::new();
-    for tensor in plan.tensors.iter().filter(|t| t.role == Role::Weight) {
+    for tensor in plan.tensors.iter().filter(|t| t.role == TensorRole::Weight) {
         let shape = tensor.shape.iter().map(|size| size.eval(0) as usize);
         let zeros = Tensor {
             dtype: tensor.dtype,
@@ -207,9 +207,9 @@ impl Compiler for Nothing {
             symbol: entry.symbol.clone(),
             ..KernelReport::default()
         });
-        let report = Report {
+        let report = ArtifactReport {
             kernels: named.collect(),
-            ..Report::default()
+            ..ArtifactReport::default()
         };
         let binary = Vec::new();
         Ok(Artifact { binary, report })

@@ -127,7 +127,7 @@ fn main() -> Result {
     };
     if World::from_environment()?.is_some() {
         let engine = engine()?;
-        let world = mpi::start(&mpi::Options::default(), engine.device().clone())?;
+        let world = mpi::start(&mpi::MpiOptions::default(), engine.device().clone())?;
         let host = collectives::topology::host_name();
         return rank(&options, &engine, world, &host);
     }

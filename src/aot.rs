@@ -4,7 +4,7 @@
 ///
 /// ```
 /// use moesaic::{CompileOptions, Compilers, PlanOptions, Store, resolve_target};
-/// use moesaic::aot::{Job, precompile};
+/// use moesaic::aot::{PrecompileJob, precompile};
 /// use std::sync::Arc;
 ///
 /// # use moesaic::example::spec;
@@ -12,7 +12,7 @@
 /// # let folder = tempfile::tempdir()?;
 /// # let folder = folder.path();
 /// let target = resolve_target("cpu:portable")?;
-/// let job = Job {
+/// let job = PrecompileJob {
 ///     spec: spec(),
 ///     target,
 ///     options: PlanOptions::default(),
@@ -32,12 +32,12 @@ pub use moesaic_engine::precompile;
 ///
 /// ```
 /// use moesaic::{Compilers, LayerSpec, PlanOptions, Target};
-/// use moesaic::aot::Job;
+/// use moesaic::aot::PrecompileJob;
 ///
 /// /// A job for each target whose compiler is here.
-/// fn jobs(spec: &LayerSpec, targets: &[Target], compilers: &Compilers) -> Vec<Job> {
+/// fn jobs(spec: &LayerSpec, targets: &[Target], compilers: &Compilers) -> Vec<PrecompileJob> {
 ///     let job = |&target: &Target| {
-///         Some(Job {
+///         Some(PrecompileJob {
 ///             spec: spec.clone(),
 ///             target,
 ///             options: PlanOptions::default(),
@@ -51,9 +51,9 @@ pub use moesaic_engine::precompile;
 /// # assert!(all.is_empty());
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Job;
+pub use moesaic_engine::PrecompileJob;
 
-/// The ranks that share the layer of a [`Job`], and the strategies that they may choose.
+/// The ranks that share the layer of a [`PrecompileJob`], and the strategies that they may choose.
 ///
 /// ```
 /// use moesaic::Parallel;
@@ -76,44 +76,46 @@ pub use moesaic_engine::MeshJob;
 /// The fate of a kernel in [`precompile`]: compiled, already stored, or failed.
 ///
 /// ```
-/// use moesaic::aot::{Outcome, Row};
+/// use moesaic::aot::{KernelOutcome, KernelRow};
 ///
-/// fn failures(rows: &[Row]) -> Vec<String> {
-///     let failed = |row: &Row| match &row.outcome {
-///         Outcome::Failed(error) => Some(format!("{} on {}: {error}", row.kernel, row.target)),
-///         Outcome::Hit(..) | Outcome::Compiled(..) => None,
+/// fn failures(rows: &[KernelRow]) -> Vec<String> {
+///     let failed = |row: &KernelRow| match &row.outcome {
+///         KernelOutcome::Failed(error) => {
+///             Some(format!("{} on {}: {error}", row.kernel, row.target))
+///         }
+///         KernelOutcome::Hit(..) | KernelOutcome::Compiled(..) => None,
 ///     };
 ///     rows.iter().filter_map(failed).collect()
 /// }
 /// # assert!(failures(&[]).is_empty());
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Outcome;
+pub use moesaic_engine::KernelOutcome;
 
 /// A kernel that [`precompile`] visited, with its outcome.
 ///
 /// ```
-/// use moesaic::aot::{Outcome, Row};
+/// use moesaic::aot::{KernelOutcome, KernelRow};
 ///
-/// fn compiled(rows: &[Row]) -> usize {
-///     let new = rows.iter().filter(|row| matches!(row.outcome, Outcome::Compiled(..)));
+/// fn compiled(rows: &[KernelRow]) -> usize {
+///     let new = rows.iter().filter(|row| matches!(row.outcome, KernelOutcome::Compiled(..)));
 ///     new.count()
 /// }
 /// # assert_eq!(compiled(&[]), 0);
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Row;
+pub use moesaic_engine::KernelRow;
 
 /// A progress report of [`precompile`].
 ///
 /// ```
-/// use moesaic::aot::Event;
+/// use moesaic::aot::PrecompileEvent;
 ///
-/// let show = |event: Event<'_>| match event {
-///     Event::Start(kernels) => println!("{kernels} kernels"),
-///     Event::Done(row) => println!("{} for {}", row.kernel, row.target),
+/// let show = |event: PrecompileEvent<'_>| match event {
+///     PrecompileEvent::Start(kernels) => println!("{kernels} kernels"),
+///     PrecompileEvent::Done(row) => println!("{} for {}", row.kernel, row.target),
 /// };
-/// show(Event::Start(5));
+/// show(PrecompileEvent::Start(5));
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::Event;
+pub use moesaic_engine::PrecompileEvent;

@@ -3,7 +3,7 @@
 use crate::simulators;
 use moesaic_cache::Store;
 use moesaic_cpu::{CpuCompiler, Identity, host_isa};
-use moesaic_engine::Job;
+use moesaic_engine::PrecompileJob;
 use moesaic_kernel::{CpuCaches, Target, TargetError};
 use moesaic_plan::{CacheClass, PlanOptions, Training};
 use moesaic_spec::LayerSpec;
@@ -145,7 +145,7 @@ impl Compilers {
         spec: &LayerSpec,
         target: Target,
         training: Option<Training>,
-    ) -> Result<Job, CompileError> {
+    ) -> Result<PrecompileJob, CompileError> {
         let caches = match target {
             Target::Cpu(_) => moesaic_cpu::host_caches(),
             _ => CpuCaches::default(),
@@ -155,7 +155,7 @@ impl Compilers {
             caches: CacheClass::of(caches),
             ..PlanOptions::default()
         };
-        Ok(Job {
+        Ok(PrecompileJob {
             spec: spec.clone(),
             target,
             options,

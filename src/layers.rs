@@ -198,7 +198,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`EngineError::Collective`] as [`nccl::start`]; those of a kernel that cannot be had.
-    pub fn nccl(&self, options: nccl::Options) -> Result<Nccl, EngineError> {
+    pub fn nccl(&self, options: nccl::NcclOptions) -> Result<Nccl, EngineError> {
         self.0.nccl(options)
     }
 
@@ -210,7 +210,7 @@ impl Engine {
     pub fn nccl_over(
         &self,
         control: Communicator,
-        options: nccl::Options,
+        options: nccl::NcclOptions,
     ) -> Result<Nccl, EngineError> {
         self.0.nccl_over(control, options)
     }

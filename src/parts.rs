@@ -11,7 +11,7 @@
 ///
 /// ```
 /// use moesaic::Engine;
-/// use moesaic::collectives::{Call, Collectives, Element, Reduction, Slice, threads};
+/// use moesaic::collectives::{Call, Collectives, CommElement, Reduction, Slice, threads};
 /// use std::sync::Arc;
 ///
 /// # fn main() -> Result<(), moesaic::Error> {
@@ -21,7 +21,7 @@
 ///     let device = Arc::clone(world.device());
 ///     let buffer = Arc::new(device.alloc(4)?);
 ///     device.upload(&[world.rank() as u8 + 1; 4], &buffer, 0)?;
-///     let data = Slice::whole(&buffer, Element::U8);
+///     let data = Slice::whole(&buffer, CommElement::U8);
 ///     let call = Call::new("load of experts");
 ///     world.all_reduce(&data, &data, Reduction::Sum, &call)?.wait()?;
 ///     let mut sums = [0; 4];
@@ -110,15 +110,15 @@ pub mod train {
 ///
 /// ```
 /// use moesaic::Parallel;
-/// use moesaic::tune::{Calls, Key, Options, Rows, Space, Times, Tuner};
+/// use moesaic::tune::{CallKind, TunerKey, TunerOptions, RowBucket, StrategySpace, Times, Tuner};
 ///
 /// let mesh = Parallel { ep: 16, ..Parallel::default() };
-/// let mut tuner = Tuner::new(Options::default(), Space::of(mesh, 8));
-/// let key = Key {
+/// let mut tuner = Tuner::new(TunerOptions::default(), StrategySpace::of(mesh, 8));
+/// let key = TunerKey {
 ///     machine: "our rack".to_string(),
 ///     layer: "mixtral".to_string(),
-///     calls: Calls::Training,
-///     rows: Rows::of(1000, None),
+///     calls: CallKind::Training,
+///     rows: RowBucket::of(1000, None),
 /// };
 /// // A layer does this in each step: nothing is predicted here, so Tutel's search says what next.
 /// let strategy = tuner.choose(&key, Vec::new);

@@ -4,12 +4,12 @@
 
 use moesaic::collectives::{Call, threads};
 use moesaic::cpu::{CpuDevice, Nodes};
-use moesaic::engine::{Measured, Untuned};
-use moesaic::plan::{Role, Tuning};
+use moesaic::engine::{TunedTimes, Untuned};
+use moesaic::plan::{TensorRole, Tuning};
 use moesaic::reference;
 use moesaic::spec::hf;
 use moesaic::target::Ptr;
-use moesaic::toolchain::testing::{Tool, needed};
+use moesaic::toolchain::testing::{ExternalTool, needed};
 use moesaic::weights::{
     Checkpoint, LayerReader, LoadOptions, set_expert_formats, write_safetensors,
 };
@@ -217,7 +217,7 @@ fn a_raw_call_through_a_driver_allocates_nothing_after_the_first() {
         );
         return;
     }
-    let engine = needed(Tool::Nvrtc, Engine::cuda(0));
+    let engine = needed(ExternalTool::Nvrtc, Engine::cuda(0));
     let x = vec![0.5; 300 * MODEL_DIM];
     let mut y = x.clone();
     let layer = layer(&engine);
@@ -320,7 +320,7 @@ fn tuned(store: Arc<Store>) -> Layer {
     let plans = engine.tilings(&spec, None).expect("a plan");
     let untuned = Untuned::new(plans.first().clone());
     let choice = &Tuning::choices(&untuned.plan)[0];
-    let found = [(8, true), (300, false)].map(|(tokens, other)| Measured {
+    let found = [(8, true), (300, false)].map(|(tokens, other)| TunedTimes {
         tokens,
         tuning: if other {
             Tuning::default().with(choice.knob, choice.others[0])
@@ -385,7 +385,7 @@ fn peak(make: impl FnOnce() -> Layer) -> [f64; 2] {
 
 fn weight_bytes(layer: &Layer) -> u64 {
     let tensors = layer.plan().tensors.iter();
-    let weights = tensors.filter(|t| t.role == Role::Weight);
+    let weights = tensors.filter(|t| t.role == TensorRole::Weight);
     weights.map(|tensor| tensor.bytes(0)).sum()
 }
 

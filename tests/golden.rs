@@ -10,7 +10,7 @@ use moesaic::plan::{
 };
 use moesaic::spec::{ActivationFormat, Latent, LayerSpec, WeightFormat};
 use moesaic::target::{CompileOptions, Compiler};
-use moesaic::toolchain::testing::{Tool, needed};
+use moesaic::toolchain::testing::{ExternalTool, needed};
 use moesaic::toolchain::{Registry, ToolKind};
 use moesaic::{Compilers, Target};
 use moesaic_harness::kept::{Kept, once};
@@ -312,7 +312,10 @@ fn gpu_text_compiles_without_spills() {
         })
         .collect();
     on_all_cores(&jobs, |source| {
-        let compiler = needed(Tool::of(source.target), compilers.get(source.target));
+        let compiler = needed(
+            ExternalTool::of(source.target),
+            compilers.get(source.target),
+        );
         check_artifact(&Kept(compiler), source);
     });
 }
@@ -411,7 +414,7 @@ fn clang() -> Vec<String> {
         .get(ToolKind::Rocm)
         .or_else(|| registry.get(ToolKind::C))
         .map(|t| registry.path(t));
-    let zig = needed(Tool::Clang, zig.ok_or("there is no clang"));
+    let zig = needed(ExternalTool::Clang, zig.ok_or("there is no clang"));
     vec![zig.display().to_string(), "clang".to_string()]
 }
 

@@ -3,7 +3,7 @@
 
 use moesaic::spec::LayerSpec;
 use moesaic::spec::keys::CheckpointLibrary;
-use moesaic::toolchain::testing::{Tool, needed};
+use moesaic::toolchain::testing::{ExternalTool, needed};
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
 use moesaic::weights::{KeyOptions, load_keys, write_safetensors};
 use moesaic::{Engine, EngineError, EngineOptions, Tensor, Tensors, reference, resolve_target};
@@ -40,7 +40,7 @@ fn hurried() -> Engine {
 }
 
 fn open(target: &str) -> Engine {
-    let tool = Tool::of(resolve_target(target).expect("a target"));
+    let tool = ExternalTool::of(resolve_target(target).expect("a target"));
     needed(tool, Engine::open(target, options()))
 }
 

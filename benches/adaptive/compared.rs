@@ -4,7 +4,7 @@ use crate::drawn::{Drawn, RANKS};
 use crate::measured::Passes;
 use crate::{Result, quartile};
 use moesaic::plan::{Both, CommDtype, Placement, ShadowModel};
-use moesaic::planner::{Machine, Routing, Scenario, Simulator};
+use moesaic::planner::{Machine, RoutedRows, Scenario, Simulator};
 use moesaic::{LayerSpec, Strategy, Training};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -165,7 +165,7 @@ pub fn predict_placed(
 fn question(drawn: &Drawn, machine: &Machine) -> Result<Scenario> {
     let spec = drawn.spec()?;
     Ok(Scenario {
-        routing: Routing::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
+        routing: RoutedRows::counted(RANKS, drawn.experts, drawn.top_k, &drawn.counts())?,
         placement: None,
         shadow_model: ShadowModel::of(&spec),
         spec,

@@ -4,7 +4,7 @@ use crate::drawn::{Drawn, RANKS};
 use crate::{Result, compared, data};
 use moesaic::collectives::{Call, Collectives, Communicator, mpi};
 use moesaic::planner::{self, Machine};
-use moesaic::tune::{LayerTuner, Options, Planned, Space, Times, Tuner, What};
+use moesaic::tune::{LayerTuner, Planned, StrategySpace, Times, Tuner, TunerOptions, What};
 use moesaic::{
     DType, Engine, EngineOptions, Input, Layer, LayerOptions, Mesh, RngKey, Strategy, Tensor,
 };
@@ -29,7 +29,7 @@ impl Rank {
             ..EngineOptions::default()
         };
         let engine = Engine::open("cpu", options)?;
-        let world = mpi::start(&mpi::Options::default(), engine.device().clone())?;
+        let world = mpi::start(&mpi::MpiOptions::default(), engine.device().clone())?;
         match world.size() {
             RANKS => Ok(Rank { engine, world }),
             other => Err(format!("{other} ranks, and layers are for {RANKS}").into()),
@@ -256,8 +256,8 @@ fn adaptive(
     };
     let predict = planned.predict(&layer)?;
     layer.set_strategy(Strategy::default())?;
-    let space = Space::of(drawn.mesh, 4);
-    let tuner = Tuner::new(Options::default(), space);
+    let space = StrategySpace::of(drawn.mesh, 4);
+    let tuner = Tuner::new(TunerOptions::default(), space);
     let tuner = LayerTuner::new(tuner, crate::MACHINE, predict);
     layer.set_tuner(Some(tuner.clone()))?;
     let kept = || {

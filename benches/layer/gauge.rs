@@ -12,7 +12,7 @@ use std::time::Duration;
 /// The probes of one type on a number of threads.
 pub struct Gauge {
     probe: limits::Probe,
-    memory: limits::Memory,
+    memory: limits::ProbeMemory,
     dtype: DType,
 }
 
@@ -37,7 +37,7 @@ impl Gauge {
         let device = CpuDevice::with_threads(threads)?;
         Ok(Gauge {
             probe: limits::Probe::new(&compiler, &device, host_isa())?,
-            memory: limits::Memory::new(&device)?,
+            memory: limits::ProbeMemory::new(&device)?,
             dtype,
         })
     }

@@ -79,9 +79,9 @@ fn of_threads(ranks: usize, folder: &Path) -> Result {
 fn of_process(folder: &Path) -> Result {
     take_autogroup()?;
     let engine = engine(1)?;
-    let options = mpi::Options {
+    let options = mpi::MpiOptions {
         deadline: Some(PATIENCE),
-        ..mpi::Options::default()
+        ..mpi::MpiOptions::default()
     };
     let world = mpi::start(&options, engine.device().clone())?;
     let name = world.transport();

@@ -3,7 +3,7 @@
 
 use crate::Result;
 use crate::one_hot::{Masks, OneHot, product};
-use moesaic::collectives::{Algorithm, Call, Collectives, Communicator, Element, Slice};
+use moesaic::collectives::{Algorithm, Call, Collectives, CommElement, Communicator, Slice};
 use moesaic::target::Device;
 use moesaic::{
     Engine, Input, Layer, LayerSpec, Output, RngKey, Saved, Tensor, Tensors, Training, reference,
@@ -227,7 +227,7 @@ impl Baseline {
         let bytes = size_of_val(rows);
         let room = || -> Result<Slice> {
             let buffer = Arc::new(self.device.alloc(bytes)?);
-            Ok(Slice::new(&buffer, Element::F32, 0, rows.len())?)
+            Ok(Slice::new(&buffer, CommElement::F32, 0, rows.len())?)
         };
         let (input, output) = (room()?, room()?);
         self.device

@@ -89,7 +89,7 @@ pub enum Command {
     /// A rank of `moesaic launch`
     #[cfg(target_os = "linux")]
     #[command(hide = true)]
-    LaunchRank(crate::launch::RankArgs),
+    LaunchRank(crate::launch::LaunchRankArgs),
     /// Say what this machine can compile and run
     Doctor(crate::doctor::DoctorArgs),
     /// Print shell completions

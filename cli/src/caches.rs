@@ -10,7 +10,7 @@ use moesaic::plan::CacheClass;
 
 /// The options `--l1 SIZE` and `--l2 SIZE`.
 #[derive(Args, Clone, Copy, Debug)]
-pub struct CacheArgs {
+pub struct CacheSizeArgs {
     /// First-level data cache of a core of the CPU that runs the kernels, such as 32KiB
     #[arg(long, value_name = "SIZE", value_parser = units::parse_bytes)]
     l1: Option<u64>,
@@ -19,7 +19,7 @@ pub struct CacheArgs {
     l2: Option<u64>,
 }
 
-impl CacheArgs {
+impl CacheSizeArgs {
     /// Refuses cache sizes when none of the targets is a CPU. Only CPU kernels depend on them.
     pub fn check(self, targets: &[Target]) -> Result {
         let is_cpu = |target: &Target| matches!(target.hardware(), Target::Cpu(_));

@@ -4,10 +4,10 @@ use crate::console::Console;
 use crate::failure::Result;
 use crate::form::FormArgs;
 use crate::inspect::machine_json;
-use crate::links::Expected;
-use crate::machine::Machine;
+use crate::links::ExpectedRates;
+use crate::machine::MachineLimits;
 use crate::palette::Palette;
-use crate::simulators::{Simulator, simulators};
+use crate::simulators::{SimulatorSetup, simulators};
 use crate::store::{StoreArgs, place, tuning};
 use crate::units;
 use clap::Args;
@@ -16,7 +16,7 @@ use moesaic::cpu::{CpuDevice, host_isa, host_nodes};
 use moesaic::kernel::CpuCaches;
 use moesaic::plan::CacheClass;
 use moesaic::target::Device;
-use moesaic::toolchain::{Finding, Registry, doctor};
+use moesaic::toolchain::{DoctorFinding, Registry, doctor};
 use moesaic::{Store, Target};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -85,10 +85,10 @@ struct Diagnosis {
     target: Target,
     caches: CpuCaches,
     nodes: usize,
-    limits: std::result::Result<Machine, String>,
+    limits: std::result::Result<MachineLimits, String>,
     cache: Cache,
-    findings: Vec<Finding>,
-    simulators: [Simulator; 4],
+    findings: Vec<DoctorFinding>,
+    simulators: [SimulatorSetup; 4],
     variables: Vec<(&'static str, String)>,
 }
 
@@ -103,7 +103,7 @@ struct Cache {
 /// Examines the machine and prints the findings. A missing compiler or device is not a failure.
 pub fn execute(args: &DoctorArgs, console: &Console) -> Result {
     if let Some(ranks) = args.ranks {
-        let expected = Expected::new(args.expect.as_deref())?;
+        let expected = ExpectedRates::new(args.expect.as_deref())?;
         return crate::links::execute(ranks, expected, args.form.json, console);
     }
     let diagnosis = Diagnosis::new(&args.store.open(console));
@@ -140,7 +140,8 @@ impl Diagnosis {
             target: Target::Cpu(host_isa()),
             caches: device.caches(),
             nodes: host_nodes().count(),
-            limits: Machine::measure_cpu(&device, host_isa()).map_err(|failure| failure.message),
+            limits: MachineLimits::measure_cpu(&device, host_isa())
+                .map_err(|failure| failure.message),
             cache: Cache::of(store),
             findings: doctor(&registry),
             simulators: simulators(),
@@ -322,7 +323,7 @@ impl Diagnosis {
                 "trouble": self.cache.trouble,
             },
             "findings": findings.collect::<Vec<_>>(),
-            "simulators": self.simulators.iter().map(Simulator::json).collect::<Vec<_>>(),
+            "simulators": self.simulators.iter().map(SimulatorSetup::json).collect::<Vec<_>>(),
             "variables": variables,
         })
     }
@@ -389,7 +390,7 @@ fn more(text: &str) -> String {
         .collect()
 }
 
-fn found(finding: &Finding, palette: &Palette) -> String {
+fn found(finding: &DoctorFinding, palette: &Palette) -> String {
     let Some(name) = &finding.found else {
         let mut text = entry(finding.subject, &palette.yellow("not found"), palette);
         text += &more(&finding.tried);
@@ -406,7 +407,7 @@ fn found(finding: &Finding, palette: &Palette) -> String {
     text + &more(&finding.advice)
 }
 
-fn simulated(simulator: &Simulator, palette: &Palette) -> String {
+fn simulated(simulator: &SimulatorSetup, palette: &Palette) -> String {
     let name = match &simulator.found {
         Some(name) => name.clone(),
         None => palette.yellow("not found"),

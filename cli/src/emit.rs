@@ -1,6 +1,6 @@
 //! `moesaic emit`.
 
-use crate::caches::CacheArgs;
+use crate::caches::CacheSizeArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
@@ -49,7 +49,7 @@ pub struct EmitArgs {
     #[command(flatten)]
     rank: OneRankArgs,
     #[command(flatten)]
-    caches: CacheArgs,
+    caches: CacheSizeArgs,
 }
 
 /// An output file.

@@ -5,7 +5,7 @@ use crate::failure::{Failure, Result};
 use crate::palette::Palette;
 use crate::table::Table;
 use crate::units;
-use moesaic::collectives::measure::{MeasureOptions, Measured, PairLink, measure};
+use moesaic::collectives::measure::{MeasureOptions, MeasuredLinks, PairLink, measure};
 use moesaic::collectives::{
     Call, CollectiveError, Collectives, Communicator, Topology, World, mpi, nccl, threads, topology,
 };
@@ -26,20 +26,20 @@ struct Rank {
 
 /// Rates that a link should reach, in bytes per second; 0 expects nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Expected {
+pub struct ExpectedRates {
     /// The rate between ranks of one node.
     node: f64,
     /// The rate between ranks of two nodes.
     network: f64,
 }
 
-impl Expected {
+impl ExpectedRates {
     /// Converts rates in GB/s, of a node and of the network.
-    pub fn new(rates: Option<&[f64]>) -> Result<Expected> {
+    pub fn new(rates: Option<&[f64]>) -> Result<ExpectedRates> {
         let fits = |rate: &f64| rate.is_finite() && *rate >= 0.0;
         match rates {
-            None => Ok(Expected::default()),
-            Some([node, network]) if fits(node) && fits(network) => Ok(Expected {
+            None => Ok(ExpectedRates::default()),
+            Some([node, network]) if fits(node) && fits(network) => Ok(ExpectedRates {
                 node: node * 1e9,
                 network: network * 1e9,
             }),
@@ -58,16 +58,16 @@ const ALIKE: f64 = 0.25;
 
 /// The report that rank 0 prints.
 struct Report {
-    expected: Expected,
+    expected: ExpectedRates,
     carrier: String,
     ranks: Vec<Rank>,
     topology: Topology,
-    measured: Measured,
+    measured: MeasuredLinks,
 }
 
 /// Measures the links between `ranks` threads of this process, or between the launcher's processes
 /// for 0.
-pub fn execute(ranks: u16, expected: Expected, json: bool, console: &Console) -> Result {
+pub fn execute(ranks: u16, expected: ExpectedRates, json: bool, console: &Console) -> Result {
     let report = match ranks {
         0 => processes()?,
         ranks => of_threads(usize::from(ranks))?,
@@ -98,9 +98,9 @@ fn processes() -> Result<Option<Report>> {
     }
     let registry = Registry::open()?;
     let installed = toolchain::mpi(&registry).map(|found| found.library);
-    let options = mpi::Options {
+    let options = mpi::MpiOptions {
         installed,
-        ..mpi::Options::default()
+        ..mpi::MpiOptions::default()
     };
     let world = mpi::start(&options, device().map_err(|e| Failure::from(&e))?);
     let world = world.map_err(Failure::input)?;
@@ -121,7 +121,7 @@ fn of_threads(ranks: usize) -> Result<Option<Report>> {
 type Engine = (&'static str, String, String);
 
 /// Lists every library that is found.
-fn engines(options: &mpi::Options) -> Vec<Engine> {
+fn engines(options: &mpi::MpiOptions) -> Vec<Engine> {
     let found = mpi::probe(options).ok();
     let mpi = found.map(|found| {
         let version = format!("{}, by {}", found.version, found.interface);
@@ -129,7 +129,7 @@ fn engines(options: &mpi::Options) -> Vec<Engine> {
     });
     let of_gpus = [("NCCL", "cuda:sm_90"), ("RCCL", "rocm:gfx942")];
     let of_gpus = of_gpus.into_iter().filter_map(|(name, target)| {
-        let found = nccl::probe(target.parse().ok()?, &nccl::Options::default()).ok()?;
+        let found = nccl::probe(target.parse().ok()?, &nccl::NcclOptions::default()).ok()?;
         Some((name, found.version, found.library))
     });
     mpi.into_iter().chain(of_gpus).collect()
@@ -150,7 +150,7 @@ fn look(
     let first = world.rank() == 0;
     world.finish(&call)?;
     Ok(first.then_some(Report {
-        expected: Expected::default(),
+        expected: ExpectedRates::default(),
         carrier,
         ranks,
         topology,
@@ -394,7 +394,7 @@ const SHOWN: usize = 16;
 struct Kind {
     name: &'static str,
     same_node: bool,
-    expected: fn(&Expected) -> f64,
+    expected: fn(&ExpectedRates) -> f64,
 }
 
 const KINDS: [Kind; 2] = [
@@ -474,7 +474,7 @@ mod tests {
         let hosts = ["a", "a", "b", "b"];
         let versions = [versions[0], versions[0], versions[0], versions[1]];
         Report {
-            expected: Expected::default(),
+            expected: ExpectedRates::default(),
             carrier: "MPI (X)".to_string(),
             ranks: hosts
                 .iter()
@@ -488,7 +488,7 @@ mod tests {
                     per_node: 2,
                 }),
             },
-            measured: Measured {
+            measured: MeasuredLinks {
                 links: vec![
                     link(0, 1, true, 1),
                     link(0, 2, false, 5),
@@ -519,7 +519,7 @@ mod tests {
     #[test]
     fn slow_links_are_named_beside_what_was_expected() {
         let expecting = |node: f64, network: f64| Report {
-            expected: Expected::new(Some(&[node, network])).unwrap(),
+            expected: ExpectedRates::new(Some(&[node, network])).unwrap(),
             ..report(["5.0", "5.0"])
         };
         // 1 GB/s in the node; 200 and 50 MB/s between nodes, of which the median is the upper.
@@ -535,7 +535,7 @@ mod tests {
         assert!(failure.message.contains("less than half"), "{failure:?}");
         assert!(expecting(2.1, 0.0).verdict().is_err());
         for wrong in [&[1.0][..], &[1.0, -1.0], &[1.0, 2.0, 3.0], &[f64::NAN, 1.0]] {
-            assert!(Expected::new(Some(wrong)).is_err(), "{wrong:?}");
+            assert!(ExpectedRates::new(Some(wrong)).is_err(), "{wrong:?}");
         }
     }
 

@@ -14,7 +14,7 @@ use std::path::Path;
 
 /// The limits of a machine.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Machine {
+pub struct MachineLimits {
     /// The common name of the machine.
     pub name: String,
     /// The source of the numbers.
@@ -167,7 +167,7 @@ pub struct Moved {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Watched {
     /// The better of both measurements.
-    pub machine: Machine,
+    pub machine: MachineLimits,
     pub moved: Vec<Moved>,
 }
 
@@ -238,7 +238,7 @@ impl Share {
     }
 }
 
-impl Machine {
+impl MachineLimits {
     /// Returns the rate that arithmetic on this element type can reach.
     pub fn flops(&self, dtype: DType) -> f64 {
         let own = match dtype {
@@ -251,9 +251,9 @@ impl Machine {
 
     /// Returns the machine for a layer whose f32 products may be one of tf32 each.
     #[must_use]
-    pub fn with_tf32(self, allowed: bool) -> Machine {
+    pub fn with_tf32(self, allowed: bool) -> MachineLimits {
         match self.tf32_flops {
-            Some(rate) if allowed && rate > self.f32_flops => Machine {
+            Some(rate) if allowed && rate > self.f32_flops => MachineLimits {
                 f32_flops: rate,
                 f32_name: "tf32",
                 ..self
@@ -290,7 +290,7 @@ impl Machine {
     }
 
     /// Returns the better of this measurement and a later one, with what moved between them.
-    pub fn watched(self, later: &Machine) -> Watched {
+    pub fn watched(self, later: &MachineLimits) -> Watched {
         let (mut machine, mut moved) = (self, Vec::new());
         let mut take = |what: &str, own: &mut f64, later: f64, arithmetic| {
             if later.max(*own) > later.min(*own) * (1.0 + STEADY) {
@@ -325,7 +325,7 @@ impl Machine {
     }
 
     /// Returns the published limits of a GPU that runs this target.
-    pub fn of_target(target: Target) -> Option<Machine> {
+    pub fn of_target(target: Target) -> Option<MachineLimits> {
         let arch = target.arch();
         KNOWN
             .iter()
@@ -335,22 +335,22 @@ impl Machine {
 
     /// Returns the published limits of a device by its driver's name for it, or else by its
     /// architecture.
-    pub fn of_device(name: &str, target: Target) -> Option<Machine> {
+    pub fn of_device(name: &str, target: Target) -> Option<MachineLimits> {
         let arch = target.arch();
         let mut same = KNOWN.iter().filter(|known| known.archs.contains(&&*arch));
         let by_name = same.find(|known| name.contains(known.name)).map(published);
-        by_name.or_else(|| Machine::of_target(target))
+        by_name.or_else(|| MachineLimits::of_target(target))
     }
 
     /// Measures the limits of this machine's CPU in half a second, with the instructions that
     /// kernels for `isa` use.
-    pub fn measure_cpu(device: &CpuDevice, isa: CpuIsa) -> Result<Machine> {
+    pub fn measure_cpu(device: &CpuDevice, isa: CpuIsa) -> Result<MachineLimits> {
         let registry = Registry::open().unwrap_or_else(|_| Registry::at(Path::new("")));
         let compiler = toolchain::c(&registry).map_err(|error| Failure::from(&error))?;
         let limits = limits::measure(&compiler, device, isa).map_err(Failure::work)?;
         let caches = limits.caches.iter();
         let caches = caches.map(|cache| (cache.level, cache.bytes, cache.read_gbps));
-        Ok(Machine {
+        Ok(MachineLimits {
             name: device.info().name.clone(),
             origin: Origin::Measured,
             f32_flops: limits.f32_gflops * 1e9,
@@ -372,7 +372,7 @@ pub const NAME: Completed = Completed(|| {
 });
 
 /// Returns the machine that `--machine` names, or fails if it does not run the target.
-pub fn required(name: &str, target: Target) -> Result<Machine> {
+pub fn required(name: &str, target: Target) -> Result<MachineLimits> {
     let Some(known) = find(name) else {
         let failure = Failure::input(format!(
             "unknown machine `{name}`\nknown machines: {}",
@@ -420,9 +420,9 @@ impl Known {
     }
 }
 
-fn published(known: &Known) -> Machine {
+fn published(known: &Known) -> MachineLimits {
     let three = known.tf32.map_or(0.0, |rate| rate / TF32_PRODUCTS);
-    Machine {
+    MachineLimits {
         name: known.name.to_string(),
         origin: Origin::Published,
         f32_flops: known.f32.max(three) * 1e12,
@@ -468,9 +468,11 @@ mod tests {
     #[test]
     fn a_machine_is_found_by_name_device_and_target() {
         let target: Target = "cuda:sm_90a".parse().unwrap();
-        assert_eq!(Machine::of_target(target).unwrap().name, "H100");
+        assert_eq!(MachineLimits::of_target(target).unwrap().name, "H100");
         assert_eq!(
-            Machine::of_device("NVIDIA H200", target).unwrap().name,
+            MachineLimits::of_device("NVIDIA H200", target)
+                .unwrap()
+                .name,
             "H200"
         );
         assert_eq!(find("rtx-4090").unwrap().name, "RTX 4090");

@@ -15,7 +15,7 @@ pub struct Unit {
 
 /// The needs of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Block {
+pub struct BlockNeeds {
     pub threads: u32,
     /// The registers of a thread.
     pub registers: u32,
@@ -34,7 +34,7 @@ impl Unit {
     }
 
     /// Returns the blocks that the unit holds at once.
-    pub fn resident(&self, block: Block) -> u32 {
+    pub fn resident(&self, block: BlockNeeds) -> u32 {
         let warps = block.threads.div_ceil(self.warp).max(1);
         let registers = warps * (block.registers * self.warp).next_multiple_of(self.caps.granule);
         let shared = block.shared + self.caps.reserved;
@@ -50,7 +50,7 @@ impl Unit {
     }
 
     /// Returns the share of the unit's threads that blocks of this kind fill.
-    pub fn occupancy(&self, block: Block) -> f64 {
+    pub fn occupancy(&self, block: BlockNeeds) -> f64 {
         let warps = block.threads.div_ceil(self.warp).max(1);
         f64::from(self.resident(block) * warps * self.warp) / f64::from(self.caps.threads)
     }
@@ -85,7 +85,7 @@ mod tests {
 
     fn resident(target: &str, threads: u32, registers: u32, shared: u32) -> u32 {
         let unit = Unit::of(target.parse().unwrap()).unwrap();
-        unit.resident(Block {
+        unit.resident(BlockNeeds {
             threads,
             registers,
             shared,

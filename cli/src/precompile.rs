@@ -1,6 +1,6 @@
 //! `moesaic precompile`.
 
-use crate::caches::CacheArgs;
+use crate::caches::CacheSizeArgs;
 use crate::console::Console;
 use crate::failure::{Failure, Result};
 use crate::files::Files;
@@ -13,11 +13,11 @@ use crate::training::TrainingArgs;
 use crate::{experts, mesh, units};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
-use moesaic::aot::{Event, Job, MeshJob, Outcome, Row};
+use moesaic::aot::{KernelOutcome, KernelRow, MeshJob, PrecompileEvent, PrecompileJob};
 use moesaic::cache::Tuned;
 use moesaic::engine::{TunedPlans, Untuned, precompile_on};
 use moesaic::plan::{Placement, Tuning, plan, stacked};
-use moesaic::target::{CompileOptions, Report, Scratch};
+use moesaic::target::{ArtifactReport, CompileOptions, Scratch};
 use moesaic::train::replay::RoutedExperts;
 use moesaic::{Compilers, EngineError, LayerSpec, Parallel, PlanOptions, Store, Strategy, Target};
 use serde_json::{Value, json};
@@ -86,7 +86,7 @@ pub struct PrecompileArgs {
     #[arg(long, value_name = "FILE", num_args = 0..=1, require_equals = true)]
     replay: Option<Option<PathBuf>>,
     #[command(flatten)]
-    caches: CacheArgs,
+    caches: CacheSizeArgs,
     /// Also write these kernels, and no others of the cache, to a pack
     #[arg(short, long, value_name = "PACK")]
     output: Option<PathBuf>,
@@ -162,7 +162,7 @@ fn kept(
 }
 
 /// Writes a pack of the kernels of `rows`, and returns a description of it.
-fn export(store: &Store, rows: &[Row], path: &Path) -> Result<String> {
+fn export(store: &Store, rows: &[KernelRow], path: &Path) -> Result<String> {
     let keys: HashSet<_> = rows.iter().map(|row| row.key).collect();
     let pack = store.export(path, |kernel| keys.contains(&kernel.key))?;
     let kernels = units::count(pack.kernels, "kernel");
@@ -182,7 +182,7 @@ impl PrecompileArgs {
         targets: &[Target],
         ranks: Option<&MeshJob>,
         store: &Arc<Store>,
-    ) -> Result<(Vec<Job>, Vec<Tuned>)> {
+    ) -> Result<(Vec<PrecompileJob>, Vec<Tuned>)> {
         let compilers = Compilers::new(Some(store.clone()));
         check_compilers(&compilers, targets)?;
         let (mut jobs, mut tunings) = (Vec::new(), Vec::new());
@@ -194,7 +194,7 @@ impl PrecompileArgs {
                 .get(target)
                 .map_err(|error| Failure::from(&error))?;
             let options = self.plan_options(target);
-            let job = |tuning: Tuning| Job {
+            let job = |tuning: Tuning| PrecompileJob {
                 spec: spec.clone(),
                 target,
                 options: PlanOptions {
@@ -376,7 +376,7 @@ fn temporary_dir() -> Result<Scratch> {
 
 /// Runs `work` with a progress bar, which only a terminal shows.
 fn with_progress<T, E>(
-    work: impl FnOnce(&(dyn Fn(Event<'_>) + Sync)) -> std::result::Result<T, E>,
+    work: impl FnOnce(&(dyn Fn(PrecompileEvent<'_>) + Sync)) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E> {
     let bar = ProgressBar::no_length();
     if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {elapsed} {msg}") {
@@ -384,8 +384,8 @@ fn with_progress<T, E>(
     }
     bar.enable_steady_tick(Duration::from_millis(200));
     let result = work(&|event| match event {
-        Event::Start(count) => bar.set_length(count as u64),
-        Event::Done(row) => {
+        PrecompileEvent::Start(count) => bar.set_length(count as u64),
+        PrecompileEvent::Done(row) => {
             bar.set_message(format!("{} {}", row.target, row.kernel));
             bar.inc(1);
         }
@@ -394,10 +394,10 @@ fn with_progress<T, E>(
     result
 }
 
-fn outcome(rows: &[Row], store: &Store) -> Result {
+fn outcome(rows: &[KernelRow], store: &Store) -> Result {
     let failed = rows
         .iter()
-        .filter(|row| matches!(row.outcome, Outcome::Failed(_)))
+        .filter(|row| matches!(row.outcome, KernelOutcome::Failed(_)))
         .count();
     if failed > 0 {
         let of = units::count(rows.len(), "kernel");
@@ -423,7 +423,7 @@ fn outcome(rows: &[Row], store: &Store) -> Result {
 }
 
 /// Returns the registers of the kernel's entry that takes the most.
-pub fn most_registers(report: &Report) -> Option<u32> {
+pub fn most_registers(report: &ArtifactReport) -> Option<u32> {
     report
         .kernels
         .iter()
@@ -432,7 +432,7 @@ pub fn most_registers(report: &Report) -> Option<u32> {
 }
 
 fn as_text(
-    rows: &[Row],
+    rows: &[KernelRow],
     tunings: &[Tuned],
     time: Duration,
     place: &str,
@@ -453,7 +453,7 @@ fn as_text(
     }
     let mut text = table.render(&console.out);
     for row in rows {
-        if let Outcome::Failed(error) = &row.outcome {
+        if let KernelOutcome::Failed(error) = &row.outcome {
             let failure = Failure::work(format!("{} for {}: {error}", row.kernel, row.target));
             text += &format!("\n{}\n", failure.render(&console.out));
         }
@@ -463,13 +463,13 @@ fn as_text(
     text + &tunings.collect::<String>()
 }
 
-fn cells(row: &Row) -> Vec<Cell> {
+fn cells(row: &KernelRow) -> Vec<Cell> {
     let mut cells: Vec<Cell> = vec![
         row.layer.as_str().into(),
         row.kernel.as_str().into(),
         row.target.to_string().into(),
     ];
-    let built = |report: &Report, bytes: u64, state: Cell| {
+    let built = |report: &ArtifactReport, bytes: u64, state: Cell| {
         let registers = most_registers(report).map_or("-".to_string(), |n| n.to_string());
         let time = units::seconds(report.compile_ms / 1e3);
         vec![
@@ -480,9 +480,9 @@ fn cells(row: &Row) -> Vec<Cell> {
         ]
     };
     cells.extend(match &row.outcome {
-        Outcome::Hit(report, bytes) => built(report, *bytes, "hit".into()),
-        Outcome::Compiled(report, bytes) => built(report, *bytes, Cell::styled("miss", "33")),
-        Outcome::Failed(_) => ["-", "-", "-"]
+        KernelOutcome::Hit(report, bytes) => built(report, *bytes, "hit".into()),
+        KernelOutcome::Compiled(report, bytes) => built(report, *bytes, Cell::styled("miss", "33")),
+        KernelOutcome::Failed(_) => ["-", "-", "-"]
             .map(Cell::from)
             .into_iter()
             .chain([Cell::styled("failed", "31")])
@@ -491,11 +491,11 @@ fn cells(row: &Row) -> Vec<Cell> {
     cells
 }
 
-fn summary(rows: &[Row], time: Duration) -> String {
-    let count = |is: fn(&Outcome) -> bool| rows.iter().filter(|row| is(&row.outcome)).count();
-    let hits = count(|outcome| matches!(outcome, Outcome::Hit(..)));
-    let compiled = count(|outcome| matches!(outcome, Outcome::Compiled(..)));
-    let failed = count(|outcome| matches!(outcome, Outcome::Failed(_)));
+fn summary(rows: &[KernelRow], time: Duration) -> String {
+    let count = |is: fn(&KernelOutcome) -> bool| rows.iter().filter(|row| is(&row.outcome)).count();
+    let hits = count(|outcome| matches!(outcome, KernelOutcome::Hit(..)));
+    let compiled = count(|outcome| matches!(outcome, KernelOutcome::Compiled(..)));
+    let failed = count(|outcome| matches!(outcome, KernelOutcome::Failed(_)));
     let failed = if failed > 0 {
         format!(", {failed} failed")
     } else {
@@ -508,15 +508,15 @@ fn summary(rows: &[Row], time: Duration) -> String {
     )
 }
 
-fn as_json(rows: &[Row], tunings: &[Tuned], time: Duration, place: &str) -> Value {
-    let row = |row: &Row| {
+fn as_json(rows: &[KernelRow], tunings: &[Tuned], time: Duration, place: &str) -> Value {
+    let row = |row: &KernelRow| {
         let mut value = json!({
             "layer": row.layer,
             "kernel": row.kernel,
             "target": row.target.to_string(),
             "key": row.key.to_string(),
         });
-        let built = |state, report: &Report, bytes: u64| {
+        let built = |state, report: &ArtifactReport, bytes: u64| {
             json!({
                 "state": state,
                 "bytes": bytes,
@@ -526,9 +526,11 @@ fn as_json(rows: &[Row], tunings: &[Tuned], time: Duration, place: &str) -> Valu
             })
         };
         let more = match &row.outcome {
-            Outcome::Hit(report, bytes) => built("hit", report, *bytes),
-            Outcome::Compiled(report, bytes) => built("miss", report, *bytes),
-            Outcome::Failed(error) => json!({ "state": "failed", "error": error.to_string() }),
+            KernelOutcome::Hit(report, bytes) => built("hit", report, *bytes),
+            KernelOutcome::Compiled(report, bytes) => built("miss", report, *bytes),
+            KernelOutcome::Failed(error) => {
+                json!({ "state": "failed", "error": error.to_string() })
+            }
         };
         if let (Some(value), Value::Object(more)) = (value.as_object_mut(), more) {
             value.extend(more);

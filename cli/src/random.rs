@@ -232,7 +232,7 @@ fn fill(dtype: DType, bytes: &mut [u8], scale: f32, seed: u64) {
 mod tests {
     use super::*;
     use moesaic::kernel::CpuIsa;
-    use moesaic::plan::{PlanOptions, Role, plan};
+    use moesaic::plan::{PlanOptions, TensorRole, plan};
     use moesaic::spec::testing;
     use moesaic::{Target, Training};
     use std::collections::BTreeSet;
@@ -259,7 +259,7 @@ mod tests {
             let plan = plan(&spec, target, &PlanOptions::training(Training::default())).unwrap();
             for tokens in [0, 5] {
                 let call = input(&spec, tokens);
-                let wanted = plan.tensors.iter().filter(|t| t.role == Role::Input);
+                let wanted = plan.tensors.iter().filter(|t| t.role == TensorRole::Input);
                 for tensor in wanted {
                     let what = format!("{} of {}", tensor.name, spec.to_toml());
                     let found = call.tensors.get(&tensor.name);

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// A simulator, and the compiler it runs on.
-pub struct Simulator {
+pub struct SimulatorSetup {
     /// The name, such as `CUDA simulator`.
     pub subject: &'static str,
     /// A description of the simulator and its requirements.
@@ -20,12 +20,12 @@ pub struct Simulator {
 }
 
 /// Looks for the requirements of every simulator.
-pub fn simulators() -> [Simulator; 4] {
+pub fn simulators() -> [SimulatorSetup; 4] {
     let compilers = Compilers::new(None);
     let look = |subject, needs, example: &str| {
         let target = example.parse::<Target>();
         let compiler = target.ok().map(|target| compilers.get(target));
-        Simulator::of(subject, needs, compiler).opened(example)
+        SimulatorSetup::of(subject, needs, compiler).opened(example)
     };
     [
         look(
@@ -51,13 +51,13 @@ pub fn simulators() -> [Simulator; 4] {
     ]
 }
 
-impl Simulator {
+impl SimulatorSetup {
     fn of(
         subject: &'static str,
         needs: &'static str,
         compiler: Option<Result<Arc<dyn Compiler>, CompileError>>,
-    ) -> Simulator {
-        let mut simulator = Simulator {
+    ) -> SimulatorSetup {
+        let mut simulator = SimulatorSetup {
             subject,
             needs,
             found: None,
@@ -77,7 +77,7 @@ impl Simulator {
 
     /// Returns the simulator if its device opens, and otherwise reports the device's error. An
     /// emulator is a separate program, which may be missing where the compiler is not.
-    fn opened(mut self, example: &str) -> Simulator {
+    fn opened(mut self, example: &str) -> SimulatorSetup {
         let options = EngineOptions {
             store: None,
             ..EngineOptions::default()

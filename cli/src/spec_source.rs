@@ -37,7 +37,7 @@ pub struct LayerArgs {
     pub layer: Option<usize>,
     /// Element type of weights and activations, instead of the spec's
     #[arg(long, value_name = "DTYPE")]
-    pub precision: Option<Precision>,
+    pub precision: Option<PrecisionArg>,
 }
 
 /// The arguments that name a model, and how its quantized experts are read.
@@ -51,7 +51,7 @@ pub struct ModelArgs {
     pub gguf: Option<PathBuf>,
     /// Read quantized experts as numbers of this type, and do not multiply their codes
     #[arg(long, value_name = "DTYPE", requires = "model")]
-    pub dequantize: Option<Precision>,
+    pub dequantize: Option<PrecisionArg>,
 }
 
 impl ModelArgs {
@@ -93,24 +93,24 @@ const STAY_WHOLE: &str = "codes of an expert stay on one rank";
 
 /// Element types of weights and activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Precision {
+pub enum PrecisionArg {
     F32,
     Bf16,
     F16,
 }
 
-impl From<Precision> for DType {
-    fn from(precision: Precision) -> DType {
+impl From<PrecisionArg> for DType {
+    fn from(precision: PrecisionArg) -> DType {
         match precision {
-            Precision::F32 => DType::F32,
-            Precision::Bf16 => DType::Bf16,
-            Precision::F16 => DType::F16,
+            PrecisionArg::F32 => DType::F32,
+            PrecisionArg::Bf16 => DType::Bf16,
+            PrecisionArg::F16 => DType::F16,
         }
     }
 }
 
 /// A valid spec and the place of its weights.
-pub struct Source {
+pub struct SpecSource {
     /// The layer.
     pub spec: LayerSpec,
     /// For a layer of a model: the recipe that assembles its tensors.
@@ -137,13 +137,13 @@ impl LayerArgs {
     }
 
     /// Reads and validates the layer. Experts are codes if the model's own weights are.
-    pub fn load(&self, console: &Console) -> Result<Source> {
+    pub fn load(&self, console: &Console) -> Result<SpecSource> {
         self.load_as(ExpertsAs::default(), console)
     }
 
     /// Reads and validates the layer. The reason to read numbers, if there is one, comes from
     /// [`needs_numbers`].
-    pub fn load_for(&self, numbers: Option<&'static str>, console: &Console) -> Result<Source> {
+    pub fn load_for(&self, numbers: Option<&'static str>, console: &Console) -> Result<SpecSource> {
         let how = ExpertsAs {
             numbers,
             ..ExpertsAs::default()
@@ -153,7 +153,11 @@ impl LayerArgs {
 
     /// Reads and validates the layer, or of a model without one the first that has experts, for
     /// what is said of the whole model.
-    pub fn load_first(&self, numbers: Option<&'static str>, console: &Console) -> Result<Source> {
+    pub fn load_first(
+        &self,
+        numbers: Option<&'static str>,
+        console: &Console,
+    ) -> Result<SpecSource> {
         let (Some(model), None) = (self.model.read()?, self.layer) else {
             return self.load_for(numbers, console);
         };
@@ -166,11 +170,11 @@ impl LayerArgs {
     }
 
     /// Reads and validates the layer.
-    pub fn load_as(&self, how: ExpertsAs<'_>, console: &Console) -> Result<Source> {
+    pub fn load_as(&self, how: ExpertsAs<'_>, console: &Console) -> Result<SpecSource> {
         let mut source = match (self.file(), self.model.read()?) {
             (Some(path), _) => {
                 let spec = read_spec(path, console)?;
-                Source {
+                SpecSource {
                     spec,
                     import: None,
                     model: None,
@@ -197,7 +201,7 @@ impl LayerArgs {
         }
     }
 
-    fn import(&self, model: &Model, how: ExpertsAs<'_>, console: &Console) -> Result<Source> {
+    fn import(&self, model: &Model, how: ExpertsAs<'_>, console: &Console) -> Result<SpecSource> {
         let layer = match self.layer {
             Some(layer) => layer,
             None => first_layer(model, console)?,
@@ -212,7 +216,7 @@ impl LayerArgs {
             console.note(note);
         }
         check(&import.spec)?;
-        Ok(Source {
+        Ok(SpecSource {
             spec: import.spec.clone(),
             import: Some(import),
             model: Some(model.path().to_path_buf()),
@@ -240,7 +244,7 @@ fn first_layer(model: &Model, console: &Console) -> Result<usize> {
 /// under the name of the first.
 pub fn read_model(
     model: &Model,
-    dequantize: Option<Precision>,
+    dequantize: Option<PrecisionArg>,
     numbers: Option<&'static str>,
     console: &Console,
 ) -> Result<Vec<LayerSpec>> {
@@ -282,7 +286,7 @@ pub fn read_model(
 /// A model whose layers can be read.
 pub enum Model {
     /// A Hugging Face directory.
-    Hf(Config),
+    Hf(ModelConfig),
     /// A GGUF file.
     Gguf(Box<Checkpoint>),
 }
@@ -290,7 +294,7 @@ pub enum Model {
 impl Model {
     /// Reads a Hugging Face directory.
     pub fn folder(path: &Path) -> Result<Model> {
-        Config::read(path).map(Model::Hf)
+        ModelConfig::read(path).map(Model::Hf)
     }
 
     /// Reads a GGUF file.
@@ -332,7 +336,7 @@ impl Model {
     fn set_formats(
         &self,
         import: &mut Import,
-        dequantize: Option<Precision>,
+        dequantize: Option<PrecisionArg>,
         how: ExpertsAs<'_>,
     ) -> Result<Option<String>> {
         let options = LoadOptions {
@@ -374,15 +378,15 @@ fn metadata(file: &Checkpoint) -> Cow<'_, Metadata> {
 }
 
 /// The config.json of a model.
-pub struct Config {
+pub struct ModelConfig {
     directory: PathBuf,
     file: PathBuf,
     text: String,
 }
 
-impl Config {
+impl ModelConfig {
     /// Reads the config.json of a directory, or the file itself if `path` names it.
-    fn read(path: &Path) -> Result<Config> {
+    fn read(path: &Path) -> Result<ModelConfig> {
         let (directory, file) = if path.is_file() {
             (
                 path.parent().unwrap_or(Path::new("")).to_path_buf(),
@@ -395,7 +399,7 @@ impl Config {
             failure.hint("--hf takes the directory of a model, with its config.json")
         })?;
         let text = with_quant_config(text, &directory)?;
-        Ok(Config {
+        Ok(ModelConfig {
             directory,
             file,
             text,

@@ -6,17 +6,17 @@ use moesaic::{Input, Layer, RngKey, Tensor};
 use std::time::Duration;
 
 /// A call that a layer is timed on.
-pub struct Call {
+pub struct TimedCall {
     pub input: Input<'static>,
     /// The gradient of the output, for a layer that trains.
     dy: Option<Tensor<'static>>,
 }
 
-impl Call {
-    pub fn new(layer: &Layer, input: Input<'static>) -> Call {
+impl TimedCall {
+    pub fn new(layer: &Layer, input: Input<'static>) -> TimedCall {
         let trains = layer.plan().training.is_some();
         let dy = || random::output_gradient(layer.spec(), input.tokens);
-        Call {
+        TimedCall {
             dy: trains.then(dy),
             input,
         }

@@ -7,7 +7,9 @@ use crate::progress::Progress;
 use crate::table::Table;
 use crate::units;
 use clap::{Args, Subcommand};
-use moesaic::toolchain::{Finding, InstallStep, Registered, Registry, ToolKind, doctor, install};
+use moesaic::toolchain::{
+    DoctorFinding, InstallStep, Registered, Registry, ToolKind, doctor, install,
+};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -95,8 +97,8 @@ fn received(what: &str, bytes: u64, time: Duration) -> String {
 
 /// Returns the kinds of compiler for which this machine has none that works.
 fn lacking(registry: &Registry) -> Vec<ToolKind> {
-    let missing = |finding: &Finding| finding.found.is_none();
-    let kind = |finding: &Finding| match finding.subject {
+    let missing = |finding: &DoctorFinding| finding.found.is_none();
+    let kind = |finding: &DoctorFinding| match finding.subject {
         "C compiler" => Some(ToolKind::C),
         "CUDA compiler" => Some(ToolKind::Cuda),
         "ROCm compiler" => Some(ToolKind::Rocm),

@@ -375,7 +375,7 @@ fn ranks(options: &[&str]) -> Command {
 fn a_rank() {
     use moesaic::collectives::{Call, Collectives, mpi};
     let device = std::sync::Arc::new(moesaic::cpu::CpuDevice::with_threads(1).unwrap());
-    let mut world = match mpi::start(&mpi::Options::default(), device) {
+    let mut world = match mpi::start(&mpi::MpiOptions::default(), device) {
         Ok(world) => world,
         Err(error) => {
             eprintln!("{error}");
@@ -414,7 +414,7 @@ fn ranks_exchange_data_by_mpi() {
 fn ranks_exchange_data_by_the_machines_open_mpi() {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&path).any(|f| f.join("mpirun.openmpi").is_file());
-    let tool = moesaic::toolchain::testing::Tool::OpenMpi;
+    let tool = moesaic::toolchain::testing::ExternalTool::OpenMpi;
     let found = found.then_some(()).ok_or("mpirun.openmpi is not on PATH");
     moesaic::toolchain::testing::needed(tool, found);
     let mut ranks = ranks(&["-n", "3", "--allow-run-as-root"]);

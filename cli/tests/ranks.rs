@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use moesaic::toolchain::ToolKind;
-use moesaic::toolchain::testing::{Tool, installed, needed};
+use moesaic::toolchain::testing::{ExternalTool, installed, needed};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
@@ -86,7 +86,7 @@ fn a_trace_has_the_launches_and_exchanges_of_every_rank() {
 fn processes_under_mpi_write_it_too() {
     let registry = installed(ToolKind::Mpi);
     let found = moesaic::toolchain::mpi(&registry);
-    let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
+    let found = needed(ExternalTool::Mpi, found.ok_or("it is not registered"));
     let scratch = scratch();
     let file = |name: &str| scratch.path().join(name);
     run(&file("one"), &[]).ok();

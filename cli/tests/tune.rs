@@ -85,7 +85,7 @@ fn check_tried(tried: &[serde_json::Value]) {
 /// Puts sizes for 8 tokens into the cache that a measurement might have found, for
 /// as many threads as this machine has; for 64 tokens none are better.
 fn pretend(cache: &Path, spec: &Path) -> (PathBuf, String) {
-    use moesaic::engine::{Measured, Untuned};
+    use moesaic::engine::{TunedTimes, Untuned};
     use moesaic::plan::Tuning;
     use moesaic::{Engine, LayerSpec, Store};
     let spec = LayerSpec::from_toml(&fs::read_to_string(spec).unwrap()).unwrap();
@@ -95,7 +95,7 @@ fn pretend(cache: &Path, spec: &Path) -> (PathBuf, String) {
     let choices = Tuning::choices(&untuned.plan);
     let first = &choices[0];
     let tuning = Tuning::default().with(first.knob, first.others[0]);
-    let bucket = |tokens, tuning, gain| Measured {
+    let bucket = |tokens, tuning, gain| TunedTimes {
         tokens,
         tuning,
         gain,

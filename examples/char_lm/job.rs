@@ -68,9 +68,9 @@ impl Job {
         let launched = World::from_environment()?.filter(|world| world.size > 1);
         if launched.is_some() {
             let installed = toolchain::mpi(&Registry::open()?).map(|found| found.library);
-            let options = mpi::Options {
+            let options = mpi::MpiOptions {
                 installed,
-                ..mpi::Options::default()
+                ..mpi::MpiOptions::default()
             };
             let world = mpi::start(&options, device.clone())?;
             return local(self.rank(world, &engine, text, pace));

@@ -2,7 +2,7 @@
 //! compiler.
 
 use moesaic::{CompileOptions, Compilers, LayerSpec, Store, Training, resolve_target};
-use moesaic::aot::{Outcome, precompile};
+use moesaic::aot::{KernelOutcome, precompile};
 use std::error::Error;
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let training = Some(Training::default());
     let job = Compilers::default().job(&spec, resolve_target("cpu")?, training)?;
     for row in precompile(&[job], &store, &CompileOptions::default(), &|_| {})? {
-        if let Outcome::Failed(error) = row.outcome {
+        if let KernelOutcome::Failed(error) = row.outcome {
             return Err(error.into());
         }
     }

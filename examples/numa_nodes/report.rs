@@ -5,7 +5,7 @@ use crate::pages::{self, Node, Range};
 use crate::watch::{self, PART};
 use moesaic::cpu::host_nodes;
 use moesaic::half::bf16;
-use moesaic::plan::{Role, TensorPlan};
+use moesaic::plan::{TensorPlan, TensorRole};
 use moesaic::{DType, Engine, EngineOptions, Input, Layer, LayerSpec, Tensor, Tensors};
 use std::error::Error;
 
@@ -58,7 +58,7 @@ fn layer(engine: &Engine, dtype: DType) -> Result<(), Box<dyn Error>> {
         .plan()
         .tensors
         .iter()
-        .filter(|t| t.role == Role::Packed)
+        .filter(|t| t.role == TensorRole::Packed)
     {
         let range = held(&layer, tensor)?;
         println!(
@@ -145,7 +145,7 @@ fn read(layer: &Layer, range: Range, tokens: usize) -> Result<String, Box<dyn Er
 /// Returns weights in the tensors' shapes, small enough that outputs are of the order of one.
 fn weights(tensors: &[TensorPlan]) -> Tensors<'static> {
     let mut weights = Tensors::new();
-    for tensor in tensors.iter().filter(|t| t.role == Role::Weight) {
+    for tensor in tensors.iter().filter(|t| t.role == TensorRole::Weight) {
         let sizes = tensor.shape.iter().map(|size| size.eval(0) as usize);
         let shape: Vec<usize> = sizes.collect();
         weights.insert(&tensor.name, numbers(tensor.dtype, &shape, 0.05));

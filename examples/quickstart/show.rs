@@ -2,7 +2,7 @@
 
 use moesaic::cpu::limits::Limits;
 use moesaic::engine::StepTime;
-use moesaic::plan::{LayerPlan, MemoryLevel, Role, Roofs, Work};
+use moesaic::plan::{LayerPlan, MemoryLevel, Roofs, TensorRole, Work};
 use moesaic::{Engine, EngineError, Layer, LayerSpec};
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ pub fn plan(plan: &LayerPlan) -> String {
 fn made_by(plan: &LayerPlan, i: usize, name: &str) -> bool {
     let filled = plan
         .tensor(name)
-        .is_some_and(|t| matches!(t.role, Role::Output | Role::Scratch));
+        .is_some_and(|t| matches!(t.role, TensorRole::Output | TensorRole::Scratch));
     filled
         && !plan.steps[..i]
             .iter()

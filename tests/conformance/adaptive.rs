@@ -11,8 +11,8 @@ use moesaic::planner::published;
 use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
 use moesaic::train::{Sgd, masters};
 use moesaic::tune::{
-    Calls, Event, Key, LayerTuner, Mode, Options, Planned, Predict, Prediction, Record, Rows,
-    Space, Tuner, What, read, shortlist, write,
+    CallKind, LayerTuner, Planned, Predict, PredictedTime, RowBucket, StoredChoice, StrategySpace,
+    Tuner, TunerDecision, TunerKey, TunerMode, TunerOptions, What, read, shortlist, write,
 };
 use moesaic::{Layer, LayerOptions, Mesh, Parallel, Tensors, Training};
 
@@ -22,35 +22,40 @@ const STEPS: u64 = 32;
 /// The costs that a rank has learned, and the strategies that were decided.
 struct Learned {
     parameters: Tensors<'static>,
-    events: Vec<Event>,
+    events: Vec<TunerDecision>,
 }
 
-fn space() -> Space {
+fn space() -> StrategySpace {
     let mesh = Parallel {
         ep: 2,
         expert_tp: 2,
         ..Parallel::default()
     };
-    Space {
+    StrategySpace {
         overlap_degrees: vec![1, 3],
-        ..Space::of(mesh, 0)
+        ..StrategySpace::of(mesh, 0)
     }
 }
 
-fn tuner(mode: Mode) -> Tuner {
-    let options = Options {
+fn tuner(mode: TunerMode) -> Tuner {
+    let options = TunerOptions {
         mode,
         samples: 1,
         finals: 1,
         // Steps of less than a millisecond drift by themselves.
         drift: f64::INFINITY,
-        ..Options::default()
+        ..TunerOptions::default()
     };
     Tuner::new(options, space())
 }
 
 /// Steps of descent; the loss is `Σ y·dy`.
-fn learn(mesh: &Mesh, case: &Case, mode: Mode, predict: impl FnOnce(&Layer) -> Predict) -> Learned {
+fn learn(
+    mesh: &Mesh,
+    case: &Case,
+    mode: TunerMode,
+    predict: impl FnOnce(&Layer) -> Predict,
+) -> Learned {
     let engine = cpu();
     let layer = layer_on(&engine, mesh, case, Some(Training::default()));
     let mut optimizer = MeshOptimizer::new(&layer.ranks().unwrap(), Sgd::with_momentum(1e-3, 0.5));
@@ -84,16 +89,16 @@ fn case() -> Case {
     Case::random(&spec(text), TOKENS, 5)
 }
 
-fn learned(predictions: &[Prediction]) -> Vec<Learned> {
+fn learned(predictions: &[PredictedTime]) -> Vec<Learned> {
     let case = case();
     on_ranks(&cpu(), mesh(2, 2, 1), |mesh| {
         let predictions = predictions.to_vec();
         let predict = Box::new(move |_: &_, _: &_| predictions.clone());
-        learn(mesh, &case, Mode::Measure, |_| predict)
+        learn(mesh, &case, TunerMode::Measure, |_| predict)
     })
 }
 
-fn tried(events: &[Event]) -> Vec<Strategy> {
+fn tried(events: &[TunerDecision]) -> Vec<Strategy> {
     let tried = events.iter().filter_map(|event| match event.what {
         What::Tried(strategy) => Some(strategy),
         _ => None,
@@ -103,7 +108,7 @@ fn tried(events: &[Event]) -> Vec<Strategy> {
 
 #[test]
 fn a_layer_that_tries_strategies_learns_the_same() {
-    let default = Prediction {
+    let default = PredictedTime {
         strategy: Strategy::default(),
         seconds: 1.0,
     };
@@ -115,10 +120,10 @@ fn a_layer_that_tries_strategies_learns_the_same() {
     let mut all = tried(events);
     all.retain(|strategy| strategy.overlap_degree.forward == strategy.overlap_degree.backward);
     assert_eq!(all.len(), 3 * 2, "{events:?}");
-    let kept = |event: &Event| matches!(event.what, What::Kept { .. });
+    let kept = |event: &TunerDecision| matches!(event.what, What::Kept { .. });
     assert!(events.iter().any(kept), "{events:?}");
     let most = shares(TOKENS, 4).iter().map(|tokens| tokens.len()).max();
-    assert_eq!(events[0].key.rows, Rows::of(most.unwrap(), None));
+    assert_eq!(events[0].key.rows, RowBucket::of(most.unwrap(), None));
     learned_alike(&searched, &fixed);
 }
 
@@ -149,13 +154,13 @@ fn evaluations_are_tuned_apart_from_steps() {
         let ranks = on_ranks(&engine, parallel, |mesh| {
             let mut layer = layer_on(&engine, mesh, &case, training);
             let mut tuner = mesh_raw::two_strategies();
-            let before = Key {
+            let before = TunerKey {
                 machine: "this machine".to_string(),
                 layer: layer.identity().unwrap(),
-                calls: Calls::Training,
-                rows: Rows::of(16, None),
+                calls: CallKind::Training,
+                rows: RowBucket::of(16, None),
             };
-            tuner.recall([Record {
+            tuner.recall([StoredChoice {
                 key: before,
                 strategy: "overlap_degree=2".parse().unwrap(),
                 seconds: Some(1.0),
@@ -182,11 +187,11 @@ fn evaluations_are_tuned_apart_from_steps() {
         assert_eq!(*events, ranks[1]);
         let most = shares(TOKENS, 2).iter().map(ExactSizeIterator::len).max();
         for tokens in [most.unwrap(), 2, 0] {
-            let of = |event: &&Event| {
+            let of = |event: &&TunerDecision| {
                 let key = &event.key;
-                key.calls == Calls::Evaluation && key.rows == Rows::of(tokens, None)
+                key.calls == CallKind::Evaluation && key.rows == RowBucket::of(tokens, None)
             };
-            let own: Vec<Event> = events.iter().filter(of).cloned().collect();
+            let own: Vec<TunerDecision> = events.iter().filter(of).cloned().collect();
             let kept = own.iter().filter(|e| matches!(e.what, What::Kept { .. }));
             assert_eq!((tried(&own).len(), kept.count()), (2, 1), "{own:?}");
         }
@@ -202,37 +207,37 @@ fn evaluations_are_predicted_without_a_pass_back() {
         let of = |training, calls| {
             let layer = layer_on(&cpu(), mesh, &case, training);
             let planned = Planned::of(published("mpi-emulated").unwrap());
-            let key = Key {
+            let key = TunerKey {
                 machine: String::new(),
                 layer: layer.identity().unwrap(),
                 calls,
-                rows: Rows::of(TOKENS, None),
+                rows: RowBucket::of(TOKENS, None),
             };
             let loads = vec![vec![6, 5]; 4];
             planned.predict(&layer).unwrap()(&key, &loads)
         };
         let training = Some(Training::default());
         let [alone, evaluation, step] = [
-            of(None, Calls::Evaluation),
-            of(training, Calls::Evaluation),
-            of(training, Calls::Training),
+            of(None, CallKind::Evaluation),
+            of(training, CallKind::Evaluation),
+            of(training, CallKind::Training),
         ];
         assert_eq!(alone, evaluation);
         for prediction in &evaluation {
             let Both { forward, backward } = prediction.strategy.overlap_degree;
             assert_eq!(forward, backward, "one pass has chunks of one kind");
-            let same = |p: &&Prediction| p.strategy == prediction.strategy;
+            let same = |p: &&PredictedTime| p.strategy == prediction.strategy;
             let step = step.iter().find(same).unwrap();
             assert!(prediction.seconds < 0.7 * step.seconds, "{prediction:?}");
         }
-        let predict = Box::new(move |key: &Key, loads: &Vec<Vec<u64>>| {
+        let predict = Box::new(move |key: &TunerKey, loads: &Vec<Vec<u64>>| {
             let rows: u64 = loads.iter().flatten().sum();
-            assert_eq!((key.calls, rows), (Calls::Evaluation, TOKENS as u64));
+            assert_eq!((key.calls, rows), (CallKind::Evaluation, TOKENS as u64));
             evaluation.clone()
         });
         let options = LayerOptions {
             tuner: Some(LayerTuner::new(
-                tuner(Mode::Predict),
+                tuner(TunerMode::Predict),
                 "this machine",
                 predict,
             )),
@@ -246,7 +251,7 @@ fn evaluations_are_predicted_without_a_pass_back() {
 }
 
 /// The planner on two nodes of two ranks; what it predicts, and what ranks do with it.
-fn planned(mode: Mode) -> (Vec<Prediction>, Vec<Learned>) {
+fn planned(mode: TunerMode) -> (Vec<PredictedTime>, Vec<Learned>) {
     let case = case();
     let ranks = on_nodes(&cpu(), mesh(2, 2, 1), 2, |mesh| {
         let (sender, told) = std::sync::mpsc::channel();
@@ -268,7 +273,7 @@ fn planned(mode: Mode) -> (Vec<Prediction>, Vec<Learned>) {
     (predictions.swap_remove(0), learned)
 }
 
-fn fastest(predictions: &[Prediction]) -> Strategy {
+fn fastest(predictions: &[PredictedTime]) -> Strategy {
     let best = predictions
         .iter()
         .min_by(|a, b| a.seconds.total_cmp(&b.seconds));
@@ -277,7 +282,7 @@ fn fastest(predictions: &[Prediction]) -> Strategy {
 
 #[test]
 fn the_planner_says_what_is_worth_a_measurement() {
-    let (predictions, ranks) = planned(Mode::Measure);
+    let (predictions, ranks) = planned(TunerMode::Measure);
     let names: Vec<String> = predictions.iter().map(|p| p.strategy.to_string()).collect();
     for name in [
         "default",
@@ -304,7 +309,7 @@ fn the_planner_says_what_is_worth_a_measurement() {
         panic!("one is kept, by measurement: {events:?}");
     };
     assert!(tried.contains(&kept), "{kept} of {tried:?}");
-    let default = Prediction {
+    let default = PredictedTime {
         strategy: Strategy::default(),
         seconds: 1.0,
     };
@@ -339,13 +344,13 @@ fn choices_in_a_file_are_those_of_a_layer() {
         });
         ranks.into_iter().next().unwrap()
     };
-    let (records, first) = run(12, STEPS as usize, &tuner(Mode::Measure));
+    let (records, first) = run(12, STEPS as usize, &tuner(TunerMode::Measure));
     assert!(
         records.len() == 1 && first.len() >= 6,
         "{records:?} {first:?}"
     );
     write(&path, records.clone()).unwrap();
-    let mut tuner = tuner(Mode::Measure);
+    let mut tuner = tuner(TunerMode::Measure);
     tuner.recall(read(&path).unwrap());
     let (kept, again) = run(12, 2, &tuner);
     assert_eq!((kept, again), (records, Vec::new()));
@@ -366,14 +371,14 @@ fn experts_are_predicted_where_they_are_placed() {
         let of = |mesh: &Mesh| {
             let layer = layer_on(&cpu(), mesh, &case, Some(Training::default()));
             let planned = Planned::of(published("h100-ib").unwrap());
-            let key = Key {
+            let key = TunerKey {
                 machine: String::new(),
                 layer: layer.identity().unwrap(),
-                calls: Calls::Training,
-                rows: Rows::of(1_000_030, None),
+                calls: CallKind::Training,
+                rows: RowBucket::of(1_000_030, None),
             };
             let predicted = planned.predict(&layer).unwrap()(&key, &hot);
-            let default = |p: &&Prediction| p.strategy == Strategy::default();
+            let default = |p: &&PredictedTime| p.strategy == Strategy::default();
             (key, predicted.iter().find(default).unwrap().seconds)
         };
         (of(mesh), of(&mesh.placed(&replicas).unwrap()))
@@ -388,7 +393,7 @@ fn experts_are_predicted_where_they_are_placed() {
 /// The reproducible mode: nothing is measured, and each run does the same from its first step.
 #[test]
 fn by_prediction_alone_every_run_is_alike() {
-    let runs = [planned(Mode::Predict), planned(Mode::Predict)];
+    let runs = [planned(TunerMode::Predict), planned(TunerMode::Predict)];
     let [(predictions, ranks), (_, again)] = &runs;
     let events = &ranks[0].events;
     // Of equally good ones; the fastest goes in two hops here, and is not 3 % faster.

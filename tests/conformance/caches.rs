@@ -5,7 +5,7 @@ use super::Case;
 use super::case::floats;
 use super::quick;
 use super::trained::Results;
-use moesaic::aot::{Job, precompile};
+use moesaic::aot::{PrecompileJob, precompile};
 use moesaic::cache::Store;
 use moesaic::kernel::CpuCaches;
 use moesaic::plan::CacheClass;
@@ -119,7 +119,7 @@ fn kernels_that_were_made_for_a_class_are_found() {
     };
     let [class, other, _] = classes();
     let target = strict(sizes(class)).target();
-    let job = Job {
+    let job = PrecompileJob {
         spec: spec.clone(),
         target,
         options: PlanOptions {

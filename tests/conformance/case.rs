@@ -177,7 +177,7 @@ impl Case {
     }
 
     /// Locations, counts and maps, given the decision.
-    fn check_scan(&self, output: &Output, decision: &Decision) -> reference::Placement {
+    fn check_scan(&self, output: &Output, decision: &Decision) -> reference::AssignmentPlaces {
         let placed = reference::scan(&self.spec, decision, &self.input);
         equal(
             &self.what("expert_scan: counts"),
@@ -244,7 +244,7 @@ impl Case {
         assert_eq!(last, rows, "{}", self.what("expert_scan: offsets"));
     }
 
-    fn check_y(&self, output: &Output, decision: &Decision, placed: &reference::Placement) {
+    fn check_y(&self, output: &Output, decision: &Decision, placed: &reference::AssignmentPlaces) {
         let ids = &decision.ids;
         let expected = reference::combine(&self.spec, &self.weights, &self.input, ids, placed);
         let rounding = if self.spec.precision.tf32 {

@@ -7,7 +7,7 @@ use super::layers::engine;
 use super::simulated::{SIMULATORS, open};
 use super::trained::RNG_KEY;
 use super::user::{external, random_dy};
-use moesaic::aot::{Job, precompile};
+use moesaic::aot::{PrecompileJob, precompile};
 use moesaic::experts::MultiGate;
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};
@@ -382,7 +382,7 @@ fn kernels_of_one_pass_are_compiled_ahead() {
     let dir = tempfile::tempdir().unwrap_or_else(|e| panic!("{e}"));
     let store = Arc::new(Store::open(dir.path()));
     let compilers = Compilers::new(None);
-    let compile = |job: Job| {
+    let compile = |job: PrecompileJob| {
         precompile(&[job], &store, &Default::default(), &|_| {}).unwrap_or_else(|e| panic!("{e}"));
     };
     let job = || {
@@ -416,7 +416,7 @@ fn kernels_of_one_pass_are_compiled_ahead() {
     for (together, alone) in run(true).iter().zip(&alone) {
         equal("y", &together.y().data, &alone.y().data);
     }
-    let with_mesh = Job {
+    let with_mesh = PrecompileJob {
         mesh: Some(Parallel::default().into()),
         ..job()
     };

@@ -106,7 +106,7 @@ fn said(output: &Output) -> String {
 fn a_rank() {
     let folder = std::env::var_os("MOESAIC_KILLED").expect("it is started under mpiexec");
     let (folder, engine) = (Folder(folder.into()), cpu());
-    let world = mpi::start(&mpi::Options::default(), engine.device().clone()).unwrap();
+    let world = mpi::start(&mpi::MpiOptions::default(), engine.device().clone()).unwrap();
     match std::env::var("MOESAIC_RANK_CASE").as_deref() {
         Ok("resume") => resumes(&folder, &engine, world),
         case => loses(&folder, &engine, world, case == Ok("commit")),

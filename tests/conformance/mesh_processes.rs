@@ -39,7 +39,7 @@ fn gates(mesh: &Mesh) -> mesh_gates::Rank {
 #[test]
 #[ignore = "started by the other test, under mpiexec"]
 fn a_process() {
-    let options = mpi::Options::default();
+    let options = mpi::MpiOptions::default();
     let mut world = mpi::start(&options, engine().device().clone()).expect("it is under mpiexec");
     let mesh = Mesh::new(&mut world, RANKS).expect("four ranks");
     let rank = mesh.rank();

@@ -8,9 +8,11 @@ use super::mesh_placed::scattered;
 use super::simulated::open;
 use super::trained::RNG_KEY;
 use moesaic::mesh::{CommDtype, Split};
-use moesaic::plan::{Role, SATURATED};
+use moesaic::plan::{SATURATED, TensorRole};
 use moesaic::target::{Buffer, Ptr};
-use moesaic::tune::{Calls, Event, LayerTuner, Options, Predict, Space, Tuner, What};
+use moesaic::tune::{
+    CallKind, LayerTuner, Predict, StrategySpace, Tuner, TunerDecision, TunerOptions, What,
+};
 use moesaic::{Engine, EngineError, Input, Layer, Output, RawBackward, RawCall, Saved};
 use moesaic::{Parallel, Tensor, Tensors, Training};
 use std::collections::BTreeMap;
@@ -152,7 +154,10 @@ fn asked(layer: &Layer) -> [Vec<String>; 4] {
     let f16 = [comm_dtype.forward, comm_dtype.forward, comm_dtype.backward]
         .map(|comm_dtype| comm_dtype == CommDtype::F16);
     let names = |names: &[&str], counts: bool| -> Vec<String> {
-        let given = |name: &str| plan.tensor(name).is_none_or(|t| t.role == Role::Input);
+        let given = |name: &str| {
+            plan.tensor(name)
+                .is_none_or(|t| t.role == TensorRole::Input)
+        };
         let there = names.iter().filter(|name| !given(name));
         let counted = counts.then_some(&SATURATED);
         there.chain(counted).map(ToString::to_string).collect()
@@ -161,14 +166,14 @@ fn asked(layer: &Layer) -> [Vec<String>; 4] {
         let tensors = plan.tensors.iter().filter(|tensor| tensor.role == role);
         tensors.map(|tensor| &*tensor.name).collect()
     };
-    let losses = of(Role::Output).into_iter();
+    let losses = of(TensorRole::Output).into_iter();
     let losses: Vec<&str> = losses.filter(|name| name.starts_with("loss.")).collect();
     let evaluated = [&["y"][..], &DECIDED].concat();
     [
         names(&evaluated, f16[0]),
         names(&DECIDED, false),
         names(&[evaluated, losses].concat(), f16[1]),
-        names(&of(Role::InputGradient), f16[2]),
+        names(&of(TensorRole::InputGradient), f16[2]),
     ]
 }
 
@@ -433,9 +438,9 @@ pub fn check_adaptive(ranks: &impl Ranks, parallel: Parallel, case: &Case, tuner
         // Sums of gradients over chunks are in another order.
         let gradients = [layer.gradients().unwrap()];
         near_everywhere("a step", case, &gradients, &want.gradients[..1]);
-        for calls in [Calls::Training, Calls::Evaluation] {
+        for calls in [CallKind::Training, CallKind::Evaluation] {
             let events = tuner.events();
-            let of_calls = |event: &&Event| event.key.calls == calls && is_whole(event);
+            let of_calls = |event: &&TunerDecision| event.key.calls == calls && is_whole(event);
             let tried = events.iter().filter(of_calls);
             assert_eq!(tried.count(), 2, "{events:?}");
         }
@@ -444,7 +449,7 @@ pub fn check_adaptive(ranks: &impl Ranks, parallel: Parallel, case: &Case, tuner
 
 /// Returns true if a strategy is tried, except for the fastest passes of two
 /// together.
-fn is_whole(event: &Event) -> bool {
+fn is_whole(event: &TunerDecision) -> bool {
     let What::Tried(strategy) = event.what else {
         return false;
     };
@@ -459,16 +464,16 @@ fn ranks_choose_how_they_carry_out_calls_on_device_memory() {
 
 /// Returns a tuner that tries two strategies with the same bytes.
 pub fn two_strategies() -> Tuner {
-    let options = Options {
+    let options = TunerOptions {
         samples: 1,
         finals: 1,
         drift: f64::INFINITY,
-        ..Options::default()
+        ..TunerOptions::default()
     };
-    let space = Space {
+    let space = StrategySpace {
         adaptive_r: vec![1],
         overlap_degrees: vec![1, 3],
-        ..Space::of(mesh(2, 1, 1), 0)
+        ..StrategySpace::of(mesh(2, 1, 1), 0)
     };
     Tuner::new(options, space)
 }

@@ -6,7 +6,7 @@ use super::case::{ints, longs};
 use super::cases::{self, small};
 use super::layers::{engine as cpu, poisoned};
 use super::quick;
-use moesaic::toolchain::testing::{Tool, needed};
+use moesaic::toolchain::testing::{ExternalTool, needed};
 use moesaic::{Engine, EngineOptions, OpenError, Output, resolve_target};
 use moesaic_harness::thorough::in_turns;
 
@@ -21,7 +21,7 @@ pub fn open(target: &str) -> Engine {
 type Open = fn(&str, EngineOptions) -> Result<Engine, OpenError>;
 
 fn opened(target: &str, open: Open) -> Engine {
-    let tool = Tool::of(resolve_target(target).expect("a target"));
+    let tool = ExternalTool::of(resolve_target(target).expect("a target"));
     needed(tool, open(target, poisoned()))
 }
 

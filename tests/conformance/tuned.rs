@@ -5,10 +5,10 @@ use super::Case;
 use super::case::{floats, host};
 use super::layers::{engine, engines};
 use super::trained::Results;
-use moesaic::aot::{Job, precompile};
+use moesaic::aot::{PrecompileJob, precompile};
 use moesaic::cache::Store;
-use moesaic::engine::{Measured, Untuned};
-use moesaic::plan::{Choice, Tuning};
+use moesaic::engine::{TunedTimes, Untuned};
+use moesaic::plan::{KnobCandidates, Tuning};
 use moesaic::spec::{LayerSpec, LossKind, testing};
 use moesaic::{
     Compilers, DType, Engine, EngineOptions, Layer, Output, PlanOptions, RngKey, Target, Training,
@@ -32,7 +32,7 @@ fn cpus() -> impl Iterator<Item = Engine> {
 fn extremes(plan: &moesaic::plan::LayerPlan) -> [Tuning; 2] {
     let choices = Tuning::choices(plan);
     assert!(!choices.is_empty());
-    let all = |pick: fn(&Choice) -> usize| {
+    let all = |pick: fn(&KnobCandidates) -> usize| {
         let each = choices.iter();
         each.fold(Tuning::default(), |t, c| t.with(c.knob, pick(c)))
     };
@@ -113,8 +113,8 @@ fn engine_of(dir: &Path, strict: bool, tuned: bool) -> Engine {
     Engine::open("cpu", options).unwrap()
 }
 
-fn measured(tokens: usize, tuning: Tuning) -> Measured {
-    Measured {
+fn measured(tokens: usize, tuning: Tuning) -> TunedTimes {
+    TunedTimes {
         tokens,
         tuning,
         gain: 1.25,
@@ -304,7 +304,7 @@ fn former(text: &str) -> String {
 /// Compiles a layer into a store, with these sizes.
 fn compile(spec: &LayerSpec, tuning: Tuning, store: &Arc<Store>, engine: &Engine) {
     let compiler = Compilers::new(None).get(engine.target()).unwrap();
-    let job = Job {
+    let job = PrecompileJob {
         spec: spec.clone(),
         target: engine.target(),
         options: PlanOptions {

@@ -11,7 +11,7 @@ use crate::conformance::Case;
 use moesaic::kernel::KernelSource;
 use moesaic::spec::LayerSpec;
 use moesaic::target::{Artifact, CompileError, CompileOptions, Compiler};
-use moesaic::toolchain::testing::{Tool, needed};
+use moesaic::toolchain::testing::{ExternalTool, needed};
 use moesaic::{Compilers, Engine, EngineOptions, Recompute, Target};
 use moesaic_harness::kept::Kept;
 use std::any::Any;
@@ -121,7 +121,10 @@ fn report(mutant: &Mutant, case: &Case, engine: &Engine) -> Option<String> {
 /// Kernels that are as they should be are compiled once for all mutants.
 fn compiler(target: &str) -> Kept {
     let target: Target = target.parse().expect("a target");
-    Kept(needed(Tool::of(target), Compilers::default().get(target)))
+    Kept(needed(
+        ExternalTool::of(target),
+        Compilers::default().get(target),
+    ))
 }
 
 /// Returns the difference between the expected and the actual report, if any.

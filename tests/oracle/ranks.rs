@@ -207,7 +207,7 @@ const OF_FOUR: [Parallel; 3] = [mesh(4, 1, 1), mesh(2, 1, 2), mesh(2, 2, 1)];
 #[ignore = "started by the other test, under mpiexec"]
 fn a_process() {
     let engine = engine();
-    let options = mpi::Options::default();
+    let options = mpi::MpiOptions::default();
     let mut world = mpi::start(&options, engine.device().clone()).expect("it is under mpiexec");
     let meshes = OF_FOUR.map(|mesh| (mesh, Mesh::new(&mut world, mesh).expect("four ranks")));
     let (mut ran, mut tried) = (0, 0);

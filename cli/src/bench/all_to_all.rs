@@ -6,7 +6,7 @@ use crate::failure::{Failure, Result};
 use crate::random;
 use moesaic::collectives::{Call, Collectives, Topology};
 use moesaic::plan::{ALL_TO_ALLS, AllToAll, AllToAllRow, Both, OverlapBy, ShadowModel};
-use moesaic::planner::{AllToAllFactor, Machine, Routing, Scenario, all_to_all_factor};
+use moesaic::planner::{AllToAllFactor, Machine, RoutedRows, Scenario, all_to_all_factor};
 use moesaic::{Engine, Layer, LayerOptions, LayerSpec, Mesh, Parallel, RngKey, Strategy, Tensors};
 use moesaic::{Input, Tensor, Training};
 use std::time::Instant;
@@ -106,7 +106,7 @@ impl Steps {
 
     fn question(&self, machine: &Machine, timed: &Timed) -> Result<Scenario> {
         let (shape, ranks) = (&self.spec.shape, self.mesh.ranks());
-        let routing = Routing::counted(ranks, shape.experts, shape.top_k, &timed.counts);
+        let routing = RoutedRows::counted(ranks, shape.experts, shape.top_k, &timed.counts);
         Ok(Scenario {
             routing: routing.map_err(Failure::work)?,
             placement: None,

@@ -7,12 +7,12 @@ use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
 use crate::progress::Progress;
 use crate::table::Table;
-use crate::timing::Call;
+use crate::timing::TimedCall;
 use crate::{plan, random, targets, units};
 use moesaic::collectives::measure::{Exchanged, LevelOptions, over_levels};
 use moesaic::collectives::{self, Collectives, Communicator, Topology, World, mpi, nccl, threads};
 use moesaic::plan::{Step, Work};
-use moesaic::planner::{Calibration, LevelFit, Machine, Measured, Timed};
+use moesaic::planner::{Calibration, LevelFit, Machine, MeasuredProcessor, Timed};
 use moesaic::toolchain::{self, Registry};
 use moesaic::weights::write_whole;
 use moesaic::{DType, Engine, Layer, LayerSpec, Target, Tensors, Training};
@@ -198,17 +198,17 @@ impl Ranks {
         };
         let installed = toolchain::mpi(&Registry::open()?).map(|found| found.library);
         if let Target::Cuda(_) | Target::Rocm(_) = job.engine.target() {
-            let mut world = job.engine.nccl(nccl::Options {
+            let mut world = job.engine.nccl(nccl::NcclOptions {
                 installed_mpi: installed,
-                ..nccl::Options::default()
+                ..nccl::NcclOptions::default()
             })?;
             let found = job.rank(&mut world)?;
             world.finish(end).map_err(Failure::work)?;
             return Ok(found);
         }
-        let options = mpi::Options {
+        let options = mpi::MpiOptions {
             installed,
-            ..mpi::Options::default()
+            ..mpi::MpiOptions::default()
         };
         let mut world = mpi::start(&options, device.clone()).map_err(Failure::input)?;
         let found = job.rank(&mut world)?;
@@ -358,7 +358,7 @@ impl Job<'_> {
         world: &mut dyn Collectives,
         tokens: usize,
     ) -> Result<Vec<((Work, bool), f64)>> {
-        let call = Call::new(layer, random::input(self.spec, tokens));
+        let call = TimedCall::new(layer, random::input(self.spec, tokens));
         call.run(layer)?;
         let plan = layer.tilings().at(tokens);
         let of = |step: &Step| {
@@ -434,11 +434,11 @@ fn point(one: &Exchanged) -> Timed {
 }
 
 impl Rates {
-    fn measured(&self, dtype: DType) -> Measured {
+    fn measured(&self, dtype: DType) -> MeasuredProcessor {
         let rate = |work: f64, seconds: f64| (work > 0.0 && seconds > 0.0).then(|| work / seconds);
         let flops = rate(self.flops, self.products);
         let rates = flops.map(|flops| (dtype.name().to_string(), flops * 1e-12));
-        Measured {
+        MeasuredProcessor {
             memory_gbs: rate(self.bytes, self.others).map(|bytes| bytes * 1e-9),
             gemm_tflops: rates.into_iter().collect::<BTreeMap<_, _>>(),
             launch_us: Some(self.launch * 1e6),

@@ -2,7 +2,7 @@
 
 use super::lead::busiest;
 use crate::failure::Result;
-use crate::timing::{Call, median, middle, spread};
+use crate::timing::{TimedCall, median, middle, spread};
 use moesaic::Layer;
 use moesaic::plan::{Step, Work};
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ pub struct Run {
     /// The time of a call from host memory to host memory, forward and backward in training.
     pub call: Duration,
     /// The times of the launches.
-    pub launches: Vec<Launch>,
+    pub launches: Vec<LaunchTime>,
     /// The spread of the times of all launches together.
     pub spread: f64,
     /// The comparison with uniform routing, if the routing is skewed.
@@ -23,7 +23,7 @@ pub struct Run {
 }
 
 /// The time of one launch.
-pub struct Launch {
+pub struct LaunchTime {
     /// The symbol, or the kernel's name where several kernels have the symbol.
     pub label: String,
     /// The index into the plan's kernels.
@@ -55,17 +55,17 @@ pub struct AgainstUniform {
 }
 
 /// The calls that are timed.
-pub struct Calls {
-    pub own: Call,
+pub struct TimedCalls {
+    pub own: TimedCall,
     /// The call with uniform routing, timed in turns with the run's own.
-    pub uniform: Option<Call>,
+    pub uniform: Option<TimedCall>,
 }
 
 const LEAST: usize = 3;
 const MOST: usize = 1000;
 
 /// Warms up, then repeats for about `budget`. Every time is a median.
-pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
+pub fn measure(layer: &Layer, calls: &TimedCalls, budget: Duration) -> Result<Run> {
     let tokens = calls.own.input.tokens;
     calls.own.run(layer)?;
     let launches = layer.time_steps(tokens)?.len();
@@ -112,11 +112,11 @@ pub fn measure(layer: &Layer, calls: &Calls, budget: Duration) -> Result<Run> {
     })
 }
 
-fn launch(layer: &Layer, i: usize, tokens: usize, times: Vec<Duration>) -> Launch {
+fn launch(layer: &Layer, i: usize, tokens: usize, times: Vec<Duration>) -> LaunchTime {
     let plan = layer.tilings().at(tokens);
     let step = plan.all_steps().nth(i).expect("one time per step");
     let Step::Launch(launched) = step;
-    Launch {
+    LaunchTime {
         label: plan.label(step).to_string(),
         kernel: launched.entry.kernel,
         work: Work::of(plan, step, tokens as u64),

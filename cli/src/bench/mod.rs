@@ -11,16 +11,16 @@ use crate::console::Console;
 use crate::counts::TokensArgs;
 use crate::failure::{Failure, Result};
 use crate::form::FormArgs;
-use crate::machine::{self, Machine, Watched};
+use crate::machine::{self, MachineLimits, Watched};
 use crate::progress::Progress;
 use crate::random;
 use crate::spec_source::LayerArgs;
 use crate::store::StoreArgs;
 use crate::targets::{self, Asked, TargetArgs};
 use crate::threads::ThreadArgs;
-use crate::timing::Call;
+use crate::timing::TimedCall;
 use clap::Args;
-use measure::Calls;
+use measure::TimedCalls;
 use moesaic::cpu::CpuDevice;
 use moesaic::reference::Skew;
 use moesaic::{Engine, EngineOptions, Layer, Target, Tensors, Training};
@@ -122,7 +122,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
     if let Some(warning) = limits.as_ref().and_then(Watched::warning) {
         console.warn(&warning);
     }
-    let report = report::Report {
+    let report = report::BenchReport {
         engine: &engine,
         layer: &layer,
         limits,
@@ -176,9 +176,9 @@ impl BenchArgs {
         }
     }
 
-    fn calls(&self, layer: &Layer, weights: &Tensors<'_>, tokens: usize) -> Result<Calls> {
+    fn calls(&self, layer: &Layer, weights: &Tensors<'_>, tokens: usize) -> Result<TimedCalls> {
         let spec = layer.spec();
-        let call = |input| Call::new(layer, input);
+        let call = |input| TimedCall::new(layer, input);
         let led = |skew| lead::input(spec, weights, tokens, skew).map(call);
         let uniform = match self.skew {
             Some(Skew::Zipf(_)) => Some(led(Skew::Uniform)?),
@@ -188,23 +188,23 @@ impl BenchArgs {
             Some(skew) => led(skew)?,
             None => call(random::input(spec, tokens)),
         };
-        Ok(Calls { own, uniform })
+        Ok(TimedCalls { own, uniform })
     }
 
-    fn machine(&self, engine: &Engine) -> Result<Option<Machine>> {
+    fn machine(&self, engine: &Engine) -> Result<Option<MachineLimits>> {
         if let Some(name) = &self.machine {
             return machine::required(name, engine.target()).map(Some);
         }
         match engine.target() {
-            Target::Cpu(isa) => Machine::measure_cpu(&self.cpu()?, isa).map(Some),
-            target => Ok(Machine::of_device(&engine.device_info().name, target)),
+            Target::Cpu(isa) => MachineLimits::measure_cpu(&self.cpu()?, isa).map(Some),
+            target => Ok(MachineLimits::of_device(&engine.device_info().name, target)),
         }
     }
 
     /// Measures a CPU again, because another program may have taken part of it in the meantime.
-    fn watch(&self, machine: Machine, engine: &Engine) -> Result<Watched> {
+    fn watch(&self, machine: MachineLimits, engine: &Engine) -> Result<Watched> {
         let later = match engine.target() {
-            Target::Cpu(isa) => Machine::measure_cpu(&self.cpu()?, isa)?,
+            Target::Cpu(isa) => MachineLimits::measure_cpu(&self.cpu()?, isa)?,
             _ => machine.clone(),
         };
         Ok(machine.watched(&later))

@@ -1,6 +1,6 @@
 //! The output of `bench`.
 
-use super::measure::{AgainstUniform, Launch, Run};
+use super::measure::{AgainstUniform, LaunchTime, Run};
 use crate::inspect::{arithmetic, machine_json, roofs};
 use crate::machine::{FASTER, Share, Watched};
 use crate::palette::Palette;
@@ -11,7 +11,7 @@ use moesaic::{Engine, Layer};
 use serde_json::{Value, json};
 
 /// A finished bench.
-pub struct Report<'a> {
+pub struct BenchReport<'a> {
     pub engine: &'a Engine,
     pub layer: &'a Layer,
     /// The limits of the machine, if they are known.
@@ -23,7 +23,7 @@ pub struct Report<'a> {
     pub runs: Vec<Run>,
 }
 
-impl Report<'_> {
+impl BenchReport<'_> {
     /// Renders the report for people.
     pub fn text(&self, palette: &Palette) -> String {
         let title = format!("{} on {}", self.layer.spec().name, self.engine.target());
@@ -103,7 +103,7 @@ impl Report<'_> {
         )
     }
 
-    fn cells(&self, launch: &Launch) -> Vec<Cell> {
+    fn cells(&self, launch: &LaunchTime) -> Vec<Cell> {
         let time = launch.time.as_secs_f64();
         let roofline = self.roofline(launch);
         vec![
@@ -137,7 +137,7 @@ impl Report<'_> {
     }
 
     /// Returns the roofline of a launch: the shortest time that the machine allows, in seconds.
-    fn roofline(&self, launch: &Launch) -> Option<f64> {
+    fn roofline(&self, launch: &LaunchTime) -> Option<f64> {
         let machine = &self.limits.as_ref()?.machine;
         let plan = self.layer.plan();
         let roofs = machine.roofs(arithmetic(&plan.kernels[launch.kernel], &plan.spec));
@@ -146,7 +146,8 @@ impl Report<'_> {
 
     /// Returns the share of every launch, and that of the whole layer.
     fn shares(&self, run: &Run) -> impl Iterator<Item = Share> {
-        let own = |launch: &Launch| Share::new(self.roofline(launch), launch.time.as_secs_f64());
+        let own =
+            |launch: &LaunchTime| Share::new(self.roofline(launch), launch.time.as_secs_f64());
         let whole = Share::new(self.roofline_of(run), run.time().as_secs_f64());
         run.launches.iter().map(own).chain([whole])
     }
@@ -176,7 +177,7 @@ impl Report<'_> {
     }
 
     fn run_json(&self, run: &Run) -> Value {
-        let launch = |launch: &Launch| {
+        let launch = |launch: &LaunchTime| {
             let (time, roofline) = (launch.time.as_secs_f64(), self.roofline(launch));
             json!({
                 "launch": launch.label,

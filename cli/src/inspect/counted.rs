@@ -34,11 +34,11 @@ pub struct Counted {
     /// The number of tokens of the call.
     pub tokens: usize,
     /// The counts of each symbol, in the order of first launches.
-    pub kernels: Vec<Kernel>,
+    pub kernels: Vec<CountedKernel>,
 }
 
 /// The counts of all launches of a symbol.
-pub struct Kernel {
+pub struct CountedKernel {
     /// The name of the launch, if only one launch of the symbol has blocks, and otherwise the
     /// symbol. Kernels for few tokens and for many share a symbol, and one of the two has no
     /// blocks.
@@ -77,7 +77,7 @@ impl Counted {
             }
         }
         let kernels = engine.device().take_counters().into_iter();
-        let kernels = kernels.map(|counters| Kernel {
+        let kernels = kernels.map(|counters| CountedKernel {
             name: counters.symbol.clone(),
             counters,
         });
@@ -141,7 +141,7 @@ impl Counted {
     }
 
     /// Returns the counters as JSON, with null for counts that this simulator cannot know.
-    fn kernel_json(&self, kernel: &Kernel) -> Value {
+    fn kernel_json(&self, kernel: &CountedKernel) -> Value {
         let mut json = json!(kernel.counters);
         json["kernel"] = json!(kernel.name);
         let unknown = UNKNOWN_TO_THREADS.iter().filter(|_| !self.sees_warps());
@@ -261,7 +261,7 @@ mod tests {
         Counted {
             target: target.parse().unwrap(),
             tokens: 1,
-            kernels: vec![Kernel {
+            kernels: vec![CountedKernel {
                 name: "combine".to_string(),
                 counters: kernel,
             }],

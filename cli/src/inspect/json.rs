@@ -1,8 +1,8 @@
 //! An inspection as JSON, for scripts.
 
 use super::counted::Counted;
-use super::model::{At, Inspection, Kernel, Launch};
-use crate::machine::Machine;
+use super::model::{InspectedKernel, InspectedLaunch, Inspection, LaunchSize};
+use crate::machine::MachineLimits;
 use moesaic::plan::Step;
 use serde_json::{Value, json};
 
@@ -52,7 +52,7 @@ fn tensors(inspection: &Inspection) -> Vec<Value> {
 }
 
 /// Returns a machine's limits as JSON.
-pub fn machine(machine: &Machine) -> Value {
+pub fn machine(machine: &MachineLimits) -> Value {
     json!({
         "name": machine.name,
         "origin": machine.origin.name(),
@@ -69,7 +69,7 @@ pub fn machine(machine: &Machine) -> Value {
     })
 }
 
-fn one_kernel(kernel: &Kernel, asm: Option<&String>) -> Value {
+fn one_kernel(kernel: &InspectedKernel, asm: Option<&String>) -> Value {
     let report = kernel.artifact.as_ref().map(|artifact| &artifact.report);
     let bytes = kernel
         .artifact
@@ -89,7 +89,7 @@ fn one_kernel(kernel: &Kernel, asm: Option<&String>) -> Value {
     })
 }
 
-fn one_launch(inspection: &Inspection, launch: &Launch) -> Value {
+fn one_launch(inspection: &Inspection, launch: &InspectedLaunch) -> Value {
     let entry = inspection.entry(launch);
     let [x, y] = entry.launch.grid.each_ref().map(ToString::to_string);
     json!({
@@ -106,7 +106,7 @@ fn one_launch(inspection: &Inspection, launch: &Launch) -> Value {
     })
 }
 
-fn one_point(inspection: &Inspection, at: &At) -> Value {
+fn one_point(inspection: &Inspection, at: &LaunchSize) -> Value {
     let machine = inspection.machine.as_ref();
     json!({
         "tokens": at.tokens,

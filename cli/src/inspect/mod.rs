@@ -7,14 +7,14 @@ mod model;
 mod ranks;
 mod text;
 
-use crate::caches::CacheArgs;
+use crate::caches::CacheSizeArgs;
 use crate::console::Console;
 use crate::counts::TokensArgs;
 use crate::disassemble::disassemble;
 use crate::failure::{Failure, Result};
 use crate::files::{Files, check_output};
 use crate::form::FormArgs;
-use crate::machine::{self, Machine};
+use crate::machine::{self, MachineLimits};
 use crate::progress::Progress;
 use crate::rank::OneRankArgs;
 use crate::spec_source::{LayerArgs, needs_numbers};
@@ -80,7 +80,7 @@ pub struct InspectArgs {
     #[arg(long, value_name = "N", requires = "mesh", value_parser = clap::value_parser!(u16).range(1..))]
     per_node: Option<u16>,
     #[command(flatten)]
-    caches: CacheArgs,
+    caches: CacheSizeArgs,
     /// Also print the kernels' source
     #[arg(long)]
     source: bool,
@@ -117,7 +117,7 @@ pub fn execute(args: &InspectArgs, console: &Console) -> Result {
     let machine = args.machine(target, console)?;
     let machine = machine.map(|machine| machine.with_tf32(spec.precision.tf32));
     let progress = Progress::start("compiling kernels");
-    let request = model::Request {
+    let request = model::InspectRequest {
         spec: &spec,
         target,
         options: PlanOptions {
@@ -208,15 +208,15 @@ impl InspectArgs {
         console.print(&text)
     }
 
-    fn machine(&self, target: moesaic::Target, console: &Console) -> Result<Option<Machine>> {
+    fn machine(&self, target: moesaic::Target, console: &Console) -> Result<Option<MachineLimits>> {
         if let Some(name) = &self.machine {
             return machine::required(name, target).map(Some);
         }
         let moesaic::Target::Cpu(isa) = target else {
-            return Ok(Machine::of_target(target));
+            return Ok(MachineLimits::of_target(target));
         };
         let device = moesaic::cpu::CpuDevice::new();
-        match Machine::measure_cpu(&device, isa) {
+        match MachineLimits::measure_cpu(&device, isa) {
             Ok(machine) => Ok(Some(machine)),
             Err(failure) => {
                 console.note(&format!(
@@ -258,7 +258,7 @@ fn disassembly(inspection: &Inspection) -> Result<Vec<String>> {
     if let Some(trouble) = &inspection.trouble {
         return Err(Failure::input(trouble).hint("--asm needs the compiled kernels"));
     }
-    let one = |kernel: &model::Kernel| match &kernel.artifact {
+    let one = |kernel: &model::InspectedKernel| match &kernel.artifact {
         Some(artifact) => disassemble(inspection.target, artifact),
         None => Ok(String::new()),
     };

@@ -2,9 +2,9 @@
 
 use super::counted::Counted;
 use crate::failure::{Failure, Result};
-use crate::machine::Machine;
+use crate::machine::MachineLimits;
 use crate::suggest::closest;
-use moesaic::aot::{Job, Outcome, Row, precompile};
+use moesaic::aot::{KernelOutcome, KernelRow, PrecompileJob, precompile};
 use moesaic::cache::{self, Tuned};
 use moesaic::cpu::CpuDevice;
 use moesaic::emit::emit_layer;
@@ -18,13 +18,13 @@ use moesaic::{
 use std::sync::Arc;
 
 /// The request for an inspection.
-pub struct Request<'a> {
+pub struct InspectRequest<'a> {
     pub spec: &'a LayerSpec,
     pub target: Target,
     pub options: PlanOptions,
     pub tokens: &'a [u64],
     pub kernel: Option<&'a str>,
-    pub machine: Option<Machine>,
+    pub machine: Option<MachineLimits>,
     pub store: Arc<Store>,
 }
 
@@ -34,10 +34,10 @@ pub struct Inspection {
     /// The plan with the default tile sizes, without a tuning.
     pub plan: LayerPlan,
     pub tokens: Vec<u64>,
-    pub machine: Option<Machine>,
+    pub machine: Option<MachineLimits>,
     /// The kernels of the plan, then those that a tuning uses instead for some numbers of tokens.
-    pub kernels: Vec<Kernel>,
-    pub launches: Vec<Launch>,
+    pub kernels: Vec<InspectedKernel>,
+    pub launches: Vec<InspectedLaunch>,
     /// The reason why nothing was compiled.
     pub trouble: Option<String>,
     /// The cached tuning of the layer for this machine.
@@ -47,7 +47,7 @@ pub struct Inspection {
 }
 
 /// A kernel's source and the facts of its binary.
-pub struct Kernel {
+pub struct InspectedKernel {
     /// The index into the plan's kernels.
     pub of: usize,
     /// The measured numbers of tokens that the kernel is for; empty for a kernel that serves all
@@ -63,7 +63,7 @@ pub struct Kernel {
 }
 
 /// A launch of a pass.
-pub struct Launch {
+pub struct InspectedLaunch {
     /// The position in the pass, from one.
     pub number: usize,
     /// The index into the inspection's kernels.
@@ -74,12 +74,12 @@ pub struct Launch {
     /// The entry that is launched.
     pub entry: EntryId,
     /// The work at each requested token count.
-    pub at: Vec<At>,
+    pub at: Vec<LaunchSize>,
 }
 
 /// A launch at one token count.
 #[derive(Clone, Copy, Debug)]
-pub struct At {
+pub struct LaunchSize {
     pub tokens: u64,
     pub grid: [u64; 2],
     pub work: Work,
@@ -97,7 +97,7 @@ pub struct Roofline {
 
 impl Inspection {
     /// Plans, emits and compiles the layer.
-    pub fn new(request: Request<'_>) -> Result<Inspection> {
+    pub fn new(request: InspectRequest<'_>) -> Result<Inspection> {
         let (tilings, tuned) = tilings(&request)?;
         let chosen = choose(&tilings.first().kernels, request.kernel)?;
         let (kernels, trouble) = kernels(&request, &tilings, &chosen)?;
@@ -116,8 +116,9 @@ impl Inspection {
     }
 
     /// Returns each launch with its kernel, and with the kernels that a tuning uses instead.
-    pub fn launched(&self) -> impl Iterator<Item = (&Launch, &Kernel)> {
-        let own = |launch: &Launch, kernel: &&Kernel| kernel.of == launch.entry.kernel;
+    pub fn launched(&self) -> impl Iterator<Item = (&InspectedLaunch, &InspectedKernel)> {
+        let own =
+            |launch: &InspectedLaunch, kernel: &&InspectedKernel| kernel.of == launch.entry.kernel;
         let each = self.launches.iter();
         each.flat_map(move |launch| {
             let kernels = self
@@ -135,8 +136,8 @@ impl Inspection {
 
     /// Returns the launch of this symbol that has blocks in a call of `tokens` tokens, if it is the
     /// only one.
-    pub fn only(&self, symbol: &str, tokens: u64) -> Option<&Launch> {
-        let has_blocks = |launch: &&Launch| {
+    pub fn only(&self, symbol: &str, tokens: u64) -> Option<&InspectedLaunch> {
+        let has_blocks = |launch: &&InspectedLaunch| {
             let entry = self.entry(launch);
             entry.symbol == symbol && entry.launch.blocks(tokens) > 0
         };
@@ -145,20 +146,20 @@ impl Inspection {
     }
 
     /// Returns the entry of a launch.
-    pub fn entry(&self, launch: &Launch) -> &Entry {
+    pub fn entry(&self, launch: &InspectedLaunch) -> &Entry {
         &self.plan[launch.entry]
     }
 }
 
-impl Kernel {
+impl InspectedKernel {
     /// Returns the facts that the binary reports about a launch's entry.
-    pub fn report(&self, launch: &Launch) -> Option<&KernelReport> {
+    pub fn report(&self, launch: &InspectedLaunch) -> Option<&KernelReport> {
         let artifact = self.artifact.as_ref()?;
         artifact.report.kernel(&self.entry(launch).symbol)
     }
 
     /// Returns the entry of a launch.
-    pub fn entry(&self, launch: &Launch) -> &Entry {
+    pub fn entry(&self, launch: &InspectedLaunch) -> &Entry {
         &self.source.entries[launch.entry.entry]
     }
 
@@ -180,7 +181,7 @@ impl Kernel {
 }
 
 /// Returns the plans that an engine on this machine would make.
-fn tilings(request: &Request<'_>) -> Result<(Tilings, Option<Tuned>)> {
+fn tilings(request: &InspectRequest<'_>) -> Result<(Tilings, Option<Tuned>)> {
     let plan = plan(request.spec, request.target, &request.options);
     let plan = plan.map_err(EngineError::from)?;
     let here = match request.target {
@@ -231,22 +232,23 @@ pub fn unknown_kernel(names: &[&str], wanted: &str) -> Failure {
 /// Returns the chosen kernels of the first plan, then those that other plans use instead, and the
 /// reason why nothing was compiled.
 fn kernels(
-    request: &Request<'_>,
+    request: &InspectRequest<'_>,
     tilings: &Tilings,
     chosen: &[usize],
-) -> Result<(Vec<Kernel>, Option<String>)> {
-    let mut kernels: Vec<Kernel> = Vec::new();
+) -> Result<(Vec<InspectedKernel>, Option<String>)> {
+    let mut kernels: Vec<InspectedKernel> = Vec::new();
     let mut trouble = None;
     for plan in tilings.plans() {
         let (own, why) = compile(request, plan)?;
         trouble = trouble.or(why);
         for kernel in own.into_iter().filter(|kernel| chosen.contains(&kernel.of)) {
-            let same = |k: &&mut Kernel| k.of == kernel.of && k.source.text == kernel.source.text;
+            let same =
+                |k: &&mut InspectedKernel| k.of == kernel.of && k.source.text == kernel.source.text;
             let tokens = tokens_of(tilings, plan);
             match kernels.iter_mut().find(same) {
                 Some(same) if same.tokens.is_empty() => {}
                 Some(same) => same.tokens.extend(tokens),
-                None => kernels.push(Kernel { tokens, ..kernel }),
+                None => kernels.push(InspectedKernel { tokens, ..kernel }),
             }
         }
     }
@@ -261,12 +263,15 @@ fn tokens_of(tilings: &Tilings, plan: &LayerPlan) -> Vec<usize> {
 }
 
 /// Returns every kernel of a plan, compiled if that is possible.
-fn compile(request: &Request<'_>, plan: &LayerPlan) -> Result<(Vec<Kernel>, Option<String>)> {
+fn compile(
+    request: &InspectRequest<'_>,
+    plan: &LayerPlan,
+) -> Result<(Vec<InspectedKernel>, Option<String>)> {
     let sources = &emit_layer(plan).map_err(EngineError::from)?;
     let compilers = Compilers::new(Some(request.store.clone()));
     let (rows, trouble) = match compilers.get(request.target) {
         Ok(compiler) => {
-            let job = Job {
+            let job = PrecompileJob {
                 spec: request.spec.clone(),
                 target: request.target,
                 options: PlanOptions {
@@ -285,14 +290,14 @@ fn compile(request: &Request<'_>, plan: &LayerPlan) -> Result<(Vec<Kernel>, Opti
     Ok(((0..sources.len()).map(kernel).collect(), trouble))
 }
 
-fn built(of: usize, all: &[KernelSource], rows: &[Row], store: &Store) -> Kernel {
+fn built(of: usize, all: &[KernelSource], rows: &[KernelRow], store: &Store) -> InspectedKernel {
     let source = &all[of];
     // Kernels of the same text are compiled once, under the first name.
     let same = all.iter().filter(|other| other.text == source.text);
     let row = same
         .filter_map(|other| rows.iter().find(|row| row.kernel == other.name))
         .next();
-    let mut kernel = Kernel {
+    let mut kernel = InspectedKernel {
         of,
         tokens: Vec::new(),
         source: source.clone(),
@@ -302,9 +307,9 @@ fn built(of: usize, all: &[KernelSource], rows: &[Row], store: &Store) -> Kernel
     };
     match row.map(|row| (&row.outcome, row.key)) {
         None => {}
-        Some((Outcome::Failed(error), _)) => kernel.problem = Some(error.to_string()),
-        Some((Outcome::Hit(report, _) | Outcome::Compiled(report, _), key)) => {
-            kernel.cached = matches!(row.map(|row| &row.outcome), Some(Outcome::Hit(..)));
+        Some((KernelOutcome::Failed(error), _)) => kernel.problem = Some(error.to_string()),
+        Some((KernelOutcome::Hit(report, _) | KernelOutcome::Compiled(report, _), key)) => {
+            kernel.cached = matches!(row.map(|row| &row.outcome), Some(KernelOutcome::Hit(..)));
             let stored = store.get(&key).map(|stored| stored.artifact);
             let report = || Artifact {
                 binary: Vec::new(),
@@ -316,7 +321,11 @@ fn built(of: usize, all: &[KernelSource], rows: &[Row], store: &Store) -> Kernel
     kernel
 }
 
-fn launches(tilings: &Tilings, chosen: &[usize], request: &Request<'_>) -> Vec<Launch> {
+fn launches(
+    tilings: &Tilings,
+    chosen: &[usize],
+    request: &InspectRequest<'_>,
+) -> Vec<InspectedLaunch> {
     let plan = tilings.first();
     let one = |(i, step): (usize, &Step)| {
         let Step::Launch(launch) = step;
@@ -326,7 +335,7 @@ fn launches(tilings: &Tilings, chosen: &[usize], request: &Request<'_>) -> Vec<L
             at(plan, step, tokens, request.machine.as_ref())
         };
         let at = request.tokens.iter().map(at).collect();
-        Some(Launch {
+        Some(InspectedLaunch {
             number: i + 1,
             kernel,
             label: plan.label(step).to_string(),
@@ -338,7 +347,7 @@ fn launches(tilings: &Tilings, chosen: &[usize], request: &Request<'_>) -> Vec<L
     plan.all_steps().enumerate().filter_map(one).collect()
 }
 
-fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> At {
+fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&MachineLimits>) -> LaunchSize {
     let Step::Launch(launch) = step;
     let (entry, kernel) = (&plan[launch.entry], &plan.kernels[launch.entry.kernel]);
     let work = Work::of(plan, step, tokens);
@@ -351,7 +360,7 @@ fn at(plan: &LayerPlan, step: &Step, tokens: u64, machine: Option<&Machine>) -> 
         entry.launch.grid[0].eval(tokens),
         entry.launch.grid[1].eval(tokens),
     ];
-    At {
+    LaunchSize {
         tokens,
         grid,
         work,

@@ -1,14 +1,14 @@
 //! An inspection for the terminal.
 
-use super::model::{At, Inspection, Kernel, Launch};
-use crate::machine::Machine;
+use super::model::{InspectedKernel, InspectedLaunch, Inspection, LaunchSize};
+use crate::machine::MachineLimits;
 use crate::palette::Palette;
 use crate::table::{Cell, Table};
 use crate::units;
 use moesaic::LayerSpec;
 use moesaic::cache::{Bucket, Tuned};
 use moesaic::kernel::Access;
-use moesaic::plan::{LayerPlan, Role};
+use moesaic::plan::{LayerPlan, TensorRole};
 use moesaic::spec::{CapacityMode, Renormalize, Score};
 use moesaic::target::KernelReport;
 use std::iter;
@@ -47,7 +47,7 @@ pub fn summary(inspection: &Inspection) -> Vec<String> {
     let weights = plan
         .tensors
         .iter()
-        .filter(|tensor| tensor.role == Role::Weight);
+        .filter(|tensor| tensor.role == TensorRole::Weight);
     let bytes = weights.map(|tensor| tensor.bytes(0)).sum();
     let mut lines = vec![
         shape(spec),
@@ -167,16 +167,16 @@ fn plan(inspection: &Inspection) -> Table {
 
 impl Inspection {
     /// Returns the tensors that a launch writes.
-    pub fn writes<'s>(&'s self, launch: &'s Launch) -> Vec<&'s str> {
+    pub fn writes<'s>(&'s self, launch: &'s InspectedLaunch) -> Vec<&'s str> {
         self.bound(launch, |access| access != Access::Read)
     }
 
     /// Returns the tensors that a launch reads.
-    pub fn reads<'s>(&'s self, launch: &'s Launch) -> Vec<&'s str> {
+    pub fn reads<'s>(&'s self, launch: &'s InspectedLaunch) -> Vec<&'s str> {
         self.bound(launch, |access| access != Access::Write)
     }
 
-    fn bound<'s>(&'s self, launch: &'s Launch, is: fn(Access) -> bool) -> Vec<&'s str> {
+    fn bound<'s>(&'s self, launch: &'s InspectedLaunch, is: fn(Access) -> bool) -> Vec<&'s str> {
         let accesses = self.plan.accesses(&launch.step);
         let bound = accesses.filter(|(_, access)| is(*access));
         bound.map(|(tensor, _)| &*self.plan[tensor].name).collect()
@@ -227,16 +227,16 @@ fn kernels(inspection: &Inspection) -> Table {
 }
 
 /// Returns one word for the provider of a tensor.
-pub fn role_name(role: Role) -> &'static str {
+pub fn role_name(role: TensorRole) -> &'static str {
     match role {
-        Role::Input => "input",
-        Role::Weight => "weight",
-        Role::Packed => "packed",
-        Role::Output => "output",
-        Role::Scratch => "scratch",
-        Role::OutputGradient => "output gradient",
-        Role::InputGradient => "input gradient",
-        Role::WeightGradient => "weight gradient",
+        TensorRole::Input => "input",
+        TensorRole::Weight => "weight",
+        TensorRole::Packed => "packed",
+        TensorRole::Output => "output",
+        TensorRole::Scratch => "scratch",
+        TensorRole::OutputGradient => "output gradient",
+        TensorRole::InputGradient => "input gradient",
+        TensorRole::WeightGradient => "weight gradient",
     }
 }
 
@@ -263,14 +263,14 @@ pub fn spills(report: Option<&KernelReport>) -> String {
 }
 
 /// Returns the time that the compiler took.
-pub fn compile_time(kernel: &Kernel) -> String {
+pub fn compile_time(kernel: &InspectedKernel) -> String {
     let artifact = kernel.artifact.as_ref();
     artifact.map_or("-".to_string(), |a| {
         units::seconds(a.report.compile_ms / 1e3)
     })
 }
 
-fn state(kernel: &Kernel) -> Cell {
+fn state(kernel: &InspectedKernel) -> Cell {
     match (&kernel.artifact, &kernel.problem) {
         (_, Some(_)) => Cell::styled("failed", "31"),
         (Some(_), _) if kernel.cached => "hit".into(),
@@ -335,7 +335,7 @@ fn factor(dimension: &str) -> String {
 }
 
 /// Returns the grid at one token count, such as `256 x 4`.
-pub fn grid(at: &At) -> String {
+pub fn grid(at: &LaunchSize) -> String {
     match at.grid {
         [x, 1] => x.to_string(),
         [x, y] => format!("{x} x {y}"),
@@ -351,7 +351,7 @@ fn roofline_title(inspection: &Inspection) -> String {
 }
 
 /// Describes a machine and its limits in one line.
-pub fn roofs(machine: &Machine) -> String {
+pub fn roofs(machine: &MachineLimits) -> String {
     let levels = machine.levels.iter().map(|level| {
         let rate = level.bytes_per_second.map(units::byte_rate);
         match (rate, level.capacity) {
@@ -410,7 +410,7 @@ fn roofline(inspection: &Inspection) -> Table {
     table
 }
 
-fn roofline_row(symbol: &str, at: &At, bound: &str) -> Vec<Cell> {
+fn roofline_row(symbol: &str, at: &LaunchSize, bound: &str) -> Vec<Cell> {
     let roofline = at
         .roofline
         .map_or("-".to_string(), |roofline| units::seconds(roofline.seconds));
@@ -426,7 +426,7 @@ fn roofline_row(symbol: &str, at: &At, bound: &str) -> Vec<Cell> {
 }
 
 /// Returns the limit that bounds a launch.
-pub fn bound<'m>(at: &At, machine: Option<&'m Machine>) -> &'m str {
+pub fn bound<'m>(at: &LaunchSize, machine: Option<&'m MachineLimits>) -> &'m str {
     let bound = machine.zip(at.roofline);
     bound.map_or("-", |(machine, roofline)| machine.bound(roofline.bound))
 }
@@ -444,7 +444,7 @@ impl Inspection {
     /// Returns the work of all launches shown, and the sum of their rooflines, at the i-th
     /// token count.
     pub fn total(&self, i: usize) -> (moesaic::plan::Work, Option<f64>) {
-        let add = |(work, time): (moesaic::plan::Work, Option<f64>), launch: &Launch| {
+        let add = |(work, time): (moesaic::plan::Work, Option<f64>), launch: &InspectedLaunch| {
             let at = launch.at[i];
             let time = time
                 .zip(at.roofline)

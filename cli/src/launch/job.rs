@@ -3,7 +3,7 @@
 use super::job_dir::{JobDir, Pipe};
 use super::lines::{Line, Queue};
 use super::rank::NOT_FOUND;
-use super::system::{self, Pid, Watch};
+use super::system::{self, FileWatch, Pid};
 use crate::console::Console;
 use std::fs::File;
 use std::io::{self, Read};
@@ -21,14 +21,14 @@ const KEPT: usize = 16 << 10;
 
 /// The outcome of a job.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct JobOutcome {
     /// The exit code: that of the first rank that failed, or of the signal.
     pub code: u8,
     /// The output of `mpiexec`, if it failed and no rank did.
     pub starter: Option<String>,
 }
 
-pub struct Job {
+pub struct LaunchJob {
     sources: Vec<Source>,
     ranks: Vec<Rank>,
     /// Processes that were started here, and have not ended.
@@ -76,14 +76,14 @@ pub struct Style {
     pub grace: Duration,
 }
 
-impl Job {
+impl LaunchJob {
     /// Opens every pipe before a rank starts, so that no rank waits for a reader.
     pub fn prepare(
         job_dir: &JobDir,
         ranks: usize,
         style: &Style,
         console: &Console,
-    ) -> io::Result<Job> {
+    ) -> io::Result<LaunchJob> {
         let list = [libc::SIGCHLD, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
         let signals = system::signals(&list)?;
         system::adopt_orphans()?;
@@ -108,7 +108,7 @@ impl Job {
                 });
             }
         }
-        Ok(Job {
+        Ok(LaunchJob {
             sources,
             ranks: vec![Rank::Awaited; ranks],
             starters: Vec::new(),
@@ -141,7 +141,7 @@ impl Job {
     }
 
     /// Runs the job until none of its processes is left.
-    pub fn run(mut self) -> io::Result<Outcome> {
+    pub fn run(mut self) -> io::Result<JobOutcome> {
         loop {
             self.wait()?;
             while let Some(signal) = system::next_signal(&self.signals) {
@@ -175,14 +175,14 @@ impl Job {
 
     fn wait(&self) -> io::Result<()> {
         let full = self.out.is_full() || self.err.is_full();
-        let mut watches = vec![Watch {
+        let mut watches = vec![FileWatch {
             file: self.signals.as_raw_fd(),
             write: false,
         }];
         let read = |source: &Source| {
             let output = matches!(source.origin, Origin::Rank(_, Pipe::Out | Pipe::Err));
             let file = source.file.as_ref().filter(|_| !(full && output))?;
-            Some(Watch {
+            Some(FileWatch {
                 file: file.as_raw_fd(),
                 write: false,
             })
@@ -196,7 +196,7 @@ impl Job {
             streams
                 .into_iter()
                 .filter(|(queue, _)| !queue.is_empty())
-                .map(|(_, file)| Watch { file, write: true }),
+                .map(|(_, file)| FileWatch { file, write: true }),
         );
         let ending = self.limit.is_some() || self.starters.is_empty();
         let longest = if ending { LOOK } else { Duration::from_secs(5) };
@@ -348,12 +348,12 @@ impl Job {
         quiet && told && system::descendants().is_empty()
     }
 
-    fn result(self) -> Outcome {
+    fn result(self) -> JobOutcome {
         let nobody = self.ranks.iter().all(|rank| *rank != Rank::Started);
         let said = String::from_utf8_lossy(&self.said).trim().to_string();
         let code = self.outcome.unwrap_or(0);
         let unknown = code != 0 && nobody && !self.known && !said.is_empty();
-        Outcome {
+        JobOutcome {
             code,
             starter: unknown.then_some(said),
         }
@@ -361,7 +361,7 @@ impl Job {
 }
 
 fn ready(queue: &Queue, file: i32) -> bool {
-    let watch = [Watch { file, write: true }];
+    let watch = [FileWatch { file, write: true }];
     !queue.is_empty() && system::wait(&watch, Duration::ZERO).is_ok_and(|ready| ready[0])
 }
 

@@ -11,12 +11,12 @@ mod system;
 use crate::console::Console;
 use crate::failure::{Code, Failure, Result};
 use clap::Args;
-use job::{Job, Style};
+use job::{LaunchJob, Style};
 use job_dir::{JobConfig, JobDir};
 use moesaic::target::Scratch;
-use mpi::{Choice, Mpiexec};
-use place::{Bind, Machine, Place};
-pub use rank::{RankArgs, execute as execute_rank};
+use mpi::{MpiUse, Mpiexec};
+use place::{Bind, NodeResources, RankPlace};
+pub use rank::{LaunchRankArgs, execute as execute_rank};
 use std::env;
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, Metadata};
@@ -45,7 +45,7 @@ pub struct LaunchArgs {
     ranks: u16,
     /// Start the ranks as an MPI world, with MPI's mpiexec
     #[arg(long, value_name = "WHEN", default_value = "auto")]
-    mpi: Choice,
+    mpi: MpiUse,
     /// As root, allow Open MPI to start the ranks, which it otherwise refuses; for containers
     #[arg(long)]
     allow_run_as_root: bool,
@@ -94,7 +94,7 @@ pub fn execute(args: &LaunchArgs, console: &Console) -> Result<ExitCode> {
         prefix: !args.no_prefix,
         grace: config.grace,
     };
-    let mut job = Job::prepare(&job_dir, ranks, &style, console)?;
+    let mut job = LaunchJob::prepare(&job_dir, ranks, &style, console)?;
     let started = match &mpiexec {
         Some(mpiexec) => start_by(mpiexec, ranks, folder.path(), &program, &mut job),
         None => start_here(ranks, folder.path(), &program, &mut job),
@@ -187,12 +187,12 @@ fn find_program(name: &OsStr) -> Result<PathBuf> {
 
 fn choose_mpi(args: &LaunchArgs, console: &Console) -> Result<Option<Mpiexec>> {
     let found = match args.mpi {
-        Choice::Off if args.allow_run_as_root => {
+        MpiUse::Off if args.allow_run_as_root => {
             let message = "--allow-run-as-root is for Open MPI, and --mpi off starts none";
             return Err(Failure::input(message).hint("leave one of them out"));
         }
-        Choice::Off => return Ok(None),
-        Choice::Auto | Choice::On => mpi::find()?,
+        MpiUse::Off => return Ok(None),
+        MpiUse::Auto | MpiUse::On => mpi::find()?,
     };
     // SAFETY: takes nothing, and always succeeds.
     let root = unsafe { libc::geteuid() } == 0;
@@ -204,7 +204,7 @@ fn choose_mpi(args: &LaunchArgs, console: &Console) -> Result<Option<Mpiexec>> {
             "{} is Open MPI's, which starts no ranks as root",
             mpiexec.program.display()
         );
-        if args.mpi == Choice::On || mpiexec.is_asked_for {
+        if args.mpi == MpiUse::On || mpiexec.is_asked_for {
             let hint = "--allow-run-as-root allows it, as in a container; --mpi off starts plain \
                         processes; `moesaic toolchain install mpi` brings an MPI that asks nothing";
             return Err(Failure::input(message).hint(hint));
@@ -220,7 +220,7 @@ fn choose_mpi(args: &LaunchArgs, console: &Console) -> Result<Option<Mpiexec>> {
         ..mpiexec
     });
     match (&found, args.mpi) {
-        (None, Choice::On) => Err(Failure::input("no mpiexec was found")
+        (None, MpiUse::On) => Err(Failure::input("no mpiexec was found")
             .hint("`moesaic toolchain install mpi` brings one")),
         (None, _) => {
             console.note(
@@ -243,11 +243,11 @@ fn free_port() -> io::Result<u16> {
 
 fn processors(args: &LaunchArgs, ranks: usize) -> Vec<Vec<usize>> {
     let own = moesaic::cpu::processors().unwrap_or_default();
-    let machine = Machine::read(&args.sysfs, &own, |name| env::var(name).ok());
+    let machine = NodeResources::read(&args.sysfs, &own, |name| env::var(name).ok());
     if let Some(trouble) = &machine.trouble {
         tracing::info!("ranks go round the NUMA nodes: {trouble}");
     }
-    let places: Vec<Place> = machine.places(args.bind, ranks);
+    let places: Vec<RankPlace> = machine.places(args.bind, ranks);
     for (rank, place) in places.iter().enumerate() {
         tracing::info!("rank {rank}: {place}");
     }
@@ -266,7 +266,7 @@ fn rank_words(job_dir: &Path, program: &[OsString]) -> io::Result<Vec<OsString>>
     Ok(words)
 }
 
-fn start_here(ranks: usize, job_dir: &Path, program: &[OsString], job: &mut Job) -> Result {
+fn start_here(ranks: usize, job_dir: &Path, program: &[OsString], job: &mut LaunchJob) -> Result {
     let words = rank_words(job_dir, program)?;
     for rank in 0..ranks {
         let mut command = Command::new(&words[0]);
@@ -285,7 +285,7 @@ fn start_by(
     ranks: usize,
     job_dir: &Path,
     program: &[OsString],
-    job: &mut Job,
+    job: &mut LaunchJob,
 ) -> Result {
     let mut command = mpiexec.command(ranks);
     command.args(rank_words(job_dir, program)?);

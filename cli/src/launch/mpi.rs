@@ -9,7 +9,7 @@ use std::process::Command;
 
 /// The use of MPI: whether the ranks are an MPI world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-pub enum Choice {
+pub enum MpiUse {
     /// If an MPI is found
     Auto,
     /// Yes, or nothing is started

@@ -19,7 +19,7 @@ pub enum Bind {
 
 /// The parts of a machine that decide where ranks run.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Machine {
+pub struct NodeResources {
     /// NUMA nodes by the system's number, with the processors that may be used.
     nodes: Vec<(u32, Vec<usize>)>,
     /// GPUs in the order of their PCI addresses, with their nodes.
@@ -32,7 +32,7 @@ pub struct Machine {
 
 /// The place of a rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct RankPlace {
     /// The PCI address of the GPU that decided.
     pub gpu: Option<String>,
     /// The NUMA node.
@@ -54,18 +54,18 @@ const VENDORS: [(&str, &[&str]); 2] = [
     ),
 ];
 
-impl Machine {
+impl NodeResources {
     /// Reads a folder with the structure of Linux's `/sys`.
     pub fn read(
         sysfs: &Path,
         processors: &[usize],
         variable: impl Fn(&str) -> Option<String>,
-    ) -> Machine {
+    ) -> NodeResources {
         let mut nodes = numbered_nodes(&sysfs.join("devices/system/node"), processors);
         nodes.retain(|(_, processors)| !processors.is_empty());
-        let mut machine = Machine {
+        let mut machine = NodeResources {
             nodes,
-            ..Machine::default()
+            ..NodeResources::default()
         };
         for processor in processors {
             machine.cores.insert(*processor, core(sysfs, *processor));
@@ -87,9 +87,9 @@ impl Machine {
 
     /// Returns a place for each of `ranks` ranks. A rank is where its GPU is; without GPUs, or
     /// where the system does not say on which node they are, ranks go round the nodes.
-    pub fn places(&self, bind: Bind, ranks: usize) -> Vec<Place> {
+    pub fn places(&self, bind: Bind, ranks: usize) -> Vec<RankPlace> {
         if bind == Bind::Off || self.nodes.is_empty() {
-            return vec![Place::default(); ranks];
+            return vec![RankPlace::default(); ranks];
         }
         let homes: Vec<(Option<String>, usize)> = (0..ranks).map(|r| self.home(r)).collect();
         let one = |rank: usize| {
@@ -103,7 +103,7 @@ impl Machine {
                 _ if self.nodes.len() == 1 => Vec::new(),
                 _ => processors.clone(),
             };
-            Place {
+            RankPlace {
                 gpu: gpu.clone(),
                 node: Some(*number),
                 processors,
@@ -197,7 +197,7 @@ fn visible(
         .collect()
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RankPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let node = self
             .node
@@ -264,22 +264,22 @@ mod tests {
         root
     }
 
-    fn machine(gpus: &[(&str, &str, &str)], variables: &[(&str, &str)]) -> Machine {
+    fn machine(gpus: &[(&str, &str, &str)], variables: &[(&str, &str)]) -> NodeResources {
         let root = tree(gpus);
         let all: Vec<usize> = (0..8).collect();
         let variable = |name: &str| {
             let found = variables.iter().find(|(key, _)| *key == name);
             found.map(|(_, value)| value.to_string())
         };
-        Machine::read(root.path(), &all, variable)
+        NodeResources::read(root.path(), &all, variable)
     }
 
-    fn nodes(machine: &Machine, ranks: usize) -> Vec<Option<u32>> {
+    fn nodes(machine: &NodeResources, ranks: usize) -> Vec<Option<u32>> {
         let places = machine.places(Bind::Numa, ranks).into_iter();
         places.map(|place| place.node).collect()
     }
 
-    fn processors(machine: &Machine, bind: Bind, ranks: usize) -> Vec<String> {
+    fn processors(machine: &NodeResources, bind: Bind, ranks: usize) -> Vec<String> {
         let places = machine.places(bind, ranks).into_iter();
         places.map(|place| ranges(&place.processors)).collect()
     }
@@ -332,9 +332,12 @@ mod tests {
     #[test]
     fn a_machine_of_one_node_binds_nothing_to_it() {
         let root = tree(&CARDS);
-        let one = Machine::read(root.path(), &[0, 4], |_| None);
+        let one = NodeResources::read(root.path(), &[0, 4], |_| None);
         assert_eq!(processors(&one, Bind::Numa, 2), ["", ""]);
-        let nothing = Machine::read(Path::new("/no"), &[0, 1], |_| None);
-        assert_eq!(nothing.places(Bind::Cores, 2), vec![Place::default(); 2]);
+        let nothing = NodeResources::read(Path::new("/no"), &[0, 1], |_| None);
+        assert_eq!(
+            nothing.places(Bind::Cores, 2),
+            vec![RankPlace::default(); 2]
+        );
     }
 }

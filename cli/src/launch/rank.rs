@@ -6,7 +6,7 @@
 //! SIGTERM first.
 
 use super::job_dir::{JobConfig, JobDir, Pipe};
-use super::system::{self, Pid, Side, Watch};
+use super::system::{self, FileWatch, Pid, Side};
 use crate::failure::{Failure, Result};
 use clap::Args;
 use moesaic::collectives::World;
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 /// A rank of `moesaic launch`, which starts it
 #[derive(Args, Debug)]
-pub struct RankArgs {
+pub struct LaunchRankArgs {
     /// The launcher's folder
     job_dir: PathBuf,
     /// The program and its arguments
@@ -41,7 +41,7 @@ pub const NOT_FOUND: u8 = 127;
 const NOT_STARTED: u8 = 126;
 
 /// Runs a rank to its end, and returns the program's exit code.
-pub fn execute(args: &RankArgs) -> Result<ExitCode> {
+pub fn execute(args: &LaunchRankArgs) -> Result<ExitCode> {
     let world = World::from_environment().map_err(Failure::input)?;
     let world = world.ok_or_else(|| Failure::input("this is started by `moesaic launch`"))?;
     match system::fork_keeper()? {
@@ -53,7 +53,7 @@ pub fn execute(args: &RankArgs) -> Result<ExitCode> {
 /// Passes signals on to the keeper until it has ended, and returns its exit code.
 fn stand_for(keeper: Pid) -> io::Result<u8> {
     let signals = system::signals(&SIGNALS)?;
-    let watch = [Watch {
+    let watch = [FileWatch {
         file: signals.as_raw_fd(),
         write: false,
     }];
@@ -73,7 +73,7 @@ fn stand_for(keeper: Pid) -> io::Result<u8> {
 }
 
 /// Runs the program to its end, and returns its exit code.
-fn keep(args: &RankArgs, world: World) -> Result<ExitCode> {
+fn keep(args: &LaunchRankArgs, world: World) -> Result<ExitCode> {
     let job_dir = JobDir::at(&args.job_dir);
     let config = job_dir.read_config()?;
     if world.size != config.processors.len() {
@@ -126,7 +126,7 @@ struct Rank {
 
 impl Rank {
     fn start(
-        args: &RankArgs,
+        args: &LaunchRankArgs,
         job_dir: &JobDir,
         config: &JobConfig,
         world: World,
@@ -192,7 +192,7 @@ impl Rank {
 
     /// Waits for a signal or the launcher; while the rank is ending, for [`LOOK`] at most.
     fn wait(&mut self) -> io::Result<()> {
-        let read = |file: &File| Watch {
+        let read = |file: &File| FileWatch {
             file: file.as_raw_fd(),
             write: false,
         };

@@ -70,15 +70,15 @@ pub fn next_signal(signals: &File) -> Option<c_int> {
 
 /// A file to wait for, with the direction.
 #[derive(Clone, Copy)]
-pub struct Watch {
+pub struct FileWatch {
     pub file: RawFd,
     /// Whether to wait for room to write instead of something to read.
     pub write: bool,
 }
 
 /// Waits until one of the files is ready, for `longest` at most, and returns which files are.
-pub fn wait(list: &[Watch], longest: Duration) -> io::Result<Vec<bool>> {
-    let event = |watch: &Watch| {
+pub fn wait(list: &[FileWatch], longest: Duration) -> io::Result<Vec<bool>> {
+    let event = |watch: &FileWatch| {
         if watch.write {
             libc::POLLOUT
         } else {

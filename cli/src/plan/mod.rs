@@ -17,7 +17,7 @@ use crate::{experts, mesh};
 use clap::Args;
 use moesaic::plan::{CommDtype, ShadowModel, Strategy};
 use moesaic::planner::{
-    self, Calibration, Machine, PlannerError, Ranked, ReadError, Routing, Scenario, Simulator,
+    self, Calibration, Machine, PlannerError, Ranked, ReadError, RoutedRows, Scenario, Simulator,
     Space,
 };
 use moesaic::weights::write_whole;
@@ -133,7 +133,7 @@ pub fn execute(args: &PlanArgs, console: &Console) -> Result {
             .collect(),
         ..ranked
     };
-    let report = report::Report {
+    let report = report::PlanReport {
         question: &question,
         tokens: args.counts.is_none().then_some(args.tokens()),
         ranked: &shown,
@@ -226,12 +226,12 @@ impl PlanArgs {
         Ok(())
     }
 
-    fn routing(&self, spec: &LayerSpec, world: usize) -> Result<Routing> {
+    fn routing(&self, spec: &LayerSpec, world: usize) -> Result<RoutedRows> {
         let (experts, top_k) = (spec.shape.experts, spec.shape.top_k);
         let tokens = u64::from(self.tokens());
         match (&self.counts, self.skew) {
-            (None, None) => Ok(Routing::even(tokens, experts, top_k)),
-            (None, Some(skew)) => Routing::zipf_of(spec, tokens, skew).map_err(Failure::input),
+            (None, None) => Ok(RoutedRows::even(tokens, experts, top_k)),
+            (None, Some(skew)) => RoutedRows::zipf_of(spec, tokens, skew).map_err(Failure::input),
             (Some(path), _) => {
                 let text = read("the counts", path)?;
                 let wrong = |error: &dyn std::fmt::Display| {
@@ -240,7 +240,7 @@ impl PlanArgs {
                 };
                 let counts: Vec<Vec<u64>> =
                     serde_json::from_str(&text).map_err(|error| wrong(&error))?;
-                Routing::counted(world, experts, top_k, &counts).map_err(|error| wrong(&error))
+                RoutedRows::counted(world, experts, top_k, &counts).map_err(|error| wrong(&error))
             }
         }
     }

@@ -12,7 +12,7 @@ use moesaic::planner::model::{
     Batch, ModelMesh, ModelRanked, ModelScenario, ModelSpace, StateBytes, check_mesh,
     default_reserve, doubled, faster, model_timeline, search_model,
 };
-use moesaic::planner::{self, Routing};
+use moesaic::planner::{self, RoutedRows};
 use moesaic::spec::hf::{AttentionShape, ModelShape};
 use moesaic::weights::write_whole;
 use std::path::PathBuf;
@@ -230,7 +230,7 @@ impl PlanArgs {
         machine.check_ranks(world).map_err(Failure::input)?;
         let skew = self.skew.unwrap_or(0.0);
         // The same error as for a layer, before anything is simulated.
-        Routing::zipf_of(&spec, 1, skew).map_err(Failure::input)?;
+        RoutedRows::zipf_of(&spec, 1, skew).map_err(Failure::input)?;
         if own.fp8 && machine.fp8_rate().is_none() {
             let message = format!("--fp8: machine {} has no rate of FP8 GEMMs", machine.name);
             return Err(Failure::input(message).hint("its file needs gemm_tflops.fp8"));

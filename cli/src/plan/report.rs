@@ -3,7 +3,7 @@
 use crate::palette::Palette;
 use crate::table::Table;
 use crate::{mesh, units};
-use moesaic::planner::{Bound, Machine, PhaseOf, Prediction, Ranked, Scenario};
+use moesaic::planner::{Bottleneck, Machine, PhaseOf, Prediction, Ranked, Scenario};
 use serde_json::{Value, json};
 
 /// Says how many configurations do not fit, after the number of all.
@@ -18,7 +18,7 @@ pub fn too_large(count: usize, machine: &Machine) -> String {
 }
 
 /// The scenario and the ranked predictions.
-pub struct Report<'a> {
+pub struct PlanReport<'a> {
     pub question: &'a Scenario,
     /// The tokens of each rank; `None` if the rows were counted.
     pub tokens: Option<u32>,
@@ -27,7 +27,7 @@ pub struct Report<'a> {
     pub best: &'a Prediction,
 }
 
-impl Report<'_> {
+impl PlanReport<'_> {
     pub fn text(&self, palette: &Palette) -> String {
         let Scenario { machine, world, .. } = self.question;
         let tokens = match self.tokens {
@@ -147,15 +147,15 @@ impl Report<'_> {
         row
     }
 
-    fn bound(&self, bound: Bound) -> String {
+    fn bound(&self, bound: Bottleneck) -> String {
         match bound {
-            Bound::Compute => "arithmetic".to_string(),
-            Bound::Memory => "memory traffic".to_string(),
-            Bound::Launches => "launches".to_string(),
-            Bound::Messages => "messages".to_string(),
-            Bound::Copies => "copies".to_string(),
-            Bound::Waiting => "waiting".to_string(),
-            Bound::Level(level) => self.levels().nth(level).unwrap_or("links").to_string(),
+            Bottleneck::Compute => "arithmetic".to_string(),
+            Bottleneck::Memory => "memory traffic".to_string(),
+            Bottleneck::Launches => "launches".to_string(),
+            Bottleneck::Messages => "messages".to_string(),
+            Bottleneck::Copies => "copies".to_string(),
+            Bottleneck::Waiting => "waiting".to_string(),
+            Bottleneck::Level(level) => self.levels().nth(level).unwrap_or("links").to_string(),
         }
     }
 
@@ -195,7 +195,7 @@ impl Report<'_> {
     pub fn json(&self) -> Value {
         let machine = &self.question.machine;
         let ranked = self.ranked.best.iter().map(|found| self.found(found));
-        let pass = |pass: &moesaic::planner::PassTime| {
+        let pass = |pass: &moesaic::planner::PassEstimate| {
             let phases = pass.phases.iter().map(|phase| {
                 json!({
                     "whose": phase.whose,

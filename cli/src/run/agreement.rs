@@ -1,7 +1,7 @@
 //! A check that all processes of a job have the same options and input, since each reads its own
 //! command line and files.
 
-use super::ranks::Job;
+use super::ranks::RankJob;
 use crate::failure::Failure;
 use crate::mesh;
 use blake3::Hasher;
@@ -16,7 +16,7 @@ const SAMPLED: usize = 256;
 const SAMPLE: usize = 1 << 10;
 
 /// The mesh and the strategy of the ranks, which the job does not hold.
-pub struct Plan {
+pub struct AgreedPlan {
     pub mesh: Parallel,
     pub strategy: Strategy,
 }
@@ -28,8 +28,8 @@ pub struct Plan {
 /// Returns [`CollectiveError::Disagreement`] on every rank if they differ.
 pub fn check(
     world: &mut dyn Collectives,
-    job: &Job<'_>,
-    plan: &Plan,
+    job: &RankJob<'_>,
+    plan: &AgreedPlan,
 ) -> std::result::Result<(), CollectiveError> {
     let values = values(job, plan);
     let values: Vec<(&str, &str)> = values.iter().map(|(name, v)| (*name, &**v)).collect();
@@ -47,7 +47,7 @@ pub fn failure(error: CollectiveError) -> Failure {
     }
 }
 
-fn values(job: &Job<'_>, plan: &Plan) -> Vec<(&'static str, String)> {
+fn values(job: &RankJob<'_>, plan: &AgreedPlan) -> Vec<(&'static str, String)> {
     let mut values = vec![
         ("moesaic", env!("CARGO_PKG_VERSION").to_string()),
         ("--mesh", mesh::words(plan.mesh)),

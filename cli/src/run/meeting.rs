@@ -12,7 +12,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 /// The ranks of a launcher, until all of them are ready.
-pub struct Meeting {
+pub struct RankMeeting {
     world: RefCell<Option<Communicator>>,
 }
 
@@ -21,14 +21,14 @@ fn call() -> Call {
     Call::new("whether all ranks can begin")
 }
 
-impl Meeting {
+impl RankMeeting {
     /// Begins MPI. Its messages need no device yet; [`Communicator::on_device`] sets the layer's
     /// device later.
-    pub fn start() -> Result<Meeting> {
+    pub fn start() -> Result<RankMeeting> {
         let options = options()?;
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new());
         let world = mpi::start(&options, device).map_err(Failure::input)?;
-        Ok(Meeting {
+        Ok(RankMeeting {
             world: RefCell::new(Some(world)),
         })
     }
@@ -72,10 +72,10 @@ impl Meeting {
 }
 
 /// Returns MPI options that fall back to the library from `toolchain install mpi`.
-pub fn options() -> Result<mpi::Options> {
+pub fn options() -> Result<mpi::MpiOptions> {
     let registry = Registry::open()?;
-    Ok(mpi::Options {
+    Ok(mpi::MpiOptions {
         installed: toolchain::mpi(&registry).map(|found| found.library),
-        ..mpi::Options::default()
+        ..mpi::MpiOptions::default()
     })
 }

@@ -19,26 +19,26 @@ use crate::form::FormArgs;
 use crate::keys::KeysArgs;
 use crate::progress::Progress;
 use crate::random;
-use crate::spec_source::{ExpertsAs, LayerArgs, Source, frozen_note};
+use crate::spec_source::{ExpertsAs, LayerArgs, SpecSource, frozen_note};
 use crate::store::StoreArgs;
 use crate::targets::{self, TargetArgs};
 use crate::threads::ThreadArgs;
 pub use check::relative_error;
 use clap::Args;
 use input::Tokens;
-use meeting::Meeting;
+use meeting::RankMeeting;
 use moesaic::spec::hf::Import;
 use moesaic::trace::{Recorder, Trace, chrome_trace};
 use moesaic::train::replay::TABLE;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, dequantized};
 use moesaic::weights::{write_safetensors, write_whole};
 use moesaic::{Engine, EngineOptions, LayerSpec, Statistics, Tensors};
-use outcome::Outcome;
+use outcome::RunOutcome;
 use pass::PassArgs;
-use ranks::{Job, RankArgs, Shared};
-use record::Routing;
-use replay::Replay;
-use report::Report;
+use ranks::{RankArgs, RankJob, SharedLayer};
+use record::CallRouting;
+use replay::ReplaySource;
+use report::RunReport;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -162,7 +162,7 @@ pub fn execute(args: &RunArgs, console: &Console) -> Result {
 
 impl RunArgs {
     /// Runs the work of [`execute`] after the processes of a launcher have met.
-    fn carry_out(&self, meeting: Option<&Meeting>, console: &Console) -> Result {
+    fn carry_out(&self, meeting: Option<&RankMeeting>, console: &Console) -> Result {
         self.check_files()?;
         let mut source = self.layer.load_as(self.experts_as(), console)?;
         if source.import.is_some() && self.keys.get().is_some() {
@@ -175,14 +175,14 @@ impl RunArgs {
         match &replay {
             // The record already masks the choices that a capacity dropped, so nothing is dropped
             // again.
-            Some(Replay::Routing(_)) => source.spec = source.spec.decided_elsewhere(),
-            Some(Replay::Experts(replayed)) => source.spec = replayed.spec.clone(),
+            Some(ReplaySource::Routing(_)) => source.spec = source.spec.decided_elsewhere(),
+            Some(ReplaySource::Experts(replayed)) => source.spec = replayed.spec.clone(),
             None => {}
         }
         self.pass.check_factor(&source.spec.capacity)?;
         let shared = self.ranks.get(&source.spec)?;
         let imported = source.import.is_some() && source.spec.precision.experts.is_some();
-        let reason = shared.as_ref().and_then(Shared::needs_numbers);
+        let reason = shared.as_ref().and_then(SharedLayer::needs_numbers);
         if let Some(reason) = reason.filter(|_| imported) {
             source.spec = source.spec.dequantized();
             console.note(&dequantized(&source.spec, reason));
@@ -210,7 +210,7 @@ impl RunArgs {
         // A replayed layer lacks what its router chose by, which the file has.
         let read = LayerSpec {
             router: match &replay {
-                Some(Replay::Experts(_)) => own.router,
+                Some(ReplaySource::Experts(_)) => own.router,
                 _ => source.spec.router.clone(),
             },
             ..source.spec.clone()
@@ -222,7 +222,7 @@ impl RunArgs {
                 LayerReader::in_memory(random::drawn_weights(&read, seed))
             }
         };
-        if let Some(Replay::Experts(replayed)) = &replay {
+        if let Some(ReplaySource::Experts(replayed)) = &replay {
             weights = weights.with(TABLE, replayed.table.clone());
         }
         let over_ranks = shared.is_some();
@@ -237,7 +237,7 @@ impl RunArgs {
         let outcome = match &shared {
             None => Some(self.alone(&engine, &source.spec, &weights, &tokens, &progress)?),
             Some(shared) => shared.run(
-                &Job {
+                &RankJob {
                     engine: &engine,
                     spec: &source.spec,
                     weights: &weights,
@@ -266,7 +266,7 @@ impl RunArgs {
             console.note(&rounded.to_string());
         }
         let limited = outcome.limited;
-        let routing = Routing::of(&source.spec, outputs, limited).map(|r| r.statistics());
+        let routing = CallRouting::of(&source.spec, outputs, limited).map(|r| r.statistics());
         if let (Some(path), Some(statistics)) = (&self.record, &routing) {
             self.write_record(path, &source.spec, outputs, statistics)?;
         }
@@ -280,7 +280,7 @@ impl RunArgs {
         }
         write_safetensors(&self.output, &outcome.outputs).map_err(unwritable)?;
         drop(progress);
-        let report = Report {
+        let report = RunReport {
             engine: &engine,
             spec: &source.spec,
             tokens: tokens.count,
@@ -301,14 +301,14 @@ impl RunArgs {
         &self,
         file: &'f Checkpoint,
         spec: &LayerSpec,
-        replay: Option<&Replay<'_>>,
+        replay: Option<&ReplaySource<'_>>,
         over_ranks: bool,
         console: &Console,
     ) -> Result<Tokens<'f>> {
         let mut tokens = match replay {
             None => Tokens::read(file, spec, console)?,
-            Some(Replay::Routing(path)) => Tokens::replay(file, path, spec, console)?,
-            Some(Replay::Experts(replayed)) => Tokens::placed(file, replayed, console)?,
+            Some(ReplaySource::Routing(path)) => Tokens::replay(file, path, spec, console)?,
+            Some(ReplaySource::Experts(replayed)) => Tokens::placed(file, replayed, console)?,
         };
         if self.pass.has_losses() {
             tokens.read_groups(file, spec, over_ranks)?;
@@ -376,7 +376,7 @@ impl RunArgs {
         weights: &LayerReader<'_>,
         tokens: &Tokens<'_>,
         progress: &Progress,
-    ) -> Result<Outcome> {
+    ) -> Result<RunOutcome> {
         let started = Instant::now();
         let layer = match self.pass.training() {
             Some(training) => engine.training_layer(spec, weights, training),
@@ -389,7 +389,7 @@ impl RunArgs {
         layer.record(trace.clone().map(|trace| trace as Arc<dyn Recorder>));
         let started = Instant::now();
         let outputs = self.pass.run(&layer, tokens)?;
-        Ok(Outcome {
+        Ok(RunOutcome {
             outputs,
             built,
             ran: started.elapsed(),
@@ -407,7 +407,7 @@ impl RunArgs {
         }
     }
 
-    fn checkpoint(&self, source: &Source) -> Result<Checkpoint> {
+    fn checkpoint(&self, source: &SpecSource) -> Result<Checkpoint> {
         let path = self.weights.as_deref().or(source.model.as_deref());
         let path = path.ok_or_else(|| Failure::input("weights are needed: --weights FILE"))?;
         Ok(Checkpoint::open(path)?)
@@ -417,7 +417,7 @@ impl RunArgs {
     fn weights<'c>(
         &self,
         spec: &LayerSpec,
-        source: &Source,
+        source: &SpecSource,
         file: &'c Checkpoint,
     ) -> Result<LayerReader<'c>> {
         let options = LoadOptions {
@@ -442,11 +442,13 @@ impl RunArgs {
     }
 
     /// Describes the choices that decide the weights, besides their file and the spec.
-    fn reading(&self, source: &Source, replay: Option<&Replay<'_>>) -> String {
+    fn reading(&self, source: &SpecSource, replay: Option<&ReplaySource<'_>>) -> String {
         let (keys, narrow) = (self.keys.get(), self.narrow);
         let recipes = source.import.as_ref().map(|import| &import.sources);
         let table = match replay {
-            Some(Replay::Experts(replayed)) => Some(blake3::hash(&replayed.table.data).to_hex()),
+            Some(ReplaySource::Experts(replayed)) => {
+                Some(blake3::hash(&replayed.table.data).to_hex())
+            }
             _ => None,
         };
         format!(

@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::time::Duration;
 
 /// The results of a run, with its times.
-pub struct Outcome {
+pub struct RunOutcome {
     pub outputs: Tensors<'static>,
     /// The time to make the layer.
     pub built: Duration,

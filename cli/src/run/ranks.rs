@@ -1,10 +1,10 @@
 //! A layer that ranks share: threads of this process, or the processes of a launcher.
 
-use super::agreement::{self, Plan};
+use super::agreement::{self, AgreedPlan};
 use super::hashed::Hashed;
 use super::input::Tokens;
-use super::meeting::{self, Meeting};
-use super::outcome::Outcome;
+use super::meeting::{self, RankMeeting};
+use super::outcome::RunOutcome;
 use super::pass::PassArgs;
 use crate::failure::{Failure, Result};
 use crate::spec_source::needs_numbers;
@@ -84,7 +84,7 @@ impl Ranks {
 }
 
 /// The work that the ranks do together.
-pub struct Job<'j> {
+pub struct RankJob<'j> {
     pub engine: &'j Engine,
     pub spec: &'j LayerSpec,
     pub weights: &'j LayerReader<'j>,
@@ -102,7 +102,7 @@ pub struct Job<'j> {
 
 /// The ranks of a run, and the way they share the layer.
 #[derive(Clone, Debug)]
-pub struct Shared {
+pub struct SharedLayer {
     ranks: Ranks,
     exchange: Exchange,
     pub mesh: Parallel,
@@ -115,7 +115,7 @@ impl RankArgs {
     /// Begins MPI if a launcher has started several processes that exchange by it. This comes
     /// before the process reads anything that may be missing on one of them. `target` is the
     /// requested name.
-    pub fn meet(&self, target: &str) -> Result<Option<Meeting>> {
+    pub fn meet(&self, target: &str) -> Result<Option<RankMeeting>> {
         let Some(Ranks::Processes(world)) = self.ranks()? else {
             return Ok(None);
         };
@@ -128,7 +128,7 @@ impl RankArgs {
             Exchange::Auto => host || gpus_meet,
             Exchange::Nccl => !host && gpus_meet,
         };
-        by_mpi.then(Meeting::start).transpose()
+        by_mpi.then(RankMeeting::start).transpose()
     }
 
     /// Returns the ranks that these arguments and the launcher's variables ask for, if any.
@@ -174,7 +174,7 @@ impl RankArgs {
     }
 
     /// Returns the mesh, placement and strategy of the ranks, if there are ranks.
-    pub fn get(&self, spec: &LayerSpec) -> Result<Option<Shared>> {
+    pub fn get(&self, spec: &LayerSpec) -> Result<Option<SharedLayer>> {
         let Some(ranks) = self.ranks()? else {
             return Ok(None);
         };
@@ -188,7 +188,7 @@ impl RankArgs {
             let checked = placement.check(&mesh, spec.shape.experts);
             checked.map_err(Failure::input)?;
         }
-        Ok(Some(Shared {
+        Ok(Some(SharedLayer {
             ranks,
             exchange: self.exchange,
             mesh,
@@ -212,7 +212,7 @@ impl RankArgs {
     }
 }
 
-impl Shared {
+impl SharedLayer {
     /// Returns the reason that experts must be numbers on this mesh, if they must.
     pub fn needs_numbers(&self) -> Option<&'static str> {
         needs_numbers(Some(self.mesh))
@@ -228,7 +228,11 @@ impl Shared {
 
     /// Runs the pass. The first rank, or the only process, returns the results. `meeting` is where
     /// the processes met before they read files, if they did.
-    pub fn run(&self, job: &Job<'_>, meeting: Option<&Meeting>) -> Result<Option<Outcome>> {
+    pub fn run(
+        &self,
+        job: &RankJob<'_>,
+        meeting: Option<&RankMeeting>,
+    ) -> Result<Option<RunOutcome>> {
         let device = job.engine.device();
         let Ranks::Processes(_) = self.ranks else {
             let device = |_| Ok(device.clone());
@@ -238,7 +242,7 @@ impl Shared {
             return first(ranks.map_err(Failure::work)?);
         };
         let gpus = matches!(job.engine.target(), Target::Cuda(_) | Target::Rocm(_));
-        let met = meeting.map(Meeting::all_ready).transpose()?;
+        let met = meeting.map(RankMeeting::all_ready).transpose()?;
         let options = meeting::options()?;
         match (self.exchange, gpus) {
             (Exchange::Nccl, false) => {
@@ -254,9 +258,9 @@ impl Shared {
                 self.rank_of(world, job, Communicator::finish)
             }
             (Exchange::Nccl | Exchange::Auto, true) => {
-                let options = nccl::Options {
+                let options = nccl::NcclOptions {
                     installed_mpi: options.installed,
-                    ..nccl::Options::default()
+                    ..nccl::NcclOptions::default()
                 };
                 let world = match met {
                     Some(control) => job.engine.nccl_over(control, options)?,
@@ -271,9 +275,9 @@ impl Shared {
     fn rank_of<W: Collectives>(
         &self,
         mut world: W,
-        job: &Job<'_>,
+        job: &RankJob<'_>,
         finish: fn(W, &Call) -> std::result::Result<(), CollectiveError>,
-    ) -> Result<Option<Outcome>> {
+    ) -> Result<Option<RunOutcome>> {
         if let Err(error) = self.check(&mut world, job) {
             // Launchers end the others when the first ends: by then all have found it.
             if matches!(error, CollectiveError::Disagreement { .. }) {
@@ -299,17 +303,17 @@ impl Shared {
     fn check(
         &self,
         world: &mut dyn Collectives,
-        job: &Job<'_>,
+        job: &RankJob<'_>,
     ) -> std::result::Result<(), CollectiveError> {
         let Ranks::Processes(_) = self.ranks else {
             return Ok(());
         };
         let (mesh, strategy) = (self.mesh, self.strategy);
-        agreement::check(world, job, &Plan { mesh, strategy })
+        agreement::check(world, job, &AgreedPlan { mesh, strategy })
     }
 
     /// Adds the options that `precompile` needs to the error of a kernel that is not cached.
-    fn ahead(&self, error: EngineError, job: &Job<'_>) -> EngineError {
+    fn ahead(&self, error: EngineError, job: &RankJob<'_>) -> EngineError {
         if self.strategy == Strategy::default() {
             error.needing(job.ahead)
         } else {
@@ -321,8 +325,8 @@ impl Shared {
     fn rank(
         &self,
         world: &mut dyn Collectives,
-        job: &Job<'_>,
-    ) -> std::result::Result<Option<Outcome>, Stop> {
+        job: &RankJob<'_>,
+    ) -> std::result::Result<Option<RunOutcome>, Stop> {
         let started = Instant::now();
         let mut mesh = Mesh::new(world, self.mesh)?.over(TokenScope::World);
         if self.strategy.gathers(&self.mesh) {
@@ -369,7 +373,7 @@ impl Shared {
         let ran = started.elapsed();
         let outputs = gather(&layer, job, results)?;
         let trace = gather_trace(&mesh, job, trace.as_deref())?;
-        Ok(outputs.map(|outputs| Outcome {
+        Ok(outputs.map(|outputs| RunOutcome {
             outputs,
             built,
             ran,
@@ -404,7 +408,7 @@ fn said(world: &World) -> String {
 
 /// Returns the first token of each rank, and the end. Ranks have equal shares, except that one rank
 /// has all of a sequence that a loss looks at as a whole.
-fn edges(job: &Job<'_>, ranks: usize) -> Vec<usize> {
+fn edges(job: &RankJob<'_>, ranks: usize) -> Vec<usize> {
     let starts = if job.pass.has_losses() {
         sequences(job.spec, job.tokens)
     } else {
@@ -437,7 +441,9 @@ fn sequences(spec: &LayerSpec, tokens: &Tokens<'_>) -> Option<Vec<usize>> {
 }
 
 /// Returns the outcome of the first rank, or the failure that caused the others.
-fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Option<Outcome>> {
+fn first(
+    ranks: Vec<std::thread::Result<Result<Option<RunOutcome>>>>,
+) -> Result<Option<RunOutcome>> {
     let mut outcome = None;
     let mut failures = Vec::new();
     for rank in ranks {
@@ -458,7 +464,11 @@ fn first(ranks: Vec<std::thread::Result<Result<Option<Outcome>>>>) -> Result<Opt
 
 /// Gathers the results of all ranks on the first rank: results of tokens in rank order, and the
 /// others as one process has them.
-fn gather(layer: &Layer, job: &Job<'_>, own: Tensors<'static>) -> Result<Option<Tensors<'static>>> {
+fn gather(
+    layer: &Layer,
+    job: &RankJob<'_>,
+    own: Tensors<'static>,
+) -> Result<Option<Tensors<'static>>> {
     let mesh = layer.mesh().expect("it was made over ranks");
     let mut outputs = Tensors::new();
     for (name, tensor) in own {
@@ -475,7 +485,7 @@ fn gather(layer: &Layer, job: &Job<'_>, own: Tensors<'static>) -> Result<Option<
 }
 
 /// Gathers the trace events of all ranks on the first rank.
-fn gather_trace(mesh: &Mesh, job: &Job<'_>, own: Option<&Trace>) -> Result<Vec<Value>> {
+fn gather_trace(mesh: &Mesh, job: &RankJob<'_>, own: Option<&Trace>) -> Result<Vec<Value>> {
     let Some(own) = own else {
         return Ok(Vec::new());
     };
@@ -501,7 +511,7 @@ fn of_rank(like: &Tensor<'_>, data: Vec<u8>) -> Tensor<'static> {
     }
 }
 
-fn whole(name: &str, job: &Job<'_>, mesh: &Mesh, parts: &[Tensor<'static>]) -> Tensor<'static> {
+fn whole(name: &str, job: &RankJob<'_>, mesh: &Mesh, parts: &[Tensor<'static>]) -> Tensor<'static> {
     let placed = (mesh.parallel(), mesh.placement());
     let first = || parts[0].clone();
     match name {
@@ -531,7 +541,7 @@ fn sums(parts: &[Tensor<'static>]) -> Tensor<'static> {
 
 /// Returns a loss over all tokens. Every rank with tokens has the same value, and a rank without
 /// tokens has none.
-fn loss(job: &Job<'_>, parts: &[Tensor<'static>]) -> Tensor<'static> {
+fn loss(job: &RankJob<'_>, parts: &[Tensor<'static>]) -> Tensor<'static> {
     let edges = edges(job, parts.len());
     let with_tokens = edges.windows(2).position(|edge| edge[0] < edge[1]);
     parts[with_tokens.unwrap_or(0)].clone()

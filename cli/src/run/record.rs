@@ -10,7 +10,7 @@ use std::path::Path;
 pub const CHOICES: [&str; 3] = ["topk_ids", "topk_weights", "locations"];
 
 /// The routing of a call, taken from its results.
-pub struct Routing {
+pub struct CallRouting {
     experts: usize,
     with_rows: usize,
     top_k: usize,
@@ -20,15 +20,15 @@ pub struct Routing {
     locations: Option<Vec<i32>>,
 }
 
-impl Routing {
+impl CallRouting {
     /// Takes the routing from results. `limited` tells whether the layer has a capacity.
-    pub fn of(spec: &LayerSpec, results: &Tensors<'_>, limited: bool) -> Option<Routing> {
+    pub fn of(spec: &LayerSpec, results: &Tensors<'_>, limited: bool) -> Option<CallRouting> {
         let whole = |name: &str| {
             let values = results.get(name)?.to_f64();
             Some(values.into_iter().map(|v| v as i32).collect())
         };
         let weights = results.get("topk_weights")?.to_f64();
-        Some(Routing {
+        Some(CallRouting {
             experts: spec.routed_experts(),
             with_rows: spec.shape.experts,
             top_k: spec.shape.top_k,

@@ -3,12 +3,12 @@
 
 use super::RunArgs;
 use crate::failure::{Failure, Result};
-use crate::spec_source::Source;
+use crate::spec_source::SpecSource;
 use moesaic::train::replay::{self, RoutedExperts};
 use std::path::Path;
 
 /// The decisions of a file that replace the router's.
-pub enum Replay<'p> {
+pub enum ReplaySource<'p> {
     /// Ids and weights of every token, in a file that `--record` wrote.
     Routing(&'p Path),
     /// Ids alone; the weights follow from the router's logits.
@@ -22,13 +22,13 @@ pub fn is_array(path: &Path) -> bool {
 
 impl RunArgs {
     /// Returns the decisions that replace the router's. Only an array is read here.
-    pub(super) fn replay(&self, source: &Source) -> Result<Option<Replay<'_>>> {
+    pub(super) fn replay(&self, source: &SpecSource) -> Result<Option<ReplaySource<'_>>> {
         let Some(path) = &self.replay else {
             return Ok(None);
         };
         if !is_array(path) {
             return match self.replay_layer {
-                None => Ok(Some(Replay::Routing(path))),
+                None => Ok(Some(ReplaySource::Routing(path))),
                 Some(_) => Err(Failure::input(
                     "--replay-layer names a layer of an .npy record, and --replay is none",
                 )),
@@ -38,11 +38,11 @@ impl RunArgs {
         let record = RoutedExperts::read(path).map_err(Failure::input)?;
         let layer = self.recorded_layer(&record, source)?;
         let replayed = record.replay(&source.spec, layer).map_err(wrong)?;
-        Ok(Some(Replay::Experts(Box::new(replayed))))
+        Ok(Some(ReplaySource::Experts(Box::new(replayed))))
     }
 
     /// Returns the layer of a record that this layer is.
-    fn recorded_layer(&self, record: &RoutedExperts, source: &Source) -> Result<usize> {
+    fn recorded_layer(&self, record: &RoutedExperts, source: &SpecSource) -> Result<usize> {
         let layers = record.shape().layers;
         match (self.replay_layer, layers) {
             (Some(layer), _) => Ok(layer),

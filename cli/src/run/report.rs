@@ -1,8 +1,8 @@
 //! The output of `run`.
 
 use super::check::Comparison;
-use super::outcome::Outcome;
-use super::ranks::Shared;
+use super::outcome::RunOutcome;
+use super::ranks::SharedLayer;
 use crate::console::is_screen;
 use crate::mesh::words;
 use crate::palette::Palette;
@@ -12,18 +12,18 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// A finished run.
-pub struct Report<'a> {
+pub struct RunReport<'a> {
     pub engine: &'a Engine,
     pub spec: &'a LayerSpec,
     pub tokens: usize,
-    pub outcome: &'a Outcome,
-    pub shared: Option<&'a Shared>,
+    pub outcome: &'a RunOutcome,
+    pub shared: Option<&'a SharedLayer>,
     pub comparison: Option<Comparison>,
     pub routing: Option<Statistics>,
     pub path: &'a Path,
 }
 
-impl Report<'_> {
+impl RunReport<'_> {
     /// Renders the report for people.
     pub fn text(&self, stats: bool, palette: &Palette) -> String {
         let mut text = format!(
@@ -45,7 +45,7 @@ impl Report<'_> {
     }
 
     fn ranks(&self) -> String {
-        let of = |shared: &Shared| {
+        let of = |shared: &SharedLayer| {
             let ranks = units::count(shared.mesh.ranks(), "rank");
             let placed = shared.placement.as_ref().map(|_| ", experts placed");
             format!(

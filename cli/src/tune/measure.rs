@@ -1,7 +1,7 @@
 //! Timing of layers in turns.
 
 use crate::failure::{Failure, Result};
-use crate::timing::{self, Call, median, middle};
+use crate::timing::{self, TimedCall, median, middle};
 use moesaic::plan::{LayerPlan, Step};
 use moesaic::{Input, Layer};
 use std::time::{Duration, Instant};
@@ -55,7 +55,7 @@ impl Bench {
     pub fn compare(&self, before: &Layer, others: &[Layer]) -> Result<(f64, Vec<Pairs>)> {
         let tokens = self.input.tokens;
         let differ = differing(before.plan(), others);
-        let call = Call::new(before, self.input.clone());
+        let call = TimedCall::new(before, self.input.clone());
         for layer in others.iter().chain([before]) {
             call.run(layer)?;
         }

@@ -17,8 +17,8 @@ use crate::threads::ThreadArgs;
 use crate::training::TrainingArgs;
 use clap::Args;
 use measure::Bench;
-use moesaic::aot::{Job, Outcome, precompile};
-use moesaic::engine::{Measured, Untuned};
+use moesaic::aot::{KernelOutcome, PrecompileJob, precompile};
+use moesaic::engine::{TunedTimes, Untuned};
 use moesaic::plan::Tuning;
 use moesaic::target::CompileOptions;
 use moesaic::{Compilers, Engine, EngineOptions, LayerSpec, PlanOptions, Store};
@@ -96,7 +96,7 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
     progress.next("compiling the best");
     let file = args.keep(&found, &engine, variants.untuned(), &store)?;
     drop(progress);
-    let report = report::Report {
+    let report = report::TuneReport {
         engine: &engine,
         spec: &spec,
         found: &found,
@@ -143,7 +143,7 @@ impl TuneArgs {
         untuned: &Untuned,
         store: &Arc<Store>,
     ) -> Result<PathBuf> {
-        let best: Vec<Measured> = found.iter().map(|one| one.best.clone()).collect();
+        let best: Vec<TunedTimes> = found.iter().map(|one| one.best.clone()).collect();
         let tuned = untuned.tuned(&best, engine.machine())?;
         self.compile(&best, engine, &untuned.plan.spec, store)?;
         Ok(store.keep_tuned(&tuned)?)
@@ -151,7 +151,7 @@ impl TuneArgs {
 
     fn compile(
         &self,
-        best: &[Measured],
+        best: &[TunedTimes],
         engine: &Engine,
         spec: &LayerSpec,
         store: &Arc<Store>,
@@ -160,7 +160,7 @@ impl TuneArgs {
         let compiler = Compilers::new(Some(store.clone()))
             .get(target)
             .map_err(|error| Failure::from(&error))?;
-        let job = |tuning: Tuning| Job {
+        let job = |tuning: Tuning| PrecompileJob {
             spec: spec.clone(),
             target,
             options: PlanOptions {
@@ -174,9 +174,9 @@ impl TuneArgs {
         };
         let tunings = best.iter().map(|one| one.tuning.clone());
         let tunings = iter::once(Tuning::default()).chain(tunings);
-        let jobs: Vec<Job> = tunings.map(job).collect();
+        let jobs: Vec<PrecompileJob> = tunings.map(job).collect();
         for row in precompile(&jobs, store, &CompileOptions::default(), &|_| {})? {
-            if let Outcome::Failed(error) = row.outcome {
+            if let KernelOutcome::Failed(error) = row.outcome {
                 return Err(error.into());
             }
         }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 
 /// The result of a search.
-pub struct Report<'a> {
+pub struct TuneReport<'a> {
     pub engine: &'a Engine,
     pub spec: &'a LayerSpec,
     /// The findings for each number of tokens.
@@ -18,7 +18,7 @@ pub struct Report<'a> {
     pub file: &'a Path,
 }
 
-impl Report<'_> {
+impl TuneReport<'_> {
     /// Renders the report for people.
     pub fn text(&self, palette: &Palette) -> String {
         let title = format!("{} on {}", self.spec.name, self.engine.target());

@@ -7,8 +7,8 @@ use super::measure::{Bench, Pairs};
 use crate::failure::Result;
 use crate::progress::Progress;
 use moesaic::Layer;
-use moesaic::engine::{Measured, Variants};
-use moesaic::plan::{Choice, Tuning};
+use moesaic::engine::{TunedTimes, Variants};
+use moesaic::plan::{KnobCandidates, Tuning};
 
 /// A candidate wins if its launches take less than this fraction of their time before ...
 const CLEAR: f64 = 0.98;
@@ -23,7 +23,7 @@ const WORTH: f64 = 0.997;
 
 /// A size and the candidates for it.
 pub struct Tried {
-    pub choice: Choice,
+    pub choice: KnobCandidates,
     /// The seconds that the launches with this size took before.
     pub before: f64,
     pub candidates: Vec<Candidate>,
@@ -41,7 +41,7 @@ pub struct Candidate {
 pub struct Found {
     pub tried: Vec<Tried>,
     /// The best sizes; their gain is that of whole layers, and 1 if nothing was better.
-    pub best: Measured,
+    pub best: TunedTimes,
     /// Whether winning sizes were dropped because the whole layer was not faster.
     pub dropped: bool,
 }
@@ -93,7 +93,7 @@ pub fn search(variants: &Variants<'_>, bench: &Bench, progress: &Progress) -> Re
         Some(gain) => (tuning, gain),
         None => (Tuning::default(), 1.0),
     };
-    let best = Measured {
+    let best = TunedTimes {
         tokens,
         tuning,
         gain,
@@ -108,7 +108,7 @@ pub fn search(variants: &Variants<'_>, bench: &Bench, progress: &Progress) -> Re
 fn try_one(
     variants: &Variants<'_>,
     bench: &Bench,
-    choice: Choice,
+    choice: KnobCandidates,
     so_far: &Tuning,
 ) -> Result<Tried> {
     let before = variants.layer(so_far)?;

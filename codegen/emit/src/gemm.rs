@@ -3,7 +3,7 @@
 
 use crate::codes::CodesText;
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
-use moesaic_plan::{GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half, Op};
+use moesaic_plan::{ExpertGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Op};
 use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
 use moesaic_spec::ActivationFormat;
 use serde::Serialize;
@@ -193,10 +193,10 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
     // Rows are of the activations' type and biases of the weights', whatever is multiplied.
     let base = base(Pass::Forward, c, unit, [d.activations, d.weights]);
     let slices = tile_depth(&base, c) < d.inner;
-    let activates = d.half == Half::Up;
+    let activates = d.half == ExpertGemm::Up;
     let (input, output) = match d.half {
-        Half::Up => ("rows", "hidden"),
-        Half::Down => ("hidden", "out"),
+        ExpertGemm::Up => ("rows", "hidden"),
+        ExpertGemm::Down => ("hidden", "out"),
     };
     let kept = if d.keep {
         &["gate_pre", "up_pre"][!d.gated as usize..]
@@ -210,9 +210,9 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
         keeps_sums: slices,
         inputs: vec![if c.gather() { "x" } else { input }],
         matrices: match (d.half, d.gated) {
-            (Half::Down, _) => vec!["down"],
-            (Half::Up, false) => vec!["up"],
-            (Half::Up, true) => vec!["gate", "up"],
+            (ExpertGemm::Down, _) => vec!["down"],
+            (ExpertGemm::Up, false) => vec!["up"],
+            (ExpertGemm::Up, true) => vec!["gate", "up"],
         },
         outputs: [&[output], kept].concat(),
         activates,
@@ -230,9 +230,9 @@ fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText 
 fn forward_formula(d: &GroupedGemmDesc) -> String {
     let activation = d.nonlinearity.activation.name().unwrap_or("act");
     match (d.half, d.gated) {
-        (Half::Down, _) => "out = hidden * down".to_string(),
-        (Half::Up, false) => format!("hidden = {activation}(rows * up)"),
-        (Half::Up, true) => format!("hidden = {activation}(rows * gate) * (rows * up)"),
+        (ExpertGemm::Down, _) => "out = hidden * down".to_string(),
+        (ExpertGemm::Up, false) => format!("hidden = {activation}(rows * up)"),
+        (ExpertGemm::Up, true) => format!("hidden = {activation}(rows * gate) * (rows * up)"),
     }
 }
 
@@ -251,7 +251,7 @@ fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
     let [left, right] = d.factors(isa);
     let base = base(Pass::Dgrad, c, unit(c, isa, left, right), [left, right]);
     let slices = !base.tiles || tile_depth(&base, c) < d.inner;
-    let down = d.half == Half::Down;
+    let down = d.half == ExpertGemm::Down;
     let first = !d.gated as usize; // of lists whose first is of a gate
     let (inputs, matrices, outputs, kept) = if down {
         let outputs = if d.gated {
@@ -292,10 +292,10 @@ fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
 
 fn dgrad_formula(d: &GroupedGemmDgradDesc) -> &'static str {
     match (d.half, d.gated) {
-        (Half::Up, true) => "drows = dgate * gate + dup * up",
-        (Half::Up, false) => "drows = dup * up",
-        (Half::Down, true) => "P = dout * down, and from it hidden, dgate and dup",
-        (Half::Down, false) => "P = dout * down, and from it hidden, dup",
+        (ExpertGemm::Up, true) => "drows = dgate * gate + dup * up",
+        (ExpertGemm::Up, false) => "drows = dup * up",
+        (ExpertGemm::Down, true) => "P = dout * down, and from it hidden, dgate and dup",
+        (ExpertGemm::Down, false) => "P = dout * down, and from it hidden, dup",
     }
 }
 
@@ -306,7 +306,7 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
         unit(c, isa, d.left, d.right),
         [d.left, d.right],
     );
-    let down = d.half == Half::Down;
+    let down = d.half == ExpertGemm::Down;
     let first = !d.gated as usize;
     let mut packs = vec![d.left, d.right];
     packs.dedup();
@@ -336,9 +336,11 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
 
 fn wgrad_formula(d: &GroupedGemmWgradDesc) -> &'static str {
     match (d.half, d.gated) {
-        (Half::Down, _) => "grad_down = transposed dout * hidden",
-        (Half::Up, true) => "grad_gate = transposed dgate * rows, grad_up = transposed dup * rows",
-        (Half::Up, false) => "grad_up = transposed dup * rows",
+        (ExpertGemm::Down, _) => "grad_down = transposed dout * hidden",
+        (ExpertGemm::Up, true) => {
+            "grad_gate = transposed dgate * rows, grad_up = transposed dup * rows"
+        }
+        (ExpertGemm::Up, false) => "grad_up = transposed dup * rows",
     }
 }
 

@@ -1,6 +1,6 @@
 //! Turns the parsed macro input into items or compile errors.
 
-use crate::layer::{Layer, Layers, Source};
+use crate::layer::{LayerItem, LayerItems, LayerSource};
 use crate::problems;
 use moesaic_rustgen::{GenerateOptions, generate};
 use moesaic_spec::LayerSpec;
@@ -11,14 +11,14 @@ use syn::{Error, Ident, LitStr};
 
 /// Returns the items of every layer. Relative paths start at `root`. A layer with errors does not
 /// hide the errors of others.
-pub fn expand(layers: Layers, root: &Path) -> TokenStream {
+pub fn expand(layers: LayerItems, root: &Path) -> TokenStream {
     let items = layers.0.into_iter().map(|layer| one(layer, root));
     items
         .map(|items| items.unwrap_or_else(|error| error.to_compile_error()))
         .collect()
 }
 
-fn one(layer: Layer, root: &Path) -> Result<TokenStream, Error> {
+fn one(layer: LayerItem, root: &Path) -> Result<TokenStream, Error> {
     let Found { spec, tracked } = find(&layer.source, &layer.name, root)?;
     let options = GenerateOptions {
         name: Some(layer.name.clone()),
@@ -36,9 +36,9 @@ struct Found {
     tracked: Option<TokenStream>,
 }
 
-fn find(source: &Source, name: &Ident, root: &Path) -> Result<Found, Error> {
+fn find(source: &LayerSource, name: &Ident, root: &Path) -> Result<Found, Error> {
     match source {
-        Source::Inline(toml) => {
+        LayerSource::Inline(toml) => {
             let spec = LayerSpec::from_toml(&toml.text);
             let mut spec = spec.map_err(|error| problems::inline(&error, toml, name))?;
             // A spec without a name takes that of its type.
@@ -50,7 +50,7 @@ fn find(source: &Source, name: &Ident, root: &Path) -> Result<Found, Error> {
                 tracked: None,
             })
         }
-        Source::File(path) => file(path, root),
+        LayerSource::File(path) => file(path, root),
     }
 }
 

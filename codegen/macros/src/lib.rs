@@ -65,6 +65,6 @@ pub fn layer(input: TokenStream) -> TokenStream {
     let root = std::env::var_os("CARGO_MANIFEST_DIR")
         .map(PathBuf::from)
         .unwrap_or_default();
-    let layers = syn::parse_macro_input!(input as layer::Layers);
+    let layers = syn::parse_macro_input!(input as layer::LayerItems);
     expand::expand(layers, &root).into()
 }

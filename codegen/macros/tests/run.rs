@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use moesaic::reference::{self, Random};
 use moesaic::target::Buffer;
 use moesaic::tensor::Element;
-use moesaic::typed::{Array, In, Launcher, Out, SignatureError, TypedLayer, rows, tensor};
+use moesaic::typed::{Array, In, KernelArgsError, Launcher, Out, TypedLayer, rows, tensor};
 use moesaic::{Engine, EngineError, EngineOptions, LayerSpec, RngKey, Training};
 use std::sync::LazyLock;
 
@@ -396,7 +396,7 @@ fn arguments_of_another_layer_are_refused() {
     let error = Launcher::<looked_kernels::combine::Combine>::new(&kernels)
         .err()
         .unwrap();
-    assert!(matches!(error, SignatureError::Differs { .. }), "{error}");
+    assert!(matches!(error, KernelArgsError::Differs { .. }), "{error}");
     let text = error.to_string();
     assert!(
         text.contains("out: In<f16>") && text.contains("now (out: In<f32>"),

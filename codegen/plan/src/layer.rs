@@ -10,7 +10,7 @@ mod supported;
 mod tensors;
 mod user;
 
-use crate::{Machine, PlanError};
+use crate::{PlanError, TileMachine};
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 
@@ -19,7 +19,7 @@ pub(crate) use tensors::{constant, tensor};
 
 use builder::Pass;
 
-pub use data::{LayerPlan, PlanOptions, Recompute, Role, TensorPlan, Training};
+pub use data::{LayerPlan, PlanOptions, Recompute, TensorPlan, TensorRole, Training};
 pub use stack::stacked;
 pub use step::{EntryId, LaunchStep, Step, TensorId};
 pub use user::{UserPlan, plan_user_experts};
@@ -57,10 +57,10 @@ pub(crate) fn check_row_format(
     let Some(format) = spec.precision.expert_activations else {
         return Ok(());
     };
-    let reason = match (Machine::of(target, options.caches), options.training) {
-        (Machine::Gpu(_), _) => format!("is for CPUs, and `{target}` has no kernels for it"),
-        (Machine::Cpu(_), Some(_)) => "has no gradients: rounding has none".to_string(),
-        (Machine::Cpu(_), None) => return Ok(()),
+    let reason = match (TileMachine::of(target, options.caches), options.training) {
+        (TileMachine::Gpu(_), _) => format!("is for CPUs, and `{target}` has no kernels for it"),
+        (TileMachine::Cpu(_), Some(_)) => "has no gradients: rounding has none".to_string(),
+        (TileMachine::Cpu(_), None) => return Ok(()),
     };
     Err(PlanError::QuantizedActivations { format, reason })
 }

@@ -21,12 +21,13 @@ mod work;
 
 pub use caches::CacheClass;
 pub use layer::{
-    EntryId, LaunchStep, LayerPlan, PlanOptions, Recompute, Role, Step, TensorId, TensorPlan,
+    EntryId, LaunchStep, LayerPlan, PlanOptions, Recompute, Step, TensorId, TensorPlan, TensorRole,
     Training, plan,
 };
 pub use layer::{UserPlan, plan_user_experts, stacked};
 pub use mesh::{
-    CastRows, Exchange, FromTo, Lane, Packed, PartTensor, RankPlan, RankStep, RowCasts, SATURATED,
+    CastLane, CastRows, Exchange, FromTo, Packed, PartTensor, RankPlan, RankStep, RowCasts,
+    SATURATED,
 };
 pub use mesh::{ShardRegion, Sharing, experts_of, plan_rank, shared_shards};
 pub use moesaic_dist::{ALL_TO_ALLS, AllToAllRow};
@@ -40,7 +41,7 @@ pub use moesaic_dist::{Placement, PlacementError, RowSource, Split};
 pub use moesaic_dist::{ShadowForm, ShadowModel, shadows};
 pub use ops::*;
 pub use tilings::Tilings;
-pub use tuning::{Choice, Knob, Tuning};
+pub use tuning::{Knob, KnobCandidates, Tuning};
 pub use work::{Bound, Floor, MemoryLevel, Roofs, Work};
 
 use moesaic_kernel::{Entry, Stem};

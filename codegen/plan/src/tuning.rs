@@ -4,7 +4,7 @@
 //! gives the same bytes. CPUs have choices, GPUs have none so far. Only GEMMs have any: no size of
 //! another kernel's blocks made a layer faster by more than 0.1 % (benches/results).
 
-use crate::{GroupedGemmConfig, Half, LayerPlan, Op};
+use crate::{ExpertGemm, GroupedGemmConfig, LayerPlan, Op};
 use moesaic_kernel::{Stem, Target};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ pub enum Knob {
 
 /// The candidates for a knob of a layer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct KnobCandidates {
     /// The size.
     pub knob: Knob,
     /// The size without a tuning.
@@ -93,14 +93,14 @@ impl Knob {
         match op {
             Op::GroupedGemm { desc, config } => match (self, desc.half) {
                 (Knob::TileRows, _) => Some(Field::rows(config, None)),
-                (Knob::UpColumns, Half::Up) | (Knob::DownColumns, Half::Down) => {
+                (Knob::UpColumns, ExpertGemm::Up) | (Knob::DownColumns, ExpertGemm::Down) => {
                     Some(Field::columns(config, desc.outer))
                 }
                 _ => None,
             },
             Op::GroupedGemmDgrad { desc, config } => match (self, desc.half) {
                 (Knob::TileRows, _) => Some(Field::rows(config, None)),
-                (Knob::DgradColumns, Half::Up) if !desc.dense => {
+                (Knob::DgradColumns, ExpertGemm::Up) if !desc.dense => {
                     Some(Field::columns(config, desc.outer))
                 }
                 _ => None,
@@ -114,7 +114,7 @@ impl Knob {
         }
     }
 
-    fn choice(self, plan: &LayerPlan) -> Option<Choice> {
+    fn choice(self, plan: &LayerPlan) -> Option<KnobCandidates> {
         let mut kernels = plan.kernels.clone();
         // A copy of the kernels: `field` borrows the size for a change, and the plan must stay as
         // it is.
@@ -128,7 +128,7 @@ impl Knob {
             .collect();
         others.sort_unstable();
         others.dedup();
-        (!others.is_empty()).then_some(Choice {
+        (!others.is_empty()).then_some(KnobCandidates {
             knob: self,
             default,
             others,
@@ -195,7 +195,7 @@ impl<'a> Field<'a> {
 
 impl Tuning {
     /// Returns the choices of a layer; `plan` is its plan without a tuning.
-    pub fn choices(plan: &LayerPlan) -> Vec<Choice> {
+    pub fn choices(plan: &LayerPlan) -> Vec<KnobCandidates> {
         match plan.target.hardware() {
             Target::Cpu(_) => Knob::ALL.iter().filter_map(|k| k.choice(plan)).collect(),
             _ => Vec::new(),
@@ -267,7 +267,7 @@ impl Tuning {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{PlanError, PlanOptions, Role, Training, plan};
+    use crate::{PlanError, PlanOptions, TensorRole, Training, plan};
     use moesaic_kernel::DType;
     use moesaic_spec::LayerSpec;
 
@@ -307,7 +307,7 @@ mod tests {
     }
 
     /// Every plan of a CPU with every candidate by itself.
-    fn each(check: impl Fn(&LayerPlan, &LayerPlan, &Choice, usize)) {
+    fn each(check: impl Fn(&LayerPlan, &LayerPlan, &KnobCandidates, usize)) {
         for target in TARGETS {
             let target: Target = target.parse().unwrap();
             for training in [None, Some(Training::default())] {
@@ -348,7 +348,7 @@ mod tests {
             assert_eq!(plain.backward, tuned.backward, "{what}");
             let kept = |plan: &LayerPlan| {
                 let mut tensors = plan.tensors.clone();
-                tensors.retain(|t| t.role != Role::Scratch);
+                tensors.retain(|t| t.role != TensorRole::Scratch);
                 tensors
             };
             assert_eq!(kept(plain), kept(tuned), "{what}");

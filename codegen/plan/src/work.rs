@@ -1,6 +1,6 @@
 //! The least work of a launch, arithmetic and bytes, for rooflines.
 
-use crate::{LayerPlan, Role, Step, TensorPlan};
+use crate::{LayerPlan, Step, TensorPlan, TensorRole};
 use std::collections::BTreeSet;
 
 /// The least arithmetic and traffic of a step.
@@ -145,7 +145,7 @@ fn bytes(plan: &LayerPlan, step: &Step, tokens: u64) -> f64 {
     let names: BTreeSet<&str> = plan.names(step).collect();
     let tensors = names.into_iter().filter_map(|name| plan.tensor(name));
     let bytes = tensors.map(|tensor| {
-        let matrices = matches!(tensor.role, Role::Weight | Role::Packed);
+        let matrices = matches!(tensor.role, TensorRole::Weight | TensorRole::Packed);
         // A stack of matrices has three dimensions. A stack of biases has two, and counts as a
         // whole: it is a thousandth of the traffic.
         let stack = matrices && tensor.shape.len() > 2;

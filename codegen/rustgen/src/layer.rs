@@ -5,7 +5,7 @@ use crate::docs::{self, doc};
 use crate::names::{Names, field};
 use crate::tensors::{of_role, routed};
 use crate::types::{array, constant, row};
-use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_plan::{LayerPlan, TensorPlan, TensorRole};
 use moesaic_spec::LayerSpec;
 use proc_macro2::{Literal, TokenStream};
 use quote::{format_ident, quote};
@@ -162,7 +162,7 @@ fn construct(names: &Names) -> TokenStream {
 
 fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names { output, facade, .. } = names;
-    let inputs: Vec<&TensorPlan> = of_role(plan, Role::Input).collect();
+    let inputs: Vec<&TensorPlan> = of_role(plan, TensorRole::Input).collect();
     let Arguments { params, fields } = arguments(&inputs, names);
     let about = doc(&inputs_doc(&inputs));
     let at_factor = plan.spec.capacity.has_factor().then(|| {
@@ -234,7 +234,7 @@ fn route(plan: &LayerPlan, names: &Names) -> TokenStream {
     let Names {
         routing, facade, ..
     } = names;
-    let inputs: Vec<&TensorPlan> = routed(plan, Role::Input).collect();
+    let inputs: Vec<&TensorPlan> = routed(plan, TensorRole::Input).collect();
     let Arguments { params, fields } = arguments(&inputs, names);
     let about = doc(&inputs_doc(&inputs));
     let input = input(&inputs, names, "routing_input");

@@ -3,13 +3,13 @@
 use crate::docs::{self, doc};
 use crate::names::{Names, field};
 use crate::types::{array, constant, row, scalar};
-use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_plan::{LayerPlan, TensorPlan, TensorRole};
 use moesaic_spec::{TensorSpec, canonical_tensors};
 use proc_macro2::{Ident, Literal, TokenStream};
 use quote::quote;
 
 /// Returns the tensors of a role, in the order of the plan.
-pub(crate) fn of_role(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &TensorPlan> {
+pub(crate) fn of_role(plan: &LayerPlan, role: TensorRole) -> impl Iterator<Item = &TensorPlan> {
     plan.tensors
         .iter()
         .filter(move |tensor| tensor.role == role)
@@ -66,7 +66,7 @@ fn weight_field(tensor: &TensorSpec, names: &Names) -> TokenStream {
 
 /// Returns the struct of all outputs of a call, `y` first.
 pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
-    let mut tensors: Vec<&TensorPlan> = of_role(plan, Role::Output).collect();
+    let mut tensors: Vec<&TensorPlan> = of_role(plan, TensorRole::Output).collect();
     tensors.sort_by_key(|tensor| tensor.name != "y");
     let about = format!(
         "The outputs of a call of [`{}`]; `T` is its token count.",
@@ -77,7 +77,7 @@ pub(crate) fn output(plan: &LayerPlan, names: &Names) -> TokenStream {
 
 /// Returns the struct of the routing decisions.
 pub(crate) fn routing(plan: &LayerPlan, names: &Names) -> TokenStream {
-    let tensors: Vec<&TensorPlan> = routed(plan, Role::Output).collect();
+    let tensors: Vec<&TensorPlan> = routed(plan, TensorRole::Output).collect();
     let about = format!(
         "The routing of a call of [`{}`]; `T` is its token count.",
         names.layer
@@ -86,7 +86,7 @@ pub(crate) fn routing(plan: &LayerPlan, names: &Names) -> TokenStream {
 }
 
 /// Returns the tensors of a role that routing reads or writes.
-pub(crate) fn routed(plan: &LayerPlan, role: Role) -> impl Iterator<Item = &TensorPlan> {
+pub(crate) fn routed(plan: &LayerPlan, role: TensorRole) -> impl Iterator<Item = &TensorPlan> {
     let steps = plan.routing_of(plan.evaluation_steps());
     let named = move |tensor: &&TensorPlan| {
         let mut names = steps.iter().flat_map(|step| plan.names(step));
@@ -182,7 +182,7 @@ pub(crate) fn raw_training(plan: &LayerPlan, names: &Names) -> TokenStream {
 
 fn raw_call(name: &Ident, about: &str, plan: &LayerPlan, names: &Names) -> TokenStream {
     let facade = &names.facade;
-    let inputs = of_role(plan, Role::Input).map(|tensor| (tensor, quote!(In)));
+    let inputs = of_role(plan, TensorRole::Input).map(|tensor| (tensor, quote!(In)));
     let y = plan.tensor("y").into_iter().chain(losses(plan));
     let tensors: Vec<_> = inputs
         .chain(y.map(|tensor| (tensor, quote!(Out))))
@@ -216,7 +216,7 @@ fn raw_call(name: &Ident, about: &str, plan: &LayerPlan, names: &Names) -> Token
 
 /// Returns the losses of a plan that runs backward, as named outputs.
 pub(crate) fn losses(plan: &LayerPlan) -> impl Iterator<Item = &TensorPlan> {
-    of_role(plan, Role::Output).filter(|tensor| tensor.name.starts_with("loss."))
+    of_role(plan, TensorRole::Output).filter(|tensor| tensor.name.starts_with("loss."))
 }
 
 /// Returns the struct of addresses of a backward pass: `dy`, `dx`, and optional gradients of other
@@ -230,8 +230,8 @@ pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
         facade,
         ..
     } = names;
-    let dy = of_role(plan, Role::OutputGradient).map(|tensor| (tensor, quote!(In)));
-    let results = of_role(plan, Role::InputGradient).map(|tensor| (tensor, quote!(Out)));
+    let dy = of_role(plan, TensorRole::OutputGradient).map(|tensor| (tensor, quote!(In)));
+    let results = of_role(plan, TensorRole::InputGradient).map(|tensor| (tensor, quote!(Out)));
     let tensors: Vec<_> = dy.chain(results).collect();
     let about = format!(
         "Addresses of a backward pass of [`{layer}`] on device memory; `T` is the token count of \
@@ -269,7 +269,7 @@ pub(crate) fn raw_backward(plan: &LayerPlan, names: &Names) -> TokenStream {
 
 /// Returns true if the caller may omit the address of a tensor.
 fn is_optional(tensor: &TensorPlan) -> bool {
-    tensor.role == Role::InputGradient && tensor.name != "dx"
+    tensor.role == TensorRole::InputGradient && tensor.name != "dx"
 }
 
 /// The tensors of a call, each with the type of its address.

@@ -5,7 +5,7 @@ use crate::layer::{input, inputs_doc, param};
 use crate::names::{Names, field};
 use crate::tensors::{about, losses, of_role, output_type};
 use crate::types::row;
-use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_plan::{LayerPlan, TensorPlan, TensorRole};
 use proc_macro2::TokenStream;
 use quote::quote;
 
@@ -66,7 +66,7 @@ fn input_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
         facade,
         ..
     } = names;
-    let list: Vec<&TensorPlan> = of_role(plan, Role::InputGradient).collect();
+    let list: Vec<&TensorPlan> = of_role(plan, TensorRole::InputGradient).collect();
     let fields = list.iter().map(|tensor| {
         let (field, ty) = (field(&tensor.name), output_type(tensor, names));
         let about = about(tensor);
@@ -100,7 +100,7 @@ fn weight_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
         visibility,
         ..
     } = names;
-    let fields = of_role(plan, Role::WeightGradient).map(|tensor| {
+    let fields = of_role(plan, TensorRole::WeightGradient).map(|tensor| {
         let name = weight_name(tensor);
         let (field, about) = (field(name), doc(&format!("{}.", docs::tensor(tensor))));
         quote!(#about pub #field: Vec<f32>,)
@@ -176,7 +176,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
         facade,
         ..
     } = names;
-    let inputs: Vec<&TensorPlan> = of_role(plan, Role::Input).collect();
+    let inputs: Vec<&TensorPlan> = of_role(plan, TensorRole::Input).collect();
     let params: Vec<TokenStream> = inputs.iter().map(|tensor| param(tensor, names)).collect();
     let fields = inputs.iter().map(|tensor| field(&tensor.name));
     let fields = quote!(#(#fields),*);
@@ -205,7 +205,7 @@ fn calls(plan: &LayerPlan, names: &Names) -> TokenStream {
     });
     let dy = plan.tensor("dy");
     let dy = dy.and_then(|dy| row(dy.dtype, &dy.shape, facade));
-    let reads = of_role(plan, Role::WeightGradient).map(|tensor| {
+    let reads = of_role(plan, TensorRole::WeightGradient).map(|tensor| {
         let name = weight_name(tensor);
         let field = field(name);
         quote!(#field: self.layer.gradient(#name)?.to_f32(),)

@@ -2,7 +2,7 @@
 //! of every target.
 
 use moesaic_kernel::Target;
-use moesaic_plan::{LayerPlan, PlanOptions, Role, TensorPlan, plan};
+use moesaic_plan::{LayerPlan, PlanOptions, TensorPlan, TensorRole, plan};
 use moesaic_rustgen::{GenerateOptions, generate_source};
 use moesaic_spec::testing::sample;
 use std::collections::BTreeSet;
@@ -57,7 +57,7 @@ fn check_fields(fields: &Fields, seed: u64) {
 fn seen(plan: &LayerPlan) -> Vec<TensorPlan> {
     let tensors = plan.tensors.iter();
     tensors
-        .filter(|tensor| !matches!(tensor.role, Role::Scratch | Role::Packed))
+        .filter(|tensor| !matches!(tensor.role, TensorRole::Scratch | TensorRole::Packed))
         .cloned()
         .collect()
 }

@@ -8,7 +8,7 @@ use crate::pointers::{Out, borrow, free, slice, text};
 use crate::spec::Spec;
 use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor, check_tokens, read_weights};
-use moesaic::plan::{Role as Owner, TensorPlan};
+use moesaic::plan::{TensorPlan, TensorRole as Owner};
 use moesaic::spec::canonical_tensors;
 use moesaic::target::{Device, Ptr};
 use moesaic::{Layer as RustLayer, LayerSpec, Strategy, Target, Training};

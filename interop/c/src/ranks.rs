@@ -125,10 +125,10 @@ pub unsafe extern "C" fn moesaic_world_mpi(
             let (out, engine) = (Out::handle(out)?, borrow(engine, "engine")?);
             (out, engine, optional_text(library, "library")?)
         };
-        let options = mpi::Options {
+        let options = mpi::MpiOptions {
             library: library.map(PathBuf::from),
             deadline: self::deadline(deadline)?,
-            ..mpi::Options::default()
+            ..mpi::MpiOptions::default()
         };
         let group = mpi::start(&options, engine.engine.device().clone());
         let group = group.map_err(moesaic::Error::from)?;
@@ -155,10 +155,10 @@ pub unsafe extern "C" fn moesaic_world_nccl(
             let (out, engine) = (Out::handle(out)?, borrow(engine, "engine")?);
             (out, engine, optional_text(library, "library")?)
         };
-        let options = nccl::Options {
+        let options = nccl::NcclOptions {
             library: library.map(PathBuf::from),
             deadline: self::deadline(deadline)?,
-            ..nccl::Options::default()
+            ..nccl::NcclOptions::default()
         };
         let group = engine.engine.nccl(options)?;
         out.give(World(Group::Nccl(Box::new(group))));

@@ -2,7 +2,7 @@
 
 use crate::host::{candle_type, copied, lend, named, wrong_type};
 use candle_core::{Device, Error, Result, Tensor};
-use moesaic::plan::{LayerPlan, Role, TensorPlan};
+use moesaic::plan::{LayerPlan, TensorPlan, TensorRole};
 use moesaic::{Input, Tensor as HostTensor, Tensors};
 use std::collections::BTreeMap;
 
@@ -125,7 +125,7 @@ impl Inputs {
     /// would not read is an error: its spec lacks the option that reads it.
     fn hosts(&self, plan: &LayerPlan) -> Result<Tensors<'static>> {
         let tensors = plan.tensors.iter();
-        let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == Role::Input).collect();
+        let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == TensorRole::Input).collect();
         let host = |(name, tensor): (&&'static str, &Tensor)| {
             let Some(plan) = inputs.iter().find(|plan| plan.name == **name) else {
                 let known: Vec<&str> = inputs.iter().map(|plan| plan.name.as_str()).collect();

@@ -6,7 +6,7 @@ use crate::key::Key;
 use crate::spec::Spec;
 use crate::states::{self, State};
 use crate::tensors::{Given, Ids, check};
-use moesaic::plan::{LayerPlan, Role};
+use moesaic::plan::{LayerPlan, TensorRole};
 use moesaic::target::Ptr;
 use moesaic::{Layer as EngineLayer, RawBackward, RawCall};
 use pyo3::prelude::*;
@@ -181,7 +181,7 @@ impl BoundLayer {
         let tensors = self.tensors(tokens, addresses)?;
         let needed = state.needed.iter();
         let gradients = layer.plan().tensors.iter();
-        let gradients = gradients.filter(|tensor| tensor.role == Role::WeightGradient);
+        let gradients = gradients.filter(|tensor| tensor.role == TensorRole::WeightGradient);
         // Without these, backward would read and write where forward's tensors once were.
         let mut needed = needed.chain(gradients.map(|tensor| &tensor.name));
         if let Some(missing) = needed.find(|name| !self.has(name)) {
@@ -201,8 +201,9 @@ impl BoundLayer {
     fn needed(&self, plan: &LayerPlan) -> Arc<[String]> {
         let find = || {
             let kept = plan.saved().into_iter().map(|id| &plan[id]);
-            let needed =
-                kept.filter(|tensor| matches!(tensor.role, Role::Weight) || self.has(&tensor.name));
+            let needed = kept.filter(|tensor| {
+                matches!(tensor.role, TensorRole::Weight) || self.has(&tensor.name)
+            });
             needed.map(|tensor| tensor.name.clone()).collect()
         };
         self.needed.get_or_init(find).clone()

@@ -4,7 +4,7 @@ use crate::dlpack::{Array, Imported};
 use crate::errors::{Failure, without_gil};
 use crate::sources;
 use moesaic::kernel::Size;
-use moesaic::plan::{Role, plan};
+use moesaic::plan::{TensorRole, plan};
 use moesaic::spec::{CapacityOrder, Select, canonical_tensors, hf};
 use moesaic::train::replay::{RecordShape, Replay, RoutedExperts};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
@@ -45,13 +45,13 @@ impl Spec {
 
     /// Returns the names of the inputs that calls take, in training or not.
     pub fn input_names(&self) -> Result<Vec<String>, Failure> {
-        let inputs = self.planned(Role::Input)?.into_iter();
+        let inputs = self.planned(TensorRole::Input)?.into_iter();
         Ok(inputs.map(|(name, ..)| name).collect())
     }
 
     /// Returns the tensors with a role in the layer's training plan. Names and shapes are those of
     /// every target.
-    fn planned(&self, role: Role) -> Result<Vec<Described>, Failure> {
+    fn planned(&self, role: TensorRole) -> Result<Vec<Described>, Failure> {
         let target: Target = "cpu:portable".parse().expect("it is a target");
         let options = PlanOptions::training(Training::default());
         let plan = plan(&self.spec, target, &options);
@@ -230,13 +230,13 @@ impl Spec {
     /// The inputs of a call: name, element type and shape, in which -1 is the number of tokens.
     #[getter]
     fn inputs(&self) -> PyResult<Vec<Described>> {
-        Ok(self.planned(Role::Input)?)
+        Ok(self.planned(TensorRole::Input)?)
     }
 
     /// The names of weights that have gradients.
     #[getter]
     fn trained(&self) -> PyResult<Vec<String>> {
-        let gradients = self.planned(Role::WeightGradient)?.into_iter();
+        let gradients = self.planned(TensorRole::WeightGradient)?.into_iter();
         let name = |(name, ..): Described| name.strip_prefix("grad.").map(str::to_string);
         Ok(gradients.filter_map(name).collect())
     }

@@ -1,7 +1,7 @@
 //! Tensors of a call, at addresses of the caller, checked against the layer's plan.
 
 use crate::errors::Failure;
-use moesaic::plan::{LayerPlan, Role, TensorPlan};
+use moesaic::plan::{LayerPlan, TensorPlan, TensorRole};
 use moesaic::target::Ptr;
 use moesaic::{Bytes, DType, Layer, LayerSpec, Target, Tensor, TensorKind, check_kind};
 use pyo3::prelude::*;
@@ -103,7 +103,7 @@ pub fn check<'g>(layer: &Layer, tokens: usize, given: &'g [Given]) -> Result<Che
     // The engine refuses a launch without an address, but with the name of a kernel.
     let weights = layer.plan().tensors.iter();
     let missing = weights
-        .filter(|tensor| tensor.role == Role::Weight)
+        .filter(|tensor| tensor.role == TensorRole::Weight)
         .find(|tensor| !checked.has(&tensor.name));
     match missing {
         Some(tensor) => Err(Failure::Invalid(format!("no weight `{}`", tensor.name))),
@@ -152,7 +152,7 @@ impl Ids {
     /// looking would be waiting.
     pub fn new(layer: &LayerPlan, at: usize, plan: &TensorPlan) -> Option<Ids> {
         // An output of the same name has old numbers in it.
-        let input = matches!(plan.role, Role::Input | Role::Weight);
+        let input = matches!(plan.role, TensorRole::Input | TensorRole::Weight);
         let on_host = matches!(layer.target, Target::Cpu(_));
         let has_ids = on_host && input && layer.spec.has_indices(&plan.name);
         has_ids.then(|| Ids {

@@ -4,7 +4,7 @@ use moesaic_cache::{KernelKey, KeyParts, Store, StoredKernel};
 use moesaic_kernel::{
     CpuIsa, DType, Entry, KernelSource, Language, Launch, Param, Size, Stem, Target,
 };
-use moesaic_target::{Artifact, KernelReport, Report};
+use moesaic_target::{Artifact, ArtifactReport, KernelReport};
 use std::error::Error;
 use std::time::Instant;
 
@@ -24,9 +24,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         let kernels = vec![KernelReport::default(); source.entries.len()];
         let artifact = Artifact {
             binary,
-            report: Report {
+            report: ArtifactReport {
                 kernels,
-                ..Report::default()
+                ..ArtifactReport::default()
             },
         };
         let put = time(20, || {

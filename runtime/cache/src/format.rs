@@ -14,7 +14,7 @@
 
 use crate::{KernelKey, hash};
 use moesaic_kernel::{Entry, KernelSource, Language, Stem, Target};
-use moesaic_target::{Artifact, Report};
+use moesaic_target::{Artifact, ArtifactReport};
 use serde::{Deserialize, Serialize};
 
 /// The version of the store's format. It names a directory, and is a field of every file and a part
@@ -42,7 +42,7 @@ pub struct KernelInfo {
     /// The functions that can be launched.
     pub entries: Vec<Entry>,
     /// Facts about the binary.
-    pub report: Report,
+    pub report: ArtifactReport,
     /// SHA-256 of the source, in hex.
     pub source_hash: String,
     /// The layer for which it was compiled. Layers of the same shape share kernels, so others may

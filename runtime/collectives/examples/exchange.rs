@@ -6,7 +6,7 @@
 //! `benches/nodes/links.sh` does so on nodes with slow links between them.
 
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Levels, NodeShape,
+    Algorithm, Call, CollectiveError, Collectives, CommElement, Communicator, Levels, NodeShape,
     SetupError, Slice, Topology, mpi, threads,
 };
 use moesaic_cpu::CpuDevice;
@@ -34,10 +34,10 @@ fn main() -> Result<(), CollectiveError> {
     let device = || -> Arc<dyn Device> { Arc::new(CpuDevice::new()) };
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match arguments.first().map(String::as_str) {
-        None => direct(mpi::start(&mpi::Options::default(), device())?),
+        None => direct(mpi::start(&mpi::MpiOptions::default(), device())?),
         Some("nodes") => {
             let sizes = arguments[1..].iter().filter_map(|size| size.parse().ok());
-            let world = mpi::start(&mpi::Options::default(), device())?;
+            let world = mpi::start(&mpi::MpiOptions::default(), device())?;
             over_nodes(world, &sizes.collect::<Vec<usize>>())
         }
         Some(ranks) => {
@@ -74,7 +74,7 @@ fn unset(world: &Communicator, bytes: usize, value: u8) -> Result<Slice, Collect
     device
         .upload(&vec![value; all], &buffer, 0)
         .map_err(setup)?;
-    Ok(Slice::whole(&Arc::new(buffer), Element::U8))
+    Ok(Slice::whole(&Arc::new(buffer), CommElement::U8))
 }
 
 fn timed(

@@ -9,7 +9,7 @@ use crate::handle::{Handle, lock};
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
 use crate::schedules::Algorithm;
-use crate::schedules::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
+use crate::schedules::{self, CollectivePlan, GroupRank, HopCounts, HopOrder, Schedule};
 use crate::transport::Transport;
 use crate::{CollectiveError, InvalidReason, ProgressThread, Reduction, Slice, hierarchical};
 use moesaic_kernel::Target;
@@ -206,7 +206,7 @@ pub(crate) struct OperationDraft {
     pub signature: Signature,
     pub inputs: Regions,
     pub outputs: Regions,
-    pub plan: Plan,
+    pub plan: CollectivePlan,
     pub next: Option<Next>,
 }
 

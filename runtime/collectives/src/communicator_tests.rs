@@ -29,7 +29,7 @@ fn operations_go_on_between_calls() {
                 let buffer = Arc::new(world.device.alloc(elements).unwrap());
                 let bytes = vec![value; elements];
                 world.device.upload(&bytes, &buffer, 0).unwrap();
-                Slice::whole(&buffer, crate::Element::U8)
+                Slice::whole(&buffer, crate::CommElement::U8)
             };
             let peer = 1 - world.rank();
             let (sent, received) = (buffer(world.rank() as u8), buffer(9));

@@ -3,7 +3,7 @@
 
 use crate::schedules::HopOrder;
 use crate::transport::MAX_EAGER_BYTES;
-use crate::{Element, Reduction};
+use crate::{CommElement, Reduction};
 
 // "moe" and the version of the format. Change the last byte with the layout, so that ranks of
 // different versions reject each other's messages.
@@ -67,7 +67,7 @@ impl OpKind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Signature {
     pub kind: OpKind,
-    pub element: Option<Element>,
+    pub element: Option<CommElement>,
     pub reduction: Option<Reduction>,
     /// The hop order as a [`HopOrder::code`]; 0 for direct messages.
     pub hop_code: u64,
@@ -115,7 +115,7 @@ impl Signature {
     }
 
     fn fields(&self) -> [(&'static str, String); 7] {
-        let element = self.element.map_or("none", Element::name);
+        let element = self.element.map_or("none", CommElement::name);
         let reduction = self.reduction.map_or("none", Reduction::name);
         [
             ("the operation", format!("`{}`", self.kind.name())),
@@ -131,7 +131,7 @@ impl Signature {
 
 /// The message that an eager message announces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Key {
+pub struct MessageKey {
     /// The group.
     pub context: u64,
     pub sequence: u64,
@@ -195,7 +195,7 @@ impl PartSizes {
 
 /// The place of a message's bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Body {
+pub enum MessageBody {
     /// Inside the eager message.
     Inline(Vec<u8>),
     /// In a rendezvous message with this tag.
@@ -205,10 +205,10 @@ pub enum Body {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EagerMessage {
     Message {
-        key: Key,
+        key: MessageKey,
         signature: Signature,
         sizes: PartSizes,
-        body: Body,
+        body: MessageBody,
     },
     /// The sender has given up, for this reason.
     Failure { from: u32, reason: String },
@@ -256,14 +256,14 @@ impl EagerMessage {
 
 fn encode_message(
     out: &mut Vec<u8>,
-    key: &Key,
+    key: &MessageKey,
     signature: &Signature,
     sizes: &PartSizes,
-    body: &Body,
+    body: &MessageBody,
 ) {
     let (tag, inline) = match body {
-        Body::Inline(_) => (0, 1u32),
-        Body::Rendezvous { tag } => (*tag, 0),
+        MessageBody::Inline(_) => (0, 1u32),
+        MessageBody::Rendezvous { tag } => (*tag, 0),
     };
     out.extend(1u32.to_le_bytes());
     let large = [key.context, key.sequence, sizes.bytes, signature.elements];
@@ -282,7 +282,7 @@ fn encode_message(
     label[..signature.label.len()].copy_from_slice(signature.label.as_bytes());
     out.extend(label);
     out.extend(sizes.sizes.to_le_bytes());
-    if let Body::Inline(data) = body {
+    if let MessageBody::Inline(data) = body {
         out.extend(data);
     }
 }
@@ -294,21 +294,21 @@ fn decode_message(mut reader: Reader<'_>) -> Option<EagerMessage> {
     let label = String::from_utf8_lossy(reader.take(LABEL)?.get(..length as usize)?).into_owned();
     let sizes = reader.u64()?;
     let body = match inline {
-        0 => Body::Rendezvous { tag },
+        0 => MessageBody::Rendezvous { tag },
         // A truncated payload is rejected here, before its length is trusted anywhere else.
-        _ if reader.0.len() as u64 == bytes => Body::Inline(reader.0.to_vec()),
+        _ if reader.0.len() as u64 == bytes => MessageBody::Inline(reader.0.to_vec()),
         _ => return None,
     };
     let signature = Signature {
         kind: OpKind::ALL.into_iter().find(|k| *k as u8 == kind)?,
-        element: Element::from_code(element),
+        element: CommElement::from_code(element),
         reduction: Reduction::from_code(reduction),
         hop_code,
         root,
         elements,
         label,
     };
-    let key = Key {
+    let key = MessageKey {
         context,
         sequence,
         phase,
@@ -365,17 +365,17 @@ mod tests {
     use super::*;
     use crate::NodeShape;
 
-    fn message(sizes: &[u64], body: Body) -> EagerMessage {
+    fn message(sizes: &[u64], body: MessageBody) -> EagerMessage {
         EagerMessage::Message {
             sizes: PartSizes::of(sizes.iter().copied()),
-            key: Key {
+            key: MessageKey {
                 context: 7,
                 sequence: 1 << 40,
                 phase: 2,
                 from: 3,
             },
             signature: Signature {
-                element: Some(Element::Bf16),
+                element: Some(CommElement::Bf16),
                 reduction: Some(Reduction::Max),
                 hop_code: HopOrder::intra_first(NodeShape {
                     nodes: 2,
@@ -394,11 +394,11 @@ mod tests {
     fn messages_read_back() {
         let reason = "no memory".to_string();
         for message in [
-            message(&[3], Body::Inline(vec![1, 2, 3])),
-            message(&[1, 2], Body::Inline(vec![1, 2, 3])),
-            message(&[0], Body::Inline(Vec::new())),
-            message(&[1 << 33], Body::Rendezvous { tag: 9 }),
-            message(&[1 << 33, 7], Body::Rendezvous { tag: 9 }),
+            message(&[3], MessageBody::Inline(vec![1, 2, 3])),
+            message(&[1, 2], MessageBody::Inline(vec![1, 2, 3])),
+            message(&[0], MessageBody::Inline(Vec::new())),
+            message(&[1 << 33], MessageBody::Rendezvous { tag: 9 }),
+            message(&[1 << 33, 7], MessageBody::Rendezvous { tag: 9 }),
             EagerMessage::Failure { from: 4, reason },
         ] {
             let bytes = message.encode();
@@ -409,7 +409,10 @@ mod tests {
                 }
             }
         }
-        let full = message(&[INLINE_BYTES as u64], Body::Inline(vec![0; INLINE_BYTES]));
+        let full = message(
+            &[INLINE_BYTES as u64],
+            MessageBody::Inline(vec![0; INLINE_BYTES]),
+        );
         assert_eq!(full.encode().len(), MAX_EAGER_BYTES);
     }
 

@@ -2,7 +2,7 @@
 //! another.
 
 use crate::eager::OpKind;
-use crate::error::At;
+use crate::error::ErrorSite;
 use crate::{Call, CollectiveError, Collectives, SetupError};
 use std::fmt::Display;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -175,7 +175,7 @@ fn why(
     let failed = reasons.iter().position(|reason| !reason.is_empty());
     let failed = failed.unwrap_or_default();
     Ok(CollectiveError::Peer {
-        at: Box::new(At {
+        at: Box::new(ErrorSite {
             operation: OpKind::Agree.name(),
             sequence,
             label: call.label.clone(),

@@ -5,12 +5,12 @@ use crate::checks;
 use crate::eager::OpKind;
 use crate::operation::{Next, Unequal};
 use crate::schedules::Algorithm;
-use crate::schedules::{self, HopCounts, HopOrder, HopSchedule, Plan};
+use crate::schedules::{self, CollectivePlan, HopCounts, HopOrder, HopSchedule};
 use crate::{CollectiveError, Levels};
 use std::sync::{Arc, OnceLock};
 
 /// Plans an all-to-all with parts of equal size.
-pub(crate) fn equal(hops: HopOrder, rank: usize, bytes: usize) -> Plan {
+pub(crate) fn equal(hops: HopOrder, rank: usize, bytes: usize) -> CollectivePlan {
     let sizes = vec![bytes; hops.ranks()];
     let schedule = HopSchedule::equal(hops, rank, bytes);
     schedules::all_to_all_with(&schedule, &sizes, &sizes, 0)
@@ -22,7 +22,7 @@ pub(crate) fn counted(
     rank: usize,
     sends: Vec<usize>,
     receives: Vec<usize>,
-) -> (Plan, Next) {
+) -> (CollectivePlan, Next) {
     let numbers: Vec<u64> = sends.iter().map(|bytes| *bytes as u64).collect();
     let first = schedules::count_hops(&hops, rank, 1, &numbers);
     let next = move |scratch: &[u8]| {
@@ -86,12 +86,17 @@ impl CountExchange {
         })
     }
 
-    pub fn plan(&self, rank: usize, blocks_per_peer: usize, units: &[u64]) -> (Plan, Next) {
+    pub fn plan(
+        &self,
+        rank: usize,
+        blocks_per_peer: usize,
+        units: &[u64],
+    ) -> (CollectivePlan, Next) {
         let plan = schedules::count_hops(&self.hops, rank, blocks_per_peer, units);
         let (hops, counts) = (self.hops.clone(), Arc::clone(&self.counts));
         let next = move |scratch: &[u8]| {
             let _ = counts.set(HopCounts::read(hops, rank, blocks_per_peer, scratch)); // once
-            Ok(Plan::default())
+            Ok(CollectivePlan::default())
         };
         (plan, Box::new(next))
     }

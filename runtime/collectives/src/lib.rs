@@ -11,7 +11,7 @@
 //! under any `mpirun`. [`nccl`] runs the same plans on a GPU's stream.
 //!
 //! ```
-//! use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice, threads};
+//! use moesaic_collectives::{Call, Collectives, CommElement, Reduction, Slice, threads};
 //! use moesaic_cpu::CpuDevice;
 //! use std::sync::Arc;
 //!
@@ -19,7 +19,7 @@
 //!     let device = Arc::clone(world.device());
 //!     let buffer = Arc::new(device.alloc(4)?);
 //!     device.upload(&[world.rank() as u8 + 1; 4], &buffer, 0)?;
-//!     let data = Slice::whole(&buffer, Element::U8);
+//!     let data = Slice::whole(&buffer, CommElement::U8);
 //!     let call = Call::new("load of experts");
 //!     world.all_reduce(&data, &data, Reduction::Sum, &call)?.wait()?;
 //!     let mut sums = [0; 4];
@@ -61,14 +61,14 @@ mod world;
 
 pub use api::{Call, Collectives, Transfer};
 pub use communicator::{Communicator, DEADLINE};
-pub use error::{At, CollectiveError, InvalidReason, MeetingError, Missing, SetupError};
+pub use error::{CollectiveError, ErrorSite, InvalidReason, MeetingError, Missing, SetupError};
 pub use handle::Handle;
 pub use heartbeat::with_heartbeat;
 pub use moesaic_dist::schedules;
-pub use moesaic_dist::schedules::{Algorithm, Element, Reduction};
+pub use moesaic_dist::schedules::{Algorithm, CommElement, Reduction};
 pub use moesaic_dist::{Levels, MOST_LEVELS, NodeRank, NodeShape};
 pub use progress_thread::ProgressThread;
 pub use slice::Slice;
 pub use topology::{Topology, agree};
 pub use transport::{Transport, TransportError};
-pub use world::{Launcher, World};
+pub use world::{RankLauncher, World};

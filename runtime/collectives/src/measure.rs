@@ -6,7 +6,7 @@ mod levels;
 pub use levels::{Exchanged, LevelOptions, over_levels};
 
 use crate::{
-    Algorithm, Call, CollectiveError, Collectives, Element, InvalidReason, Slice, Topology,
+    Algorithm, Call, CollectiveError, Collectives, CommElement, InvalidReason, Slice, Topology,
     Transfer,
 };
 use moesaic_target::Device;
@@ -53,7 +53,7 @@ pub struct PairLink {
 
 /// The speed of an all-to-all of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AllToAll {
+pub struct AllToAllSpeed {
     /// The bytes from each rank to each rank.
     pub bytes_per_pair: usize,
     /// The time of the slowest rank.
@@ -64,11 +64,11 @@ pub struct AllToAll {
 
 /// The result of [`measure`], equal on every rank.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Measured {
+pub struct MeasuredLinks {
     /// Pairs of ranks.
     pub links: Vec<PairLink>,
     /// One with 8 bytes per pair, one with large messages.
-    pub all_to_all: Vec<AllToAll>,
+    pub all_to_all: Vec<AllToAllSpeed>,
 }
 
 /// The size of small messages in bytes.
@@ -87,7 +87,7 @@ pub fn measure(
     device: &Arc<dyn Device>,
     topology: &Topology,
     options: &MeasureOptions,
-) -> Result<Measured, CollectiveError> {
+) -> Result<MeasuredLinks, CollectiveError> {
     let mut gauge = PairProbe::new(world, device, options)?;
     let mut links = Vec::new();
     for same_node in [true, false] {
@@ -140,7 +140,7 @@ impl<'a> PairProbe<'a> {
             let buffer = device.alloc(bytes).map_err(trouble)?;
             // Upload to the receive buffer too, so that its pages exist before timing starts.
             device.upload(&own, &buffer, 0).map_err(trouble)?;
-            Ok(Slice::whole(&Arc::new(buffer), Element::U8))
+            Ok(Slice::whole(&Arc::new(buffer), CommElement::U8))
         };
         let (from, to) = (memory()?, memory()?);
         Ok(PairProbe {
@@ -190,7 +190,7 @@ impl<'a> PairProbe<'a> {
         let rank = self.world.rank();
         let one =
             |here: usize, peer: usize, slice: &Slice| -> Result<Vec<Transfer>, CollectiveError> {
-                let slice = Slice::new(slice.buffer(), Element::U8, 0, bytes)?;
+                let slice = Slice::new(slice.buffer(), CommElement::U8, 0, bytes)?;
                 Ok(if rank == here {
                     vec![Transfer { peer, slice }]
                 } else {
@@ -204,8 +204,8 @@ impl<'a> PairProbe<'a> {
 
     fn all_to_all(&mut self, bytes: usize) -> Result<Duration, CollectiveError> {
         let all = bytes * self.world.size();
-        let input = Slice::new(self.from.buffer(), Element::U8, 0, all)?;
-        let output = Slice::new(self.to.buffer(), Element::U8, 0, all)?;
+        let input = Slice::new(self.from.buffer(), CommElement::U8, 0, all)?;
+        let output = Slice::new(self.to.buffer(), CommElement::U8, 0, all)?;
         let call = Call::new("measure");
         let mut times = Vec::new();
         for _ in 0..self.rounds + WARM {
@@ -244,7 +244,7 @@ impl<'a> PairProbe<'a> {
         &mut self,
         links: &[(usize, usize, bool, Times)],
         all_to_all: [(usize, Duration); 2],
-    ) -> Result<Measured, CollectiveError> {
+    ) -> Result<MeasuredLinks, CollectiveError> {
         let own = links.iter().flat_map(|(_, _, _, times)| times);
         let own = own.chain(all_to_all.iter().map(|(_, time)| time));
         let bytes: Vec<u8> = own
@@ -267,13 +267,13 @@ impl<'a> PairProbe<'a> {
         let whole = |(i, (bytes, _)): (usize, &(usize, Duration))| {
             let times = (0..ranks).map(|rank| number(rank, 2 * links.len() + i));
             let time = times.max().unwrap_or_default();
-            AllToAll {
+            AllToAllSpeed {
                 bytes_per_pair: *bytes,
                 time,
                 bytes_per_second: rate(bytes * (ranks - 1), time),
             }
         };
-        Ok(Measured {
+        Ok(MeasuredLinks {
             links: links.iter().enumerate().map(link).collect(),
             all_to_all: all_to_all.iter().enumerate().map(whole).collect(),
         })

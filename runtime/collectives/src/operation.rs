@@ -1,9 +1,9 @@
 //! One operation in flight on one rank.
 
-use crate::eager::{Key, PartSizes, Signature};
-use crate::error::At;
+use crate::eager::{MessageKey, PartSizes, Signature};
+use crate::error::ErrorSite;
 use crate::memory::Region;
-use crate::schedules::{self, BufferRef, Copy, Expected, Plan, Span, Step};
+use crate::schedules::{self, BufferRef, CollectivePlan, Copy, ExpectedCount, ScheduleStep, Span};
 use crate::transport::{MemoryRange, Request};
 use crate::{CollectiveError, reduce};
 use moesaic_target::Device;
@@ -23,7 +23,7 @@ pub(crate) struct Group {
 }
 
 /// Continues a plan, given the scratch memory that its first part has filled.
-pub(crate) type Next = Box<dyn FnOnce(&[u8]) -> Result<Plan, Unequal> + Send>;
+pub(crate) type Next = Box<dyn FnOnce(&[u8]) -> Result<CollectivePlan, Unequal> + Send>;
 
 /// A number from another rank that differs from this rank's.
 pub(crate) struct Unequal {
@@ -41,7 +41,7 @@ pub(crate) struct Task {
     pub deadline: Duration,
     pub inputs: Vec<Region>,
     pub outputs: Vec<Region>,
-    pub plan: Plan,
+    pub plan: CollectivePlan,
     pub next: Option<Next>,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Operation {
     pub abandoned: bool,
     label: String,
     phase_name: &'static str,
-    steps: VecDeque<Step>,
+    steps: VecDeque<ScheduleStep>,
     next: Option<Next>,
     inputs: Vec<Region>,
     outputs: Vec<Region>,
@@ -118,8 +118,8 @@ impl Operation {
         }
     }
 
-    pub fn at(&self) -> Box<At> {
-        Box::new(At {
+    pub fn at(&self) -> Box<ErrorSite> {
+        Box::new(ErrorSite {
             operation: self.signature.kind.name(),
             sequence: self.sequence,
             label: self.label.clone(),
@@ -128,8 +128,8 @@ impl Operation {
         })
     }
 
-    pub fn key(&self, from: usize) -> Key {
-        Key {
+    pub fn key(&self, from: usize) -> MessageKey {
+        MessageKey {
             context: self.group.context,
             sequence: self.sequence,
             phase: self.phase,
@@ -159,7 +159,7 @@ impl Operation {
     pub fn advance(&mut self) -> Result<Advance, CollectiveError> {
         loop {
             match self.steps.pop_front() {
-                Some(Step::Exchange {
+                Some(ScheduleStep::Exchange {
                     phase,
                     name,
                     sends,
@@ -175,9 +175,9 @@ impl Operation {
                     self.receiving = arriving.map(waited).collect();
                     return Ok(Advance::Exchange(self.bundles(&sends)?, copies));
                 }
-                Some(Step::Repack(copies)) => self.copy(&copies)?,
-                Some(Step::Write(offset, numbers)) => self.write(offset, &numbers)?,
-                Some(Step::Check { what, numbers }) => self.check(what, &numbers)?,
+                Some(ScheduleStep::Repack(copies)) => self.copy(&copies)?,
+                Some(ScheduleStep::Write(offset, numbers)) => self.write(offset, &numbers)?,
+                Some(ScheduleStep::Check { what, numbers }) => self.check(what, &numbers)?,
                 Some(step) => self.reduce(step)?,
                 None if self.next.is_some() => self.go_on()?,
                 None => return Ok(Advance::Finished),
@@ -264,8 +264,8 @@ impl Operation {
         Ok(())
     }
 
-    fn reduce(&self, step: Step) -> Result<(), CollectiveError> {
-        let Step::Reduce {
+    fn reduce(&self, step: ScheduleStep) -> Result<(), CollectiveError> {
+        let ScheduleStep::Reduce {
             element,
             reduction,
             rows,
@@ -286,7 +286,7 @@ impl Operation {
         Ok(())
     }
 
-    fn check(&self, what: &'static str, numbers: &[Expected]) -> Result<(), CollectiveError> {
+    fn check(&self, what: &'static str, numbers: &[ExpectedCount]) -> Result<(), CollectiveError> {
         for expected in numbers {
             let from = self.address(BufferRef::Scratch, expected.offset, 8)?;
             // SAFETY: `address` checked that eight bytes fit in the scratch memory.

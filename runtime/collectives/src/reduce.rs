@@ -1,21 +1,21 @@
 //! Reductions in rank order: the same bytes whatever arrives first.
 
-use crate::{Element, Reduction};
+use crate::{CommElement, Reduction};
 use half::{bf16, f16};
 
 /// Folds consecutive rows of `row_bytes` bytes into the first of them.
-pub(crate) fn fold(element: Element, reduction: Reduction, rows: &mut [u8], row_bytes: usize) {
+pub(crate) fn fold(element: CommElement, reduction: Reduction, rows: &mut [u8], row_bytes: usize) {
     if row_bytes == 0 {
         return;
     }
     let (first, rest) = rows.split_at_mut(row_bytes);
     match element {
-        Element::F32 => whole::<f32, 4>(reduction, first, rest),
-        Element::I32 => whole::<i32, 4>(reduction, first, rest),
-        Element::I64 => whole::<i64, 8>(reduction, first, rest),
-        Element::U8 => whole::<u8, 1>(reduction, first, rest),
-        Element::Bf16 => halves(reduction, first, rest, bf16::to_f32, bf16::from_f32),
-        Element::F16 => halves(reduction, first, rest, f16::to_f32, f16::from_f32),
+        CommElement::F32 => whole::<f32, 4>(reduction, first, rest),
+        CommElement::I32 => whole::<i32, 4>(reduction, first, rest),
+        CommElement::I64 => whole::<i64, 8>(reduction, first, rest),
+        CommElement::U8 => whole::<u8, 1>(reduction, first, rest),
+        CommElement::Bf16 => halves(reduction, first, rest, bf16::to_f32, bf16::from_f32),
+        CommElement::F16 => halves(reduction, first, rest, f16::to_f32, f16::from_f32),
     }
 }
 
@@ -148,7 +148,7 @@ mod tests {
             .flatten()
             .flat_map(|v| v.to_ne_bytes())
             .collect();
-        fold(Element::F32, reduction, &mut bytes, 8);
+        fold(CommElement::F32, reduction, &mut bytes, 8);
         let (values, _) = bytes[..8].as_chunks::<4>();
         values.iter().map(|v| f32::from_ne_bytes(*v)).collect()
     }
@@ -181,7 +181,7 @@ mod tests {
                 rows.extend(bf16::from_f32(value).to_bits().to_ne_bytes());
             }
         }
-        fold(Element::Bf16, Reduction::Sum, &mut rows, 1400);
+        fold(CommElement::Bf16, Reduction::Sum, &mut rows, 1400);
         let (values, _) = rows[..1400].as_chunks::<2>();
         for value in values {
             assert_eq!(bf16::from_bits(u16::from_ne_bytes(*value)).to_f32(), 260.0);
@@ -191,10 +191,10 @@ mod tests {
     #[test]
     fn integers_wrap() {
         let mut bytes = [200u8, 100];
-        fold(Element::U8, Reduction::Sum, &mut bytes, 1);
+        fold(CommElement::U8, Reduction::Sum, &mut bytes, 1);
         assert_eq!(bytes[0], 44);
         let mut wide: Vec<u8> = [i64::MAX, 1].iter().flat_map(|v| v.to_ne_bytes()).collect();
-        fold(Element::I64, Reduction::Sum, &mut wide, 8);
+        fold(CommElement::I64, Reduction::Sum, &mut wide, 8);
         assert_eq!(wide[..8], i64::MIN.to_ne_bytes());
     }
 }

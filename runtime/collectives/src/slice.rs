@@ -1,6 +1,6 @@
 //! Element ranges of device buffers.
 
-use crate::{CollectiveError, Element, InvalidReason};
+use crate::{CollectiveError, CommElement, InvalidReason};
 use moesaic_target::Buffer;
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Slice {
     buffer: Arc<Buffer>,
-    element: Element,
+    element: CommElement,
     first: usize,
     elements: usize,
 }
@@ -21,7 +21,7 @@ impl Slice {
     /// [`CollectiveError::Invalid`] when the buffer is smaller.
     pub fn new(
         buffer: &Arc<Buffer>,
-        element: Element,
+        element: CommElement,
         first: usize,
         elements: usize,
     ) -> Result<Slice, CollectiveError> {
@@ -48,7 +48,7 @@ impl Slice {
     }
 
     /// Returns the whole buffer: as many elements as fit.
-    pub fn whole(buffer: &Arc<Buffer>, element: Element) -> Slice {
+    pub fn whole(buffer: &Arc<Buffer>, element: CommElement) -> Slice {
         Slice {
             buffer: Arc::clone(buffer),
             element,
@@ -63,7 +63,7 @@ impl Slice {
     }
 
     /// Returns the type of the elements.
-    pub fn element(&self) -> Element {
+    pub fn element(&self) -> CommElement {
         self.element
     }
 
@@ -100,7 +100,7 @@ impl Slice {
         let end = offset.checked_add(bytes)?;
         (end <= self.bytes()).then(|| Slice {
             buffer: Arc::clone(&self.buffer),
-            element: Element::U8,
+            element: CommElement::U8,
             first: self.offset() + offset,
             elements: bytes,
         })

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// A launcher, identified by the variables it sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Launcher {
+pub enum RankLauncher {
     /// `torchrun` and compatible launchers.
     Torchrun,
     /// Open MPI's `mpirun`.
@@ -16,30 +16,30 @@ pub enum Launcher {
     Slurm,
 }
 
-impl Launcher {
+impl RankLauncher {
     /// Returns its variables for rank, size, rank within the node, and ranks of the node.
     const fn variables(self) -> [&'static str; 4] {
         match self {
-            Launcher::Torchrun => ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
-            Launcher::OpenMpi => [
+            RankLauncher::Torchrun => ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+            RankLauncher::OpenMpi => [
                 "OMPI_COMM_WORLD_RANK",
                 "OMPI_COMM_WORLD_SIZE",
                 "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE",
             ],
-            Launcher::Pmi => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
-            Launcher::Slurm => ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""],
+            RankLauncher::Pmi => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+            RankLauncher::Slurm => ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""],
         }
     }
 }
 
-impl fmt::Display for Launcher {
+impl fmt::Display for RankLauncher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Launcher::Torchrun => "torchrun",
-            Launcher::OpenMpi => "Open MPI",
-            Launcher::Pmi => "PMI",
-            Launcher::Slurm => "SLURM",
+            RankLauncher::Torchrun => "torchrun",
+            RankLauncher::OpenMpi => "Open MPI",
+            RankLauncher::Pmi => "PMI",
+            RankLauncher::Slurm => "SLURM",
         })
     }
 }
@@ -55,7 +55,7 @@ pub struct World {
     /// [`topology`](crate::topology::Topology) derives which ranks share a node from host names.
     pub local_rank: Option<usize>,
     /// The launcher whose variables were read; `None` for explicit arguments.
-    pub launcher: Option<Launcher>,
+    pub launcher: Option<RankLauncher>,
 }
 
 impl World {
@@ -92,7 +92,11 @@ impl World {
     pub fn from_variables(
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Option<World>, CollectiveError> {
-        let near = [Launcher::Torchrun, Launcher::OpenMpi, Launcher::Pmi];
+        let near = [
+            RankLauncher::Torchrun,
+            RankLauncher::OpenMpi,
+            RankLauncher::Pmi,
+        ];
         let mut found: Option<World> = None;
         for launcher in near {
             let Some(world) = read(launcher, &variable)? else {
@@ -108,7 +112,7 @@ impl World {
         }
         // Read last and only as a fallback: SLURM's variables also reach processes that are not
         // its tasks.
-        let task = read(Launcher::Slurm, &variable);
+        let task = read(RankLauncher::Slurm, &variable);
         let Some(mut world) = found else {
             return Ok(task?.filter(|task| task.rank > 0 || is_step(&variable)));
         };
@@ -125,7 +129,7 @@ impl World {
     /// see the same variables without being the task.
     pub(crate) fn is_task_of_pmix(&self, variable: impl Fn(&str) -> Option<String>) -> bool {
         let set = |name: &str| variable(name).is_some_and(|value| !value.is_empty());
-        let task = read(Launcher::Slurm, &variable).ok().flatten();
+        let task = read(RankLauncher::Slurm, &variable).ok().flatten();
         set("PMIX_NAMESPACE")
             && !set("TORCHELASTIC_RUN_ID")
             && task.is_some_and(|task| task.is_same_as(self))
@@ -166,13 +170,13 @@ impl World {
         // A SLURM task may have started the ranks by another launcher.
         let loose = self
             .launcher
-            .is_none_or(|launcher| launcher == Launcher::Slurm);
+            .is_none_or(|launcher| launcher == RankLauncher::Slurm);
         // A library of another MPI sees no launcher and starts a world of one in every process.
         let alone = size == 1 && self.size > 1;
         if (rank, size) == (self.rank, self.size) || (loose && !alone) {
             return Ok(());
         }
-        if self.launcher == Some(Launcher::Torchrun) && size == 1 {
+        if self.launcher == Some(RankLauncher::Torchrun) && size == 1 {
             return Err(CollectiveError::setup(SetupError::TorchrunWithoutMpi {
                 rank: self.rank,
                 size: self.size,
@@ -190,7 +194,7 @@ impl World {
 }
 
 fn read(
-    launcher: Launcher,
+    launcher: RankLauncher,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<Option<World>, CollectiveError> {
     let [rank, size, local, _] = launcher.variables();
@@ -221,7 +225,7 @@ fn read(
         .map(Some),
         (None, None) => Ok(None),
         // A batch script has the number of tasks without being one of them.
-        (None, Some(_)) if launcher == Launcher::Slurm => Ok(None),
+        (None, Some(_)) if launcher == RankLauncher::Slurm => Ok(None),
         (None, Some(_)) => Err(missing(size, rank)),
         (Some(_), None) => Err(missing(rank, size)),
     }

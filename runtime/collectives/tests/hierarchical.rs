@@ -6,7 +6,9 @@ mod dedup;
 mod interpreter;
 
 use interpreter::{Mail, Memory, advance, replay};
-use moesaic_collectives::schedules::{self, HopCounts, HopOrder, HopSchedule, Plan, Step};
+use moesaic_collectives::schedules::{
+    self, CollectivePlan, HopCounts, HopOrder, HopSchedule, ScheduleStep,
+};
 use moesaic_collectives::{Algorithm, Levels, NodeShape};
 use std::time::Instant;
 
@@ -60,10 +62,10 @@ fn hops(algorithm: Algorithm) -> HopOrder {
 }
 
 /// Packs a plan for executors of single messages, if asked to.
-fn carried(plan: Plan, packed: bool) -> Plan {
+fn carried(plan: CollectivePlan, packed: bool) -> CollectivePlan {
     let plan = if packed { plan.packed() } else { plan };
     for step in plan.steps.iter().filter(|_| packed) {
-        if let Step::Exchange {
+        if let ScheduleStep::Exchange {
             sends, receives, ..
         } = step
         {
@@ -257,8 +259,8 @@ fn the_concurrent_exchange_keeps_both_kinds_of_links_busy() {
     let schedule = HopSchedule::equal(HopOrder::concurrent(shape), rank, count);
     let plan = schedules::all_to_all_with(&schedule, &sizes, &sizes, 0);
     let far = |peer: usize| shape.split(peer).node != shape.split(rank).node;
-    let sent = |step: &Step| match step {
-        Step::Exchange { sends, .. } => {
+    let sent = |step: &ScheduleStep| match step {
+        ScheduleStep::Exchange { sends, .. } => {
             let bytes = |across: bool| -> usize {
                 let own = sends.iter().filter(|message| far(message.peer) == across);
                 own.map(|message| message.span.bytes).sum()

@@ -3,9 +3,9 @@
 mod nccl_fake;
 mod support;
 
-use moesaic_collectives::nccl::{Checks, Nccl, Options, Sums};
+use moesaic_collectives::nccl::{Checks, Nccl, NcclOptions, Sums};
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Element, NodeShape, Reduction,
+    Algorithm, Call, CollectiveError, Collectives, CommElement, NodeShape, Reduction,
 };
 use moesaic_target::Device;
 use nccl_fake::{Gpu, Lab, OnStream};
@@ -13,13 +13,13 @@ use std::sync::Arc;
 use std::time::Duration;
 use support::{call, every_operation, part, read, slice, unset};
 
-fn by_default(lab: &Lab) -> impl Fn(usize, &Arc<Gpu>) -> Options + Sync {
+fn by_default(lab: &Lab) -> impl Fn(usize, &Arc<Gpu>) -> NcclOptions + Sync {
     move |_, _| lab.options()
 }
 
 /// Sums on the device's stream.
-fn on_stream(lab: &Lab) -> impl Fn(usize, &Arc<Gpu>) -> Options + Sync {
-    move |_, gpu| Options {
+fn on_stream(lab: &Lab) -> impl Fn(usize, &Arc<Gpu>) -> NcclOptions + Sync {
+    move |_, gpu| NcclOptions {
         fold: Some(Arc::new(OnStream(Arc::clone(gpu)))),
         ..lab.options()
     }
@@ -56,8 +56,8 @@ fn says(error: &Option<String>, words: &[&str]) {
 
 fn gather(world: &mut Nccl, call: &Call) -> Result<(), CollectiveError> {
     let device = Arc::clone(world.device());
-    let own = slice(&device, Element::U8, &part(world.rank(), 0, 600));
-    let all = unset(&device, Element::U8, 600 * world.size());
+    let own = slice(&device, CommElement::U8, &part(world.rank(), 0, 600));
+    let all = unset(&device, CommElement::U8, 600 * world.size());
     world.all_gather(&own, &all, call)?.wait()
 }
 
@@ -93,7 +93,7 @@ fn every_operation_on_one_to_four_ranks() {
 #[test]
 fn sums_may_be_the_librarys() {
     let lab = Lab::new();
-    let options = |_: usize, _: &Arc<Gpu>| Options {
+    let options = |_: usize, _: &Arc<Gpu>| NcclOptions {
         sums: Sums::Library,
         ..lab.options()
     };
@@ -102,12 +102,12 @@ fn sums_may_be_the_librarys() {
         let mut world = world.unwrap();
         let device = Arc::clone(world.device());
         let rank = world.rank();
-        let data = slice(&device, Element::F32, &values[rank].to_ne_bytes());
+        let data = slice(&device, CommElement::F32, &values[rank].to_ne_bytes());
         let sum = world.all_reduce(&data, &data, Reduction::Sum, &call("sum"));
         sum.unwrap().wait().unwrap();
         let numbers: Vec<u8> = (0..3).flat_map(|i: i32| (i * 10).to_ne_bytes()).collect();
-        let all = slice(&device, Element::I32, &numbers);
-        let own = unset(&device, Element::I32, 1);
+        let all = slice(&device, CommElement::I32, &numbers);
+        let own = unset(&device, CommElement::I32, 1);
         let sum = world.reduce_scatter(&all, &own, Reduction::Sum, &call("scatter"));
         sum.unwrap().wait().unwrap();
         let parts = [[0, 1, 2].as_slice(), &[], &[3, 4]];
@@ -117,8 +117,8 @@ fn sums_may_be_the_librarys() {
             .iter()
             .flat_map(|i| i.to_ne_bytes())
             .collect();
-        let all = slice(&device, Element::I32, &all);
-        let part = unset(&device, Element::I32, counts[rank]);
+        let all = slice(&device, CommElement::I32, &all);
+        let part = unset(&device, CommElement::I32, counts[rank]);
         let (reduction, call) = (Reduction::Sum, call("scatter unequally"));
         let sum = world.reduce_scatter_v(&all, &counts, &part, reduction, &call);
         sum.unwrap().wait().unwrap();
@@ -185,8 +185,8 @@ fn a_wait_for_the_device_ends_with_the_operation_in_it() {
     lab.set("hang_rank", 1);
     let errors = errors(&lab, 2, |world| {
         let device = Arc::clone(world.device());
-        let own = slice(&device, Element::U8, &part(world.rank(), 0, 600));
-        let all = unset(&device, Element::U8, 1200);
+        let own = slice(&device, CommElement::U8, &part(world.rank(), 0, 600));
+        let all = unset(&device, CommElement::U8, 1200);
         drop(world.all_gather(&own, &all, &short("dropped"))?);
         device.synchronize().unwrap();
         world.barrier(&call("after"))?.wait()
@@ -260,8 +260,8 @@ fn ranks_that_call_different_things_are_named_with_what_differs() {
     assert!(all.contains("the label differs: `step "), "{all}");
     let sizes = errors(&lab, 2, |world| {
         let device = Arc::clone(world.device());
-        let own = unset(&device, Element::F32, 100 + world.rank());
-        let all = unset(&device, Element::F32, 2 * own.elements());
+        let own = unset(&device, CommElement::F32, 100 + world.rank());
+        let all = unset(&device, CommElement::F32, 2 * own.elements());
         world.all_gather(&own, &all, &call(""))?.wait()?;
         world.barrier(&call("after"))?.wait()
     });
@@ -287,8 +287,8 @@ fn wrong_counts(world: &mut Nccl, shape: Option<(usize, usize)>) -> Result<(), C
     };
     let receives = [10 + world.rank(), 10];
     let (from, to) = (
-        unset(&device, Element::F32, 20),
-        unset(&device, Element::F32, 21),
+        unset(&device, CommElement::F32, 20),
+        unset(&device, CommElement::F32, 21),
     );
     world
         .all_to_all_v(
@@ -326,7 +326,7 @@ fn a_rank_that_panics_ends_the_others() {
 #[test]
 fn unchecked_ranks_have_deadlines_all_the_same() {
     let lab = Lab::new();
-    let options = |_: usize, _: &Arc<Gpu>| Options {
+    let options = |_: usize, _: &Arc<Gpu>| NcclOptions {
         checks: Checks::Off,
         ..lab.options()
     };
@@ -355,7 +355,7 @@ fn operations_follow_each_other_without_the_host() {
     let results = lab.run(2, on_stream(&lab), |world| {
         let mut world = world.unwrap();
         let device = Arc::clone(world.device());
-        let data = slice(&device, Element::I64, &1i64.to_ne_bytes());
+        let data = slice(&device, CommElement::I64, &1i64.to_ne_bytes());
         for step in 0..5 {
             let label = format!("step {step}");
             let sum = world.all_reduce(&data, &data, Reduction::Sum, &call(&label));
@@ -380,8 +380,8 @@ fn operations_are_captured_into_graphs() {
         let gpu = device.streams().unwrap();
         let rank = world.rank();
         let number = |n: f32| n.to_ne_bytes().to_vec();
-        let data = slice(&device, Element::F32, &number(1.0 + rank as f32));
-        let large = unset(&device, Element::I64, 1000);
+        let data = slice(&device, CommElement::F32, &number(1.0 + rank as f32));
+        let large = unset(&device, CommElement::I64, 1000);
         // Run once before: no memory for sums can be allocated while a graph is captured.
         let warm = world.all_reduce(&large, &large, Reduction::Sum, &call("warm"));
         warm.unwrap().wait().unwrap();
@@ -419,7 +419,7 @@ fn what_needs_the_host_is_refused_while_a_graph_is_captured() {
     let results = lab.run(2, by_default(&lab), |world| {
         let mut world = world.unwrap();
         let device = Arc::clone(world.device());
-        let data = unset(&device, Element::F32, 4);
+        let data = unset(&device, CommElement::F32, 4);
         device.streams().unwrap().begin_capture("a layer").unwrap();
         let sum = world.all_reduce(&data, &data, Reduction::Sum, &call("sum"));
         let text = sum.unwrap_err().to_string();
@@ -470,7 +470,7 @@ fn two_ranks_of_one_device_are_refused_before_anything_begins() {
         let device = |rank: usize| Ok(Arc::clone(&gpus[rank]) as Arc<dyn Device>);
         let results = moesaic_collectives::threads::run(2, device, |control| {
             let device = Arc::clone(control.device());
-            let options = Options {
+            let options = NcclOptions {
                 share_device: share,
                 ..lab.options()
             };
@@ -531,8 +531,8 @@ fn a_world_that_was_not_finished_leaves_no_kernel_waiting() {
         if world.rank() == 0 {
             let device = Arc::clone(world.device());
             let (own, all) = (
-                unset(&device, Element::U8, 8),
-                unset(&device, Element::U8, 16),
+                unset(&device, CommElement::U8, 8),
+                unset(&device, CommElement::U8, 16),
             );
             drop(world.all_gather(&own, &all, &call("alone")).unwrap());
         }
@@ -548,9 +548,9 @@ fn a_world_that_was_not_finished_leaves_no_kernel_waiting() {
 #[ignore = "needs the library, of 470 MB: pip install nvidia-nccl-cu12, and MOESAIC_NCCL"]
 fn the_real_library_opens_without_a_gpu() {
     let lab = Lab::new();
-    let options = Options {
+    let options = NcclOptions {
         deadline: Some(Duration::from_secs(20)),
-        ..Options::default()
+        ..NcclOptions::default()
     };
     let found = moesaic_collectives::nccl::probe("cuda:sm_90a".parse().unwrap(), &options);
     println!("{found:?}");

@@ -6,8 +6,8 @@
 
 mod support;
 
-use moesaic_collectives::nccl::{self, Kernels, Meeting, Nccl, Options};
-use moesaic_collectives::{Collectives, Element, Reduction, World};
+use moesaic_collectives::nccl::{self, Kernels, Meeting, Nccl, NcclOptions};
+use moesaic_collectives::{Collectives, CommElement, Reduction, World};
 use moesaic_cuda::CudaDevice;
 use moesaic_target::{CompileOptions, Compiler, Device};
 use moesaic_toolchain::testing;
@@ -21,14 +21,14 @@ fn card() -> Arc<dyn Device> {
 }
 
 /// Sums on the device, by our kernels.
-fn options(device: &Arc<dyn Device>) -> Options {
+fn options(device: &Arc<dyn Device>) -> NcclOptions {
     let source = Kernels::source(device.info().target).unwrap();
     let artifact = testing::nvrtc().compile(&source, &CompileOptions::default());
     let kernels = Kernels::load(device, &artifact.unwrap()).unwrap();
-    Options {
+    NcclOptions {
         fold: Some(Arc::new(kernels)),
         deadline: Some(Duration::from_secs(60)),
-        ..Options::default()
+        ..NcclOptions::default()
     }
 }
 
@@ -47,7 +47,7 @@ fn use_it(mut world: Nccl, device: &Arc<dyn Device>) {
 fn in_a_graph(world: &mut Nccl, device: &Arc<dyn Device>) {
     let gpu = device.streams().unwrap();
     let number = |n: f32| n.to_ne_bytes().to_vec();
-    let data = slice(device, Element::F32, &number(1.0));
+    let data = slice(device, CommElement::F32, &number(1.0));
     let warm = world.all_reduce(&data, &data, Reduction::Sum, &call("warm"));
     warm.unwrap().wait().unwrap();
     device.upload(&number(1.0), data.buffer(), 0).unwrap();
@@ -68,7 +68,7 @@ fn in_a_graph(world: &mut Nccl, device: &Arc<dyn Device>) {
 #[ignore = "needs a card and NCCL"]
 fn one_rank_does_every_operation() {
     let device = card();
-    let options = Options {
+    let options = NcclOptions {
         world: Some(World::new(0, 1).unwrap()),
         meeting: Some(Meeting::Alone),
         ..options(&device)
@@ -105,7 +105,7 @@ fn a_rank() {
         return;
     }
     let device = card();
-    let options = Options {
+    let options = NcclOptions {
         share_device: true,
         ..options(&device)
     };

@@ -1,7 +1,7 @@
 //! The kernels that fold rows: compiled for GPUs of both vendors, and run in the PTX simulator.
 
 use moesaic_collectives::nccl::{Fold, Folding, Kernels, OnHost};
-use moesaic_collectives::{Element, Reduction, Slice};
+use moesaic_collectives::{CommElement, Reduction, Slice};
 use moesaic_kernel::{SimArch, Target};
 use moesaic_ptx::{PtxCompiler, PtxDevice, PtxOptions};
 use moesaic_target::{CompileOptions, Compiler, Device};
@@ -13,7 +13,7 @@ const RANKS: usize = 3;
 
 /// Returns values of every kind: small, large, subnormal, infinite. NaN is excluded, because its
 /// bits differ between processors.
-fn rows(element: Element, seed: u64) -> Vec<u8> {
+fn rows(element: CommElement, seed: u64) -> Vec<u8> {
     let mut state = seed;
     let mut next = || {
         state = state
@@ -25,13 +25,17 @@ fn rows(element: Element, seed: u64) -> Vec<u8> {
     while bytes.len() < ELEMENTS * RANKS * element.size() {
         let bits = next();
         match element {
-            Element::F32 if !f32::from_bits(bits).is_nan() => bytes.extend(bits.to_le_bytes()),
-            Element::Bf16 if !f32::from_bits(bits & 0xffff_0000).is_nan() => {
+            CommElement::F32 if !f32::from_bits(bits).is_nan() => bytes.extend(bits.to_le_bytes()),
+            CommElement::Bf16 if !f32::from_bits(bits & 0xffff_0000).is_nan() => {
                 bytes.extend(((bits >> 16) as u16).to_le_bytes());
             }
             // Infinities are excluded too: those of opposite signs would add up to a NaN.
-            Element::F16 if bits & 0x7c00 != 0x7c00 => bytes.extend((bits as u16).to_le_bytes()),
-            Element::I32 | Element::I64 | Element::U8 => bytes.extend(bits.to_le_bytes()),
+            CommElement::F16 if bits & 0x7c00 != 0x7c00 => {
+                bytes.extend((bits as u16).to_le_bytes())
+            }
+            CommElement::I32 | CommElement::I64 | CommElement::U8 => {
+                bytes.extend(bits.to_le_bytes())
+            }
             _ => {}
         }
     }
@@ -52,8 +56,8 @@ fn kernels_fold_to_the_bits_of_the_host() {
     let device: Arc<dyn Device> = Arc::new(PtxDevice::new(arch, PtxOptions::default()));
     let kernels = Kernels::load(&device, &artifact).unwrap();
     let host = OnHost::new(&device);
-    for element in Element::ALL {
-        assert_eq!(kernels.waits(element), element == Element::U8);
+    for element in CommElement::ALL {
+        assert_eq!(kernels.waits(element), element == CommElement::U8);
         let row_bytes = ELEMENTS * element.size();
         for reduction in Reduction::ALL {
             let bytes = rows(element, reduction as u64 + 1);
@@ -64,9 +68,9 @@ fn kernels_fold_to_the_bits_of_the_host() {
                 let folding = Folding {
                     element,
                     reduction,
-                    rows: Slice::whole(&rows, Element::U8),
+                    rows: Slice::whole(&rows, CommElement::U8),
                     row_bytes,
-                    to: Slice::whole(&to, Element::U8),
+                    to: Slice::whole(&to, CommElement::U8),
                 };
                 how.fold(&folding).unwrap();
                 let mut folded = vec![0; row_bytes];
@@ -88,12 +92,12 @@ fn kernels_fold_to_the_bits_of_the_host() {
 }
 
 /// Returns whether a value is NaN, as a sum of opposite infinities is.
-fn is_nan(element: Element, bytes: &[u8]) -> bool {
+fn is_nan(element: CommElement, bytes: &[u8]) -> bool {
     let number = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]);
     match element {
-        Element::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]).is_nan(),
-        Element::Bf16 => number(bytes) & 0x7fff > 0x7f80,
-        Element::F16 => number(bytes) & 0x7fff > 0x7c00,
+        CommElement::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]).is_nan(),
+        CommElement::Bf16 => number(bytes) & 0x7fff > 0x7f80,
+        CommElement::F16 => number(bytes) & 0x7fff > 0x7c00,
         _ => false,
     }
 }

@@ -4,7 +4,7 @@
 mod nccl_fake;
 mod support;
 
-use moesaic_collectives::nccl::{self, Meeting, Nccl, Options};
+use moesaic_collectives::nccl::{self, Meeting, Nccl, NcclOptions};
 use moesaic_collectives::{CollectiveError, Collectives, World, with_heartbeat};
 use nccl_fake::Lab;
 use std::io::Write;
@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use support::{call, every_operation};
 
-fn options(lab: &Lab, rank: usize, size: usize, meeting: &Meeting, job: &str) -> Options {
-    Options {
+fn options(lab: &Lab, rank: usize, size: usize, meeting: &Meeting, job: &str) -> NcclOptions {
+    NcclOptions {
         world: Some(World::new(rank, size).unwrap()),
         meeting: Some(meeting.clone()),
         job: Some(job.to_string()),
@@ -61,7 +61,7 @@ fn ranks_meet_in_a_folder_whatever_an_earlier_run_has_left() {
     let meeting = Meeting::Folder(folder.path().to_path_buf());
     // Rank 2 never comes: the others report that and leave their cards behind.
     let texts = run(&[0, 1], |rank| {
-        let options = Options {
+        let options = NcclOptions {
             deadline: Some(Duration::from_millis(300)),
             ..options(&lab, rank, 3, &meeting, "a job")
         };
@@ -106,7 +106,7 @@ fn ranks_meet_at_an_address_and_know_their_own() {
     run(&[0, 1, 2, 3, 4, 5], |number| match number {
         // A rank of another job gets no answer.
         3 => {
-            let options = Options {
+            let options = NcclOptions {
                 deadline: Some(Duration::from_millis(500)),
                 ..options(&lab, 1, 3, &meeting, "another job")
             };
@@ -149,7 +149,7 @@ fn who_does_not_come_is_named() {
     let lab = Lab::new();
     let meeting = Meeting::Loopback(free_port());
     let texts = run(&[0, 2], |rank| {
-        let options = Options {
+        let options = NcclOptions {
             deadline: Some(Duration::from_millis(400)),
             ..options(&lab, rank, 4, &meeting, "a job")
         };

@@ -3,8 +3,8 @@
 mod interpreter;
 
 use interpreter::{Memory, replay};
-use moesaic_collectives::schedules::{self, Plan, Step};
-use moesaic_collectives::{Element, Reduction};
+use moesaic_collectives::schedules::{self, CollectivePlan, ScheduleStep};
+use moesaic_collectives::{CommElement, Reduction};
 
 /// Returns bytes that identify source, destination and offset.
 fn part(from: usize, to: usize, bytes: usize) -> Vec<u8> {
@@ -81,7 +81,7 @@ fn gathers_broadcasts_and_barriers_reach_everybody() {
         let all: Vec<u8> = (0..ranks).flat_map(|p| part(p, 0, lengths[p])).collect();
         let memory = |p: usize| Memory::new(part(p, 0, lengths[p]), vec![0xDD; all.len()]);
         let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
-        let plans: Vec<Plan> = (0..ranks)
+        let plans: Vec<CollectivePlan> = (0..ranks)
             .map(|p| schedules::all_gather(p, &lengths))
             .collect();
         replay(&plans, &mut memories);
@@ -117,7 +117,7 @@ fn reductions_add_every_rank_once() {
         let memory = |p: usize| Memory::new(part(p, 0, elements), vec![0xDD; elements]);
         let mut memories: Vec<Memory> = (0..ranks).map(memory).collect();
         let plan =
-            |p: usize| schedules::all_reduce(p, ranks, elements, Element::U8, Reduction::Sum);
+            |p: usize| schedules::all_reduce(p, ranks, elements, CommElement::U8, Reduction::Sum);
         replay(&(0..ranks).map(plan).collect::<Vec<_>>(), &mut memories);
         assert!(
             memories.iter().all(|memory| memory.outputs[0] == expected),
@@ -138,7 +138,7 @@ fn all_plans_of_a_barrier_meet_every_rank_before_any_leaves() {
             for round in 0..rounds {
                 let before = reached.clone();
                 for (rank, known) in reached.iter_mut().enumerate() {
-                    let Step::Exchange { receives, .. } =
+                    let ScheduleStep::Exchange { receives, .. } =
                         &schedules::barrier(rank, ranks).steps[round]
                     else {
                         panic!("a barrier is exchanges")

@@ -4,7 +4,7 @@ mod heartbeat;
 mod support;
 
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, NodeShape, Reduction,
+    Algorithm, Call, CollectiveError, Collectives, CommElement, Communicator, NodeShape, Reduction,
     Topology, Transfer, threads,
 };
 use moesaic_cpu::CpuDevice;
@@ -76,7 +76,7 @@ fn results_are_the_same_bytes_whoever_is_late() {
             let values =
                 (0..3000).map(|i| ((i * 37 + rank * 11) % 101) as f32 * 0.1f32.powi(rank as i32));
             let bytes: Vec<u8> = values.flat_map(f32::to_ne_bytes).collect();
-            let data = slice(&device, Element::F32, &bytes);
+            let data = slice(&device, CommElement::F32, &bytes);
             std::thread::sleep(Duration::from_millis((rank * seed * 7) % 13));
             let handle = world.all_reduce(&data, &data, Reduction::Sum, &call("sum"));
             handle.unwrap().wait().unwrap();
@@ -98,7 +98,7 @@ fn a_late_rank_is_named_with_operation_phase_and_what_it_did_last() {
             std::thread::sleep(Duration::from_millis(3000));
         }
         let device = Arc::clone(world.device());
-        let data = slice(&device, Element::F32, &part(1, 1, 16));
+        let data = slice(&device, CommElement::F32, &part(1, 1, 16));
         let handle = world.all_reduce(&data, &data, Reduction::Sum, &short("layer 3"))?;
         handle.wait()
     });
@@ -131,8 +131,8 @@ fn a_rank_that_panics_ends_the_others_at_once() {
         }
         let device = Arc::clone(world.device());
         let (from, to) = (
-            unset(&device, Element::U8, 40_000),
-            unset(&device, Element::U8, 40_000),
+            unset(&device, CommElement::U8, 40_000),
+            unset(&device, CommElement::U8, 40_000),
         );
         world
             .all_to_all(&from, &to, Algorithm::Direct, &call("dispatch"))?
@@ -161,7 +161,7 @@ fn a_rank_that_ends_early_is_named() {
 fn what_was_sent_before_a_rank_ended_arrives() {
     let results = run(2, |mut world| {
         let device = Arc::clone(world.device());
-        let data = slice(&device, Element::U8, &part(world.rank(), 0, 500));
+        let data = slice(&device, CommElement::U8, &part(world.rank(), 0, 500));
         if world.rank() == 1 {
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -176,7 +176,7 @@ fn what_was_sent_before_a_rank_ended_arrives() {
 fn another_operation_on_a_rank_is_named() {
     let errors = errors(3, |mut world| {
         let device = Arc::clone(world.device());
-        let data = unset(&device, Element::F32, 6);
+        let data = unset(&device, CommElement::F32, 6);
         let call = call("step");
         let handle = match world.rank() {
             1 => world.barrier(&call)?,
@@ -200,7 +200,7 @@ fn a_skipped_step_is_found_by_its_label() {
                 continue;
             }
             let device = Arc::clone(world.device());
-            let data = unset(&device, Element::I32, 10);
+            let data = unset(&device, CommElement::I32, 10);
             let call = call(&format!("step {step}"));
             world
                 .all_reduce(&data, &data, Reduction::Max, &call)?
@@ -219,7 +219,7 @@ fn a_skipped_step_is_found_by_its_label() {
 
 #[test]
 fn other_sizes_types_and_reductions_are_named() {
-    let wrong = |elements: [usize; 2], element: [Element; 2], reduction: [Reduction; 2]| {
+    let wrong = |elements: [usize; 2], element: [CommElement; 2], reduction: [Reduction; 2]| {
         let errors = errors(2, move |mut world| {
             let device = Arc::clone(world.device());
             let own = world.rank();
@@ -230,12 +230,12 @@ fn other_sizes_types_and_reductions_are_named() {
         });
         errors.iter().flatten().cloned().collect::<String>()
     };
-    let (f32s, sums) = ([Element::F32; 2], [Reduction::Sum; 2]);
+    let (f32s, sums) = ([CommElement::F32; 2], [Reduction::Sum; 2]);
     let text = wrong([4, 5], f32s, sums);
     assert!(text.contains("the number of elements differs: "), "{text}");
     let text = wrong([9000, 9001], f32s, sums);
     assert!(text.contains("the number of elements differs: "), "{text}");
-    let text = wrong([4, 4], [Element::F32, Element::I32], sums);
+    let text = wrong([4, 4], [CommElement::F32, CommElement::I32], sums);
     assert!(text.contains("the element type differs: "), "{text}");
     let text = wrong([4, 4], f32s, [Reduction::Sum, Reduction::Max]);
     assert!(text.contains("the reduction differs: "), "{text}");
@@ -264,8 +264,8 @@ fn wrong_count(algorithm: Algorithm, scale: usize) -> Vec<Option<String>> {
             receives[1] -= 1;
         }
         let (from, to) = (
-            unset(&device, Element::U8, 4 * scale),
-            unset(&device, Element::U8, 4 * scale),
+            unset(&device, CommElement::U8, 4 * scale),
+            unset(&device, CommElement::U8, 4 * scale),
         );
         let combine = call("combine");
         world
@@ -302,8 +302,8 @@ fn another_algorithm_is_named() {
     let errors = errors(4, |mut world| {
         let device = Arc::clone(world.device());
         let (from, to) = (
-            unset(&device, Element::U8, 4),
-            unset(&device, Element::U8, 4),
+            unset(&device, CommElement::U8, 4),
+            unset(&device, CommElement::U8, 4),
         );
         let shape = NodeShape {
             nodes: 2,
@@ -329,7 +329,7 @@ fn a_message_that_nobody_receives_is_an_error() {
             let peer = 1 - world.rank();
             let transfer = |n| Transfer {
                 peer,
-                slice: unset(&device, Element::U8, n),
+                slice: unset(&device, CommElement::U8, n),
             };
             let (sends, receives) = match world.rank() {
                 0 => (vec![transfer(bytes), transfer(bytes)], vec![]),
@@ -375,7 +375,7 @@ fn messages_sent_together_are_compared_one_by_one() {
             let device = Arc::clone(world.device());
             let transfer = |(peer, n): (usize, &usize)| Transfer {
                 peer,
-                slice: unset(&device, Element::U8, *n),
+                slice: unset(&device, CommElement::U8, *n),
             };
             let list = |sizes: &[usize], peer| -> Vec<Transfer> {
                 sizes.iter().map(|n| transfer((peer, n))).collect()
@@ -418,7 +418,11 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
     let results = run(2, |mut world| {
         let device = Arc::clone(world.device());
         let r = |element, n| unset(&device, element, n);
-        let (f4, f5, i4) = (r(Element::F32, 4), r(Element::F32, 5), r(Element::I32, 4));
+        let (f4, f5, i4) = (
+            r(CommElement::F32, 4),
+            r(CommElement::F32, 5),
+            r(CommElement::I32, 4),
+        );
         let call = call("");
         let shape = NodeShape {
             nodes: 3,
@@ -433,12 +437,12 @@ fn bad_arguments_are_errors_before_anything_is_sent() {
         let texts = [
             all_to_all(&mut world, &f4, &f5, Algorithm::Direct),
             all_to_all(&mut world, &f4, &i4, Algorithm::Direct),
-            all_to_all(&mut world, &f5, &r(Element::F32, 5), Algorithm::Direct),
+            all_to_all(&mut world, &f5, &r(CommElement::F32, 5), Algorithm::Direct),
             all_to_all(&mut world, &f4, &f4, Algorithm::Direct),
             all_to_all(
                 &mut world,
                 &f4,
-                &r(Element::F32, 4),
+                &r(CommElement::F32, 4),
                 Algorithm::Hierarchical(shape),
             ),
             world.all_gather(&f4, &f5, &call).unwrap_err().to_string(),
@@ -510,13 +514,13 @@ fn groups_of_a_world_that_has_ended_say_so() {
 fn a_dropped_handle_ends_nothing() {
     let results = run(2, |mut world| {
         let device = Arc::clone(world.device());
-        let to = unset(&device, Element::U8, 40_000);
-        let from = slice(&device, Element::U8, &part(world.rank(), 0, 20_000));
+        let to = unset(&device, CommElement::U8, 40_000);
+        let from = slice(&device, CommElement::U8, &part(world.rank(), 0, 20_000));
         drop(world.all_gather(&from, &to, &call("dropped")).unwrap());
         drop(from);
         world.barrier(&call("after")).unwrap().wait().unwrap();
         world.barrier(&call("and again")).unwrap().wait().unwrap();
-        let next = slice(&device, Element::U8, &part(world.rank(), 0, 20_000));
+        let next = slice(&device, CommElement::U8, &part(world.rank(), 0, 20_000));
         drop(world.all_gather(&next, &to, &call("dropped")).unwrap());
         world.finish(&call("finish")).unwrap();
         read(&device, &to)

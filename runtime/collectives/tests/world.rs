@@ -4,7 +4,8 @@ mod support;
 mod thousands;
 
 use moesaic_collectives::{
-    Algorithm, Collectives, Communicator, Element, NodeShape, Reduction, Topology, agree, threads,
+    Algorithm, Collectives, CommElement, Communicator, NodeShape, Reduction, Topology, agree,
+    threads,
 };
 use moesaic_cpu::CpuDevice;
 use moesaic_kernel::Entry;
@@ -57,8 +58,8 @@ fn thirty_two_ranks_on_four_nodes_exchange_in_two_steps() {
             .shape;
         let algorithm = Algorithm::Hierarchical(shape.unwrap());
         let input: Vec<u8> = (0..ranks).flat_map(|q| part(rank, q, 24)).collect();
-        let from = slice(&device, Element::U8, &input);
-        let to = unset(&device, Element::U8, 24 * ranks);
+        let from = slice(&device, CommElement::U8, &input);
+        let to = unset(&device, CommElement::U8, 24 * ranks);
         let handle = world.all_to_all(&from, &to, algorithm, &call("dispatch"));
         handle.unwrap().wait().unwrap();
         read(&device, &to)
@@ -178,8 +179,8 @@ fn what_lies_behind_the_counts_is_left_alone() {
     let device = |_| Ok(Arc::new(Far::new()) as Arc<dyn Device>);
     let results = threads::run(2, device, |mut world| {
         let device = Arc::clone(world.device());
-        let from = slice(&device, Element::U8, &[1, 2, 3, 4]);
-        let to = slice(&device, Element::U8, &[9; 6]);
+        let from = slice(&device, CommElement::U8, &[1, 2, 3, 4]);
+        let to = slice(&device, CommElement::U8, &[9; 6]);
         let (counts, direct) = ([1, 1], Algorithm::Direct);
         let handle = world.all_to_all_v(&from, &counts, &to, &counts, direct, &call(""));
         handle.unwrap().wait().unwrap();
@@ -194,18 +195,18 @@ fn what_lies_behind_the_counts_is_left_alone() {
 
 #[test]
 fn every_type_is_reduced_by_every_rule() {
-    for element in Element::ALL {
+    for element in CommElement::ALL {
         for reduction in Reduction::ALL {
             let outputs = run(3, move |mut world| {
                 let device = Arc::clone(world.device());
                 let small = |value: u8| -> Vec<u8> {
                     match element {
-                        Element::U8 => vec![value],
-                        Element::I32 => i32::from(value).to_ne_bytes().to_vec(),
-                        Element::I64 => i64::from(value).to_ne_bytes().to_vec(),
-                        Element::F32 => f32::from(value).to_ne_bytes().to_vec(),
-                        Element::Bf16 => half::bf16::from(value).to_ne_bytes().to_vec(),
-                        Element::F16 => half::f16::from(value).to_ne_bytes().to_vec(),
+                        CommElement::U8 => vec![value],
+                        CommElement::I32 => i32::from(value).to_ne_bytes().to_vec(),
+                        CommElement::I64 => i64::from(value).to_ne_bytes().to_vec(),
+                        CommElement::F32 => f32::from(value).to_ne_bytes().to_vec(),
+                        CommElement::Bf16 => half::bf16::from(value).to_ne_bytes().to_vec(),
+                        CommElement::F16 => half::f16::from(value).to_ne_bytes().to_vec(),
                     }
                 };
                 let values = [4u8, 9, 6];

@@ -104,7 +104,7 @@ fn alignment(tensor: &TensorPlan, target: Target) -> u64 {
 mod tests {
     use super::*;
     use moesaic_kernel::{DType, Size};
-    use moesaic_plan::Role;
+    use moesaic_plan::TensorRole;
 
     #[test]
     fn rows_are_aligned_to_the_packs_that_divide_them() {
@@ -113,7 +113,7 @@ mod tests {
                 name: "x".to_string(),
                 dtype,
                 shape: vec![Size::Tokens, Size::Const(width)],
-                role: Role::Input,
+                role: TensorRole::Input,
             };
             let found = alignment(&tensor, target.parse().unwrap());
             assert_eq!(found, expected, "{target} {dtype} {width}");

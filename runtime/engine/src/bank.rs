@@ -5,7 +5,7 @@ use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::reason::WeightReason;
 use crate::texts::Texts;
-use moesaic_plan::{LayerPlan, Role, TensorId, TensorPlan};
+use moesaic_plan::{LayerPlan, TensorId, TensorPlan, TensorRole};
 use moesaic_target::Buffer;
 use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
@@ -42,7 +42,7 @@ fn shared(
     let own = bank.plan();
     let mut shared = HashMap::new();
     for (at, tensor) in plan.tensors.iter().enumerate() {
-        let held = matches!(tensor.role, Role::Weight | Role::Packed);
+        let held = matches!(tensor.role, TensorRole::Weight | TensorRole::Packed);
         if !held || !of_experts(&tensor.name) {
             continue;
         }

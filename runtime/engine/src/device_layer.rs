@@ -12,7 +12,7 @@ use crate::place::{Packing, TABLE, checked_table, placed};
 use crate::reason::{InputReason, SpecReason, WeightReason};
 use crate::trace::Recorder;
 use crate::turns::{CallTurn, Turns, lock};
-use moesaic_plan::{Chunk, LayerPlan, Role, Step, TensorId, TensorPlan, Tilings};
+use moesaic_plan::{Chunk, LayerPlan, Step, TensorId, TensorPlan, TensorRole, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource};
@@ -276,7 +276,7 @@ impl DeviceLayer {
             self.plan()
                 .tensors
                 .iter()
-                .filter(|t| t.role == Role::Weight)
+                .filter(|t| t.role == TensorRole::Weight)
         };
         let Some(plan) = weights().find(|tensor| tensor.name == name) else {
             let names: Vec<&str> = weights().map(|tensor| tensor.name.as_str()).collect();
@@ -475,7 +475,7 @@ fn check_held(plan: &LayerPlan, held: &Buffers) -> Result<(), EngineError> {
     let called = plan.all_steps().chain(&plan.evaluation);
     for tensor in tensors(called) {
         let TensorPlan { name, role, .. } = &plan[tensor];
-        let kept = outlives_calls(*role) && *role != Role::WeightGradient;
+        let kept = outlives_calls(*role) && *role != TensorRole::WeightGradient;
         if kept && held.get(tensor).is_none() {
             return Err(EngineError::weight(name, WeightReason::NoMemory));
         }

@@ -7,7 +7,7 @@ use crate::launch::Scalars;
 use crate::pass::Pass;
 use crate::reason::InputReason;
 use crate::router::Place;
-use moesaic_plan::{Role, TensorId, TensorPlan, row_limit};
+use moesaic_plan::{TensorId, TensorPlan, TensorRole, row_limit};
 use moesaic_target::Buffer;
 use moesaic_tensor::Tensor;
 
@@ -100,7 +100,7 @@ impl DeviceLayer {
         let outputs = self.ports[pass as usize].outputs.iter();
         let asked = outputs.filter(move |id| {
             let tensor = &self.plan()[**id];
-            let own = tensor.role == Role::Input && !inputs.contains(id);
+            let own = tensor.role == TensorRole::Input && !inputs.contains(id);
             own && names.contains(&&*tensor.name)
         });
         inputs.iter().chain(asked).copied()

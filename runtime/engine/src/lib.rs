@@ -66,12 +66,12 @@ pub use mesh::{
     part_shape, part_shape_placed,
 };
 pub use multi_gate::{MultiGate, MultiSaved};
-pub use precompile::{Event, Job, MeshJob, Outcome, Row};
+pub use precompile::{KernelOutcome, KernelRow, MeshJob, PrecompileEvent, PrecompileJob};
 pub use precompile::{compile_all, precompile, precompile_on};
 pub use reason::{InputReason, OutputReason, SaveReason, SpecReason, WeightReason};
 pub use statistics::{Record, Statistics};
 pub use trace::{Activity, Lane, Recorded, Recorder, Trace, chrome_trace};
-pub use tuned::{Measured, TunedPlans, Untuned};
+pub use tuned::{TunedPlans, TunedTimes, Untuned};
 pub use user::{UserLayer, UserSaved};
 pub use user_expert::{ExpertBackward, UserExpert};
 pub use variants::Variants;

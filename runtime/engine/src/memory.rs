@@ -1,6 +1,6 @@
 //! Device memory of a layer's tensors.
 
-use moesaic_plan::{LayerPlan, Role, Step, TensorId, Tilings};
+use moesaic_plan::{LayerPlan, Step, TensorId, TensorRole, Tilings};
 use moesaic_target::{Buffer, Device, DeviceError, Ptr};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -231,8 +231,11 @@ pub(crate) fn tensors<'s>(steps: impl IntoIterator<Item = &'s Step>) -> BTreeSet
 }
 
 /// Returns whether a layer holds a tensor of this role as long as it lives.
-pub(crate) fn outlives_calls(role: Role) -> bool {
-    matches!(role, Role::Weight | Role::Packed | Role::WeightGradient)
+pub(crate) fn outlives_calls(role: TensorRole) -> bool {
+    matches!(
+        role,
+        TensorRole::Weight | TensorRole::Packed | TensorRole::WeightGradient
+    )
 }
 
 /// Returns the bytes that a call of `tokens` tokens needs for tensors.

@@ -24,8 +24,8 @@ use std::sync::{Mutex, PoisonError};
 /// A call runs all of them in one pass over the experts and reads their weights once. If experts
 /// have a capacity, which is that of each layer, or if routing is `external`, it runs them one by
 /// one. So does an engine that compiles nothing and lacks the kernels
-/// ([`Job::multi_gate`](crate::Job::multi_gate)), with a warning. [`MultiGate::in_one_pass`] tells
-/// you which it is.
+/// ([`PrecompileJob::multi_gate`](crate::PrecompileJob::multi_gate)), with a warning.
+/// [`MultiGate::in_one_pass`] tells you which it is.
 ///
 /// Over ranks the routers run one by one, each with its own exchange of rows; all ranks make every
 /// call. Gradients are complete after [`MultiGate::reduce_gradients`].

@@ -2,7 +2,7 @@
 //! may be read after it.
 
 use crate::memory::tensors;
-use moesaic_plan::{LayerPlan, Role, Step, TensorId};
+use moesaic_plan::{LayerPlan, Step, TensorId, TensorRole};
 use std::collections::BTreeSet;
 
 /// A forward pass of a call.
@@ -49,16 +49,16 @@ impl Pass {
         if self == Pass::Train {
             named.extend(tensors(&plan.backward));
         }
-        let inputs = of_role(plan, &named, &[Role::Input]);
+        let inputs = of_role(plan, &named, &[TensorRole::Input]);
         // A routing call also returns the weights of the caller's own decision, if asked for them.
         named.extend(plan.id("topk_weights"));
-        let outputs = of_role(plan, &named, &[Role::Input, Role::Output]);
+        let outputs = of_role(plan, &named, &[TensorRole::Input, TensorRole::Output]);
         Ports { inputs, outputs }
     }
 }
 
 /// The named tensors that have one of these roles.
-fn of_role(plan: &LayerPlan, named: &BTreeSet<TensorId>, roles: &[Role]) -> Vec<TensorId> {
+fn of_role(plan: &LayerPlan, named: &BTreeSet<TensorId>, roles: &[TensorRole]) -> Vec<TensorId> {
     let named = named.iter().copied();
     named.filter(|&id| roles.contains(&plan[id].role)).collect()
 }

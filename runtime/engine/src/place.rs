@@ -6,7 +6,7 @@ use crate::error::EngineError;
 use crate::launch::{Modules, dims};
 use crate::memory::Buffers;
 use crate::reason::WeightReason;
-use moesaic_plan::{LaunchStep, LayerPlan, Role, TensorId, TensorPlan};
+use moesaic_plan::{LaunchStep, LayerPlan, TensorId, TensorPlan, TensorRole};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{Arg, Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, TensorKind, WeightSource, check_kind};
@@ -26,7 +26,7 @@ pub(crate) fn placed(
     weights: &dyn WeightSource,
     wanted: impl Fn(&str) -> bool,
 ) -> Result<Buffers, EngineError> {
-    let of = |role: Role| {
+    let of = |role: TensorRole| {
         let tensors = plan.tensors.iter().enumerate();
         let tensors = tensors.map(|(at, tensor)| (TensorId(at), tensor));
         tensors.filter(move |(_, tensor)| tensor.role == role)
@@ -43,7 +43,7 @@ pub(crate) fn placed(
             wanted(&tensor.name)
         }
     };
-    let found = of(Role::Weight).filter(is_wanted);
+    let found = of(TensorRole::Weight).filter(is_wanted);
     let found = found.map(|(id, tensor)| Ok((id, Weight::find(weights, tensor)?)));
     // Checked before the first byte is read: a wrong checkpoint usually has many wrong tensors, and
     // gigabytes would be uploaded before the second error.
@@ -51,7 +51,7 @@ pub(crate) fn placed(
 
     let _placing = Placing::begin(device);
     let mut held = Buffers::default();
-    for (id, tensor) in of(Role::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
+    for (id, tensor) in of(TensorRole::Packed).filter(|(_, tensor)| wanted(&tensor.name)) {
         let bytes = usize::try_from(tensor.bytes(0)).unwrap_or(usize::MAX);
         held.push(id, device.alloc(bytes)?);
     }

@@ -14,12 +14,12 @@ use moesaic_plan::{
     Both, Parallel, Placement, PlanError, PlanOptions, RankCoords, Sharing, Strategy,
 };
 use moesaic_spec::LayerSpec;
-use moesaic_target::{Artifact, CompileOptions, Compiler, Report};
+use moesaic_target::{Artifact, ArtifactReport, CompileOptions, Compiler};
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 /// One layer for one target.
-pub struct Job {
+pub struct PrecompileJob {
     /// The layer.
     pub spec: LayerSpec,
     /// The target.
@@ -32,13 +32,13 @@ pub struct Job {
     pub compiler: Arc<dyn Compiler>,
 }
 
-impl Job {
+impl PrecompileJob {
     /// Returns the job for the kernels with which a [`MultiGate`](crate::MultiGate) of the layer
     /// runs all routers in one pass over the experts, in addition to the layer's own kernels.
     /// `None` if it runs them one by one, and over ranks.
-    pub fn multi_gate(&self) -> Option<Job> {
+    pub fn multi_gate(&self) -> Option<PrecompileJob> {
         let experts = stacked(&self.spec).filter(|_| self.mesh.is_none())?;
-        Some(Job {
+        Some(PrecompileJob {
             spec: experts,
             target: self.target,
             options: self.options.clone(),
@@ -97,7 +97,7 @@ impl MeshJob {
 
 /// The result of one kernel.
 #[derive(Debug)]
-pub struct Row {
+pub struct KernelRow {
     /// The layer's name.
     pub layer: String,
     /// The kernel's name.
@@ -107,27 +107,27 @@ pub struct Row {
     /// The kernel's key in the store.
     pub key: KernelKey,
     /// The outcome.
-    pub outcome: Outcome,
+    pub outcome: KernelOutcome,
 }
 
 /// The outcome of one kernel.
 #[derive(Debug)]
-pub enum Outcome {
+pub enum KernelOutcome {
     /// The kernel was in the store already.
-    Hit(Report, u64),
+    Hit(ArtifactReport, u64),
     /// The kernel was compiled; the report, and the bytes of the binary.
-    Compiled(Report, u64),
+    Compiled(ArtifactReport, u64),
     /// The kernel could not be compiled.
     Failed(EngineError),
 }
 
 /// Progress of [`precompile`].
 #[derive(Debug)]
-pub enum Event<'a> {
+pub enum PrecompileEvent<'a> {
     /// The number of kernels to process.
     Start(usize),
     /// One kernel is done.
-    Done(&'a Row),
+    Done(&'a KernelRow),
 }
 
 /// Compiles every kernel of every job into `store`, on all cores. Kernels
@@ -138,11 +138,11 @@ pub enum Event<'a> {
 /// When a spec is invalid or cannot be planned or emitted; nothing has been
 /// compiled then.
 pub fn precompile(
-    jobs: &[Job],
+    jobs: &[PrecompileJob],
     store: &Arc<Store>,
     options: &CompileOptions,
-    progress: &(dyn Fn(Event<'_>) + Sync),
-) -> Result<Vec<Row>, EngineError> {
+    progress: &(dyn Fn(PrecompileEvent<'_>) + Sync),
+) -> Result<Vec<KernelRow>, EngineError> {
     precompile_on(cores(), jobs, store, options, progress)
 }
 
@@ -152,13 +152,13 @@ pub fn precompile(
 /// As [`precompile`].
 pub fn precompile_on(
     threads: usize,
-    jobs: &[Job],
+    jobs: &[PrecompileJob],
     store: &Arc<Store>,
     options: &CompileOptions,
-    progress: &(dyn Fn(Event<'_>) + Sync),
-) -> Result<Vec<Row>, EngineError> {
+    progress: &(dyn Fn(PrecompileEvent<'_>) + Sync),
+) -> Result<Vec<KernelRow>, EngineError> {
     let mut seen = HashSet::new();
-    let mut kernels: Vec<(&Job, KernelSource, KernelKey, Builder)> = Vec::new();
+    let mut kernels: Vec<(&PrecompileJob, KernelSource, KernelKey, Builder)> = Vec::new();
     for job in jobs {
         check_spec(&job.spec)?;
         for source in sources(job)? {
@@ -171,19 +171,19 @@ pub fn precompile_on(
             }
         }
     }
-    progress(Event::Start(kernels.len()));
+    progress(PrecompileEvent::Start(kernels.len()));
     Ok(parallel_on(
         threads,
         &kernels,
         |(job, source, key, builder)| {
-            let row = Row {
+            let row = KernelRow {
                 layer: job.spec.name.clone(),
                 kernel: source.name.clone(),
                 target: job.target,
                 key: *key,
                 outcome: outcome(builder, source, key, &job.spec.name),
             };
-            progress(Event::Done(&row));
+            progress(PrecompileEvent::Done(&row));
             row
         },
     ))
@@ -206,14 +206,17 @@ pub fn compile_all(
 }
 
 /// Returns the kernels of a job; some more than once.
-fn sources(job: &Job) -> Result<Vec<KernelSource>, EngineError> {
+fn sources(job: &PrecompileJob) -> Result<Vec<KernelSource>, EngineError> {
     match &job.mesh {
         None => Ok(emit_layer(&plan(&job.spec, job.target, &job.options)?)?),
         Some(mesh) => sources_of_ranks(job, mesh),
     }
 }
 
-fn sources_of_ranks(job: &Job, ranks: &MeshJob) -> Result<Vec<KernelSource>, EngineError> {
+fn sources_of_ranks(
+    job: &PrecompileJob,
+    ranks: &MeshJob,
+) -> Result<Vec<KernelSource>, EngineError> {
     let (spec, mesh) = (&job.spec, ranks.parallel);
     mesh.check(spec).map_err(PlanError::from)?;
     let strategies = [&[Strategy::default()], &*ranks.strategies].concat();
@@ -262,16 +265,21 @@ fn kinds(spec: &LayerSpec, ranks: &MeshJob) -> Result<Vec<(Placement, usize)>, E
     Ok(kinds.into_values().collect())
 }
 
-fn outcome(builder: &Builder, source: &KernelSource, key: &KernelKey, layer: &str) -> Outcome {
+fn outcome(
+    builder: &Builder,
+    source: &KernelSource,
+    key: &KernelKey,
+    layer: &str,
+) -> KernelOutcome {
     match builder.build(source, key, Some(layer)) {
         Ok(Built { artifact, compiled }) => {
             let bytes = artifact.binary.len() as u64;
             if compiled {
-                Outcome::Compiled(artifact.report, bytes)
+                KernelOutcome::Compiled(artifact.report, bytes)
             } else {
-                Outcome::Hit(artifact.report, bytes)
+                KernelOutcome::Hit(artifact.report, bytes)
             }
         }
-        Err(error) => Outcome::Failed(error),
+        Err(error) => KernelOutcome::Failed(error),
     }
 }

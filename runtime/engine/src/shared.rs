@@ -4,7 +4,7 @@ use crate::error::EngineError;
 use crate::launch::Modules;
 use crate::place::{placed, zeroed};
 use crate::turns::Turns;
-use moesaic_plan::{LayerPlan, Role, TensorPlan};
+use moesaic_plan::{LayerPlan, TensorPlan, TensorRole};
 use moesaic_target::{Buffer, Device};
 use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
@@ -28,8 +28,9 @@ impl Shared {
         common: fn(&str) -> bool,
     ) -> Result<Shared, EngineError> {
         let placed = placed(plan, modules, device, weights, common)?;
-        let summed =
-            |tensor: &&TensorPlan| tensor.role == Role::WeightGradient && common(&tensor.name);
+        let summed = |tensor: &&TensorPlan| {
+            tensor.role == TensorRole::WeightGradient && common(&tensor.name)
+        };
         let mut gradients = HashMap::new();
         for tensor in plan.tensors.iter().filter(summed) {
             let buffer = Arc::new(zeroed(tensor, device)?);
@@ -57,7 +58,12 @@ impl Shared {
 pub(crate) fn same_memory(a: &LayerPlan, b: &LayerPlan) -> bool {
     let held = |plan: &LayerPlan| {
         let mut tensors = plan.tensors.clone();
-        tensors.retain(|t| matches!(t.role, Role::Weight | Role::Packed | Role::WeightGradient));
+        tensors.retain(|t| {
+            matches!(
+                t.role,
+                TensorRole::Weight | TensorRole::Packed | TensorRole::WeightGradient
+            )
+        });
         tensors
     };
     held(a) == held(b)

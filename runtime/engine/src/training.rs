@@ -7,7 +7,7 @@ use crate::launch::Scalars;
 use crate::memory::{Buffers, Kept, Workspaces};
 use crate::pass::Pass;
 use crate::place::zeroed;
-use moesaic_plan::{Role, TensorId, TensorPlan};
+use moesaic_plan::{TensorId, TensorPlan, TensorRole};
 use moesaic_target::{Buffer, Ptr};
 use moesaic_tensor::{Tensor, Tensors};
 use std::collections::HashMap;
@@ -243,7 +243,7 @@ impl DeviceLayer {
     /// As [`DeviceLayer::gradient`].
     pub fn gradients(&self) -> Result<Tensors<'static>, EngineError> {
         self.check_training()?;
-        let names = self.tensors(Role::WeightGradient);
+        let names = self.tensors(TensorRole::WeightGradient);
         let names = names.filter_map(|tensor| tensor.name.strip_prefix("grad."));
         names
             .map(|name| Ok((name.to_string(), self.gradient(name)?)))
@@ -284,7 +284,7 @@ impl DeviceLayer {
 
     /// The names of what backward returns.
     pub(crate) fn input_gradients(&self) -> Vec<&str> {
-        let tensors = self.tensors(Role::InputGradient);
+        let tensors = self.tensors(TensorRole::InputGradient);
         tensors.map(|tensor| tensor.name.as_str()).collect()
     }
 
@@ -294,7 +294,7 @@ impl DeviceLayer {
         saved.map(|&id| self.tilings.bytes(id, tokens as u64)).sum()
     }
 
-    pub(crate) fn tensors(&self, role: Role) -> impl Iterator<Item = &TensorPlan> {
+    pub(crate) fn tensors(&self, role: TensorRole) -> impl Iterator<Item = &TensorPlan> {
         let tensors = self.plan().tensors.iter();
         tensors.filter(move |tensor| tensor.role == role)
     }
@@ -369,7 +369,7 @@ impl DeviceLayer {
         mut shared: HashMap<String, Arc<Buffer>>,
     ) -> Result<&Buffers, EngineError> {
         let mut buffers = Buffers::default();
-        for tensor in self.tensors(Role::WeightGradient) {
+        for tensor in self.tensors(TensorRole::WeightGradient) {
             let buffer = match shared.remove(&tensor.name) {
                 Some(buffer) => buffer,
                 None => zeroed(tensor, &*self.device)?.into(),

@@ -16,7 +16,7 @@ pub struct Untuned {
 
 /// The result of measuring one number of tokens.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Measured {
+pub struct TunedTimes {
     /// The number of tokens.
     pub tokens: usize,
     /// Sizes that are better than the default.
@@ -59,7 +59,7 @@ impl Untuned {
     ///
     /// # Errors
     /// When a plan of it cannot be made or emitted.
-    pub fn tuned(&self, found: &[Measured], machine: TunedMachine) -> Result<Tuned, EngineError> {
+    pub fn tuned(&self, found: &[TunedTimes], machine: TunedMachine) -> Result<Tuned, EngineError> {
         let buckets = found.iter().map(|one| self.bucket(one));
         let mut buckets = buckets.collect::<Result<Vec<Bucket>, EngineError>>()?;
         buckets.sort_by_key(|bucket| bucket.tokens);
@@ -72,7 +72,7 @@ impl Untuned {
         })
     }
 
-    fn bucket(&self, found: &Measured) -> Result<Bucket, EngineError> {
+    fn bucket(&self, found: &TunedTimes) -> Result<Bucket, EngineError> {
         let sizes = found.tuning.sizes();
         let sizes = sizes.map(|(knob, size)| (knob.name().to_string(), size));
         Ok(Bucket {

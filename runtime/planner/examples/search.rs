@@ -6,7 +6,7 @@
 //! ```
 
 use moesaic_plan::{CommDtype, ShadowModel, Training};
-use moesaic_planner::{Routing, Scenario, Space, published, search};
+use moesaic_planner::{RoutedRows, Scenario, Space, published, search};
 use moesaic_spec::LayerSpec;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -18,7 +18,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .nth(1)
         .map_or(Ok(0.0), |skew| skew.parse())?;
     let scenario = Scenario {
-        routing: Routing::zipf(4096, 256, 8, skew)?,
+        routing: RoutedRows::zipf(4096, 256, 8, skew)?,
         placement: None,
         shadow_model: ShadowModel::of(&spec),
         spec,

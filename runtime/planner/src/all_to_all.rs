@@ -59,7 +59,7 @@ pub fn all_to_all_factor(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Routing, published};
+    use crate::{RoutedRows, published};
     use moesaic_plan::{ShadowModel, Training};
     use moesaic_spec::LayerSpec;
 
@@ -67,7 +67,7 @@ mod tests {
         let text = "shape = { model_dim = 256, hidden_dim = 128, experts = 16, top_k = 2 }";
         let spec = LayerSpec::from_toml(text).unwrap();
         let scenario = Scenario {
-            routing: Routing::even(512, 16, 2),
+            routing: RoutedRows::even(512, 16, 2),
             placement: None,
             shadow_model: ShadowModel::of(&spec),
             spec,

@@ -24,7 +24,7 @@ pub struct Calibration {
     pub levels: Vec<LevelFit>,
     /// Measurements of processors.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub compute: Option<Measured>,
+    pub compute: Option<MeasuredProcessor>,
     /// The largest error of the fits: the uncertainty of predictions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub band: Option<f64>,
@@ -57,7 +57,7 @@ pub struct LevelFit {
 /// The measured figures of a rank's processor.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Measured {
+pub struct MeasuredProcessor {
     /// The memory traffic in GB/s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_gbs: Option<f64>,
@@ -346,7 +346,7 @@ mod tests {
                     2
                 ],
             }],
-            compute: Some(Measured {
+            compute: Some(MeasuredProcessor {
                 memory_gbs: Some(2000.0),
                 gemm_tflops: BTreeMap::from([("bf16".to_string(), 500.0)]),
                 launch_us: None,

@@ -13,7 +13,7 @@ use moesaic_dist::{
 };
 use moesaic_plan::{
     AllToAll, CommDtype, Exchange, LayerPlan, OverlapBy, Parallel, PartTensor, RankPlan, RankStep,
-    Role, TensorPlan,
+    TensorPlan, TensorRole,
 };
 
 /// The names of the gradient sums after a backward pass.
@@ -442,7 +442,7 @@ fn of_expert(tensor: &TensorPlan) -> f64 {
 /// Returns the bytes of the weight gradients that a part of the plan produces.
 fn gradient_bytes(plan: &LayerPlan) -> f64 {
     let tensors = plan.tensors.iter();
-    let gradients = tensors.filter(|tensor| tensor.role == Role::WeightGradient);
+    let gradients = tensors.filter(|tensor| tensor.role == TensorRole::WeightGradient);
     gradients.map(|tensor| tensor.bytes(0) as f64).sum()
 }
 

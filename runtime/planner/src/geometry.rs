@@ -3,7 +3,7 @@
 use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::shadows::Shadows;
 use crate::traffic::{LevelLoads, MeshGroup, Traffic, TrafficPhase};
-use crate::{Machine, Routing};
+use crate::{Machine, RoutedRows};
 use moesaic_plan::{AllToAll, Parallel, Placement, ShadowModel};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -68,7 +68,7 @@ impl PhaseLoad {
 pub(crate) fn ranks(
     machine: &Machine,
     mesh: Parallel,
-    (routing, placement): (&Routing, &Placement),
+    (routing, placement): (&RoutedRows, &Placement),
     (all_to_all, adaptive_r): (AllToAll, usize),
     model: Option<&ShadowModel>,
 ) -> Vec<Rank> {
@@ -125,7 +125,7 @@ pub(crate) fn ranks(
 }
 
 /// Returns whether a mesh has the nodes that a two-dimensional all-to-all needs.
-pub(crate) fn has_nodes(machine: &Machine, mesh: Parallel, routing: &Routing) -> bool {
+pub(crate) fn has_nodes(machine: &Machine, mesh: Parallel, routing: &RoutedRows) -> bool {
     let placement = Placement::contiguous(1, 1);
     MeshGroup::new(machine, mesh, 0, routing, &placement).has_nodes()
 }

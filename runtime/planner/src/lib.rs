@@ -39,19 +39,21 @@ mod traffic;
 pub mod validate;
 
 pub use all_to_all::all_to_all_factor;
-pub use calibration::{Calibration, LevelFit, Measured, Timed};
+pub use calibration::{Calibration, LevelFit, MeasuredProcessor, Timed};
 pub use cost::Cost;
 pub use exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime};
 pub use fit::{Fit, Point, fit, fit_line};
 pub use machine::{
-    AllToAllFactor, Band, Compute, Factor, Fanout, Level, Machine, ModelFactor, Overlap, published,
-    published_names,
+    AllToAllFactor, Band, Compute, Factor, Fanout, Level, Machine, ModelFactor, OverlapModel,
+    published, published_names,
 };
-pub use memory::Memory;
+pub use memory::MemoryUse;
 pub use reach::expected_groups;
 pub use read::ReadError;
-pub use routing::{Routing, RoutingError};
-pub use scenario::{Bound, PassTime, PhaseOf, PlannerError, Prediction, Scenario, Simulated};
+pub use routing::{RoutedRows, RoutingError};
+pub use scenario::{
+    Bottleneck, PassEstimate, PhaseOf, PlannerError, Prediction, Scenario, Simulated,
+};
 pub use search::{Ranked, Space, search};
 pub use simulate::Simulator;
 pub use trace::chrome;

@@ -26,7 +26,7 @@ pub struct Machine {
     /// The processor of one rank.
     pub compute: Compute,
     /// The interaction of transfers and arithmetic.
-    pub overlap: Overlap,
+    pub overlap: OverlapModel,
     /// The uncertainty of predictions.
     pub error: Band,
     /// The factors by which measured steps took longer than predicted, by all-to-all algorithm.
@@ -175,7 +175,7 @@ fn is_alone(ranks: &f64) -> bool {
 /// The interaction of transfers and arithmetic.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Overlap {
+pub struct OverlapModel {
     /// Whether messages of inner and outer levels move concurrently within one exchange.
     pub side_by_side: bool,
     /// The fraction by which GEMMs slow down while rows are in flight.

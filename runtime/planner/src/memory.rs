@@ -1,12 +1,12 @@
 //! The memory that a rank needs.
 
 use crate::geometry::Rank;
-use moesaic_plan::{LayerPlan, RankPlan, Role};
+use moesaic_plan::{LayerPlan, RankPlan, TensorRole};
 
 /// The bytes of the rank that needs most. Scratch is counted as if no two tensors shared memory,
 /// so a runtime that reuses memory needs less.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Memory {
+pub struct MemoryUse {
     /// Weights and, in training, their gradients.
     pub weights: f64,
     /// Weights that a pass gathers from other ranks, and those of shadows with their gradients.
@@ -21,7 +21,7 @@ pub struct Memory {
     pub passed: f64,
 }
 
-impl Memory {
+impl MemoryUse {
     /// Returns the total.
     pub fn bytes(&self) -> f64 {
         self.weights + self.gathered + self.rows + self.passed
@@ -29,8 +29,11 @@ impl Memory {
 }
 
 /// Returns whether a tensor persists between calls.
-fn stays(role: Role) -> bool {
-    matches!(role, Role::Weight | Role::Packed | Role::WeightGradient)
+fn stays(role: TensorRole) -> bool {
+    matches!(
+        role,
+        TensorRole::Weight | TensorRole::Packed | TensorRole::WeightGradient
+    )
 }
 
 fn kept(plan: &LayerPlan) -> f64 {
@@ -61,7 +64,7 @@ fn inputs(plan: &LayerPlan, rows: f64) -> f64 {
 
 /// Returns the memory of the rank that needs most. `owned` is the part of the plan's expert
 /// weights that the rank owns, `part` the largest part of arriving rows that it gets.
-pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> Memory {
+pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> MemoryUse {
     // Maxima may come from different ranks; the result is an upper bound that no rank exceeds.
     let most = |of: &dyn Fn(&Rank) -> f64| ranks.iter().map(of).fold(0.0, f64::max);
     let tokens = most(&|rank| rank.tokens);
@@ -85,7 +88,7 @@ pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> 
         let parts = parts.iter().flatten();
         parts.map(|(plan, rows)| of(plan, *rows)).sum()
     };
-    Memory {
+    MemoryUse {
         weights: kept(&plan.tokens) + experts * owned + shared.map_or(0.0, kept),
         gathered: experts * (1.0 - owned) + shadows.map_or(0.0, kept),
         rows: sum(per_pass),

@@ -284,7 +284,7 @@ pub fn expected_groups(experts: f64, top_k: usize, groups: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Routing;
+    use crate::RoutedRows;
 
     /// Random numbers in [0, 1).
     struct Draw(u64);
@@ -480,13 +480,13 @@ mod tests {
                 .iter()
                 .flatten()
                 .for_each(|expert| counts[*expert] += 1);
-            let routing = Routing::counted(1, experts, top_k, &[counts]).unwrap();
+            let routing = RoutedRows::counted(1, experts, top_k, &[counts]).unwrap();
             let routing = routing.limited(&layer.spec());
             let capped = routing.clone().capped(100.0);
             for (nodes, stride) in [(8, 1), (4, 1), (16, 1), (8, 13)] {
                 // Experts lie in order, or far from their neighbours.
                 let node = |expert: usize| expert * stride % experts / (experts / nodes);
-                let reached = |routing: &Routing| -> f64 {
+                let reached = |routing: &RoutedRows| -> f64 {
                     let of = |at: usize| {
                         let own = (0..experts).filter(|expert| node(*expert) == at);
                         let rows = own.map(|expert| (expert, routing.rows(0)[expert]));

@@ -6,7 +6,7 @@ use moesaic_spec::LayerSpec;
 /// The rows of every rank for every expert. Ranks with equal rows form a class, so thousands of
 /// equal ranks cost no more than one.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Routing {
+pub struct RoutedRows {
     /// The tokens of each class's ranks.
     tokens: Vec<f64>,
     /// The rows by expert of each class's ranks.
@@ -71,11 +71,11 @@ pub enum RoutingError {
 /// The most rows of a rank: those of a call, whose assignments are below 2³¹.
 const MOST_ROWS: u128 = (1 << 31) - 1;
 
-impl Routing {
+impl RoutedRows {
     /// Returns equal rows for every expert.
-    pub fn even(tokens: u64, experts: usize, top_k: usize) -> Routing {
+    pub fn even(tokens: u64, experts: usize, top_k: usize) -> RoutedRows {
         let rows = tokens as f64 * top_k as f64 / experts as f64;
-        Routing::alike(tokens, vec![rows; experts], top_k)
+        RoutedRows::alike(tokens, vec![rows; experts], top_k)
     }
 
     /// Returns the expected rows where a token chooses the `i`th most popular expert with a
@@ -89,33 +89,37 @@ impl Routing {
         experts: usize,
         top_k: usize,
         exponent: f64,
-    ) -> Result<Routing, RoutingError> {
+    ) -> Result<RoutedRows, RoutingError> {
         if !exponent.is_finite() || exponent < 0.0 {
             let exponent = exponent.to_string();
             return Err(RoutingError::Exponent { exponent });
         }
         let rows = zipf_shares(experts, top_k, exponent);
         let rows = rows.into_iter().map(|share| share * tokens as f64);
-        Ok(Routing::alike(tokens, rows.collect(), top_k))
+        Ok(RoutedRows::alike(tokens, rows.collect(), top_k))
     }
 
-    /// Returns the expected rows of a layer, as [`zipf`](Routing::zipf) has them. Where a token
+    /// Returns the expected rows of a layer, as [`zipf`](RoutedRows::zipf) has them. Where a token
     /// takes as many experts from each of several groups (`select = { per-group = n }`), the law
     /// is that of each group, so all groups have equally many rows.
     ///
     /// # Errors
     /// [`RoutingError::Exponent`].
-    pub fn zipf_of(spec: &LayerSpec, tokens: u64, exponent: f64) -> Result<Routing, RoutingError> {
+    pub fn zipf_of(
+        spec: &LayerSpec,
+        tokens: u64,
+        exponent: f64,
+    ) -> Result<RoutedRows, RoutingError> {
         let (experts, top_k) = (spec.shape.experts, spec.shape.top_k);
         match group_rule(spec) {
             Some((GroupRule::OfEach(each), size)) if experts.is_multiple_of(size) => {
-                let mut routing = Routing::zipf(tokens, size, each, exponent)?;
+                let mut routing = RoutedRows::zipf(tokens, size, each, exponent)?;
                 // One group's rows are those of all: tokens choose in each as if it were alone.
                 routing.rows[0] = routing.rows[0].repeat(experts / size);
                 routing.top_k = top_k;
                 Ok(routing)
             }
-            _ => Routing::zipf(tokens, experts, top_k, exponent),
+            _ => RoutedRows::zipf(tokens, experts, top_k, exponent),
         }
     }
 
@@ -128,7 +132,7 @@ impl Routing {
         experts: usize,
         top_k: usize,
         counts: &[Vec<u64>],
-    ) -> Result<Routing, RoutingError> {
+    ) -> Result<RoutedRows, RoutingError> {
         if counts.len() != ranks {
             let found = counts.len();
             return Err(RoutingError::Ranks { found, ranks });
@@ -151,7 +155,7 @@ impl Routing {
         let alike = counts.windows(2).all(|pair| pair[0] == pair[1]);
         // One class for equal counts, which is what makes thousands of ranks cheap.
         let kept = if alike { &counts[..1] } else { counts };
-        Ok(Routing {
+        Ok(RoutedRows {
             tokens: kept.iter().map(tokens).collect(),
             rows: kept
                 .iter()
@@ -169,7 +173,7 @@ impl Routing {
 
     /// Applies the expert groups of a layer's router.
     #[must_use]
-    pub(crate) fn limited(mut self, spec: &LayerSpec) -> Routing {
+    pub(crate) fn limited(mut self, spec: &LayerSpec) -> RoutedRows {
         self.limit = group_rule(spec).map(|(rule, size)| {
             let of = |rows: &Vec<f64>| rows.chunks(size).map(|of| of.iter().sum()).collect();
             Limit {
@@ -211,7 +215,7 @@ impl Routing {
 
     /// Limits the rows of each rank for an expert.
     #[must_use]
-    pub fn capped(mut self, most: f64) -> Routing {
+    pub fn capped(mut self, most: f64) -> RoutedRows {
         let rows = self.rows.iter_mut().flatten();
         rows.for_each(|rows| *rows = rows.min(most));
         self
@@ -219,7 +223,7 @@ impl Routing {
 
     /// Removes the rows for some experts; the rest is exchanged.
     #[must_use]
-    pub(crate) fn without(mut self, experts: &[usize]) -> Routing {
+    pub(crate) fn without(mut self, experts: &[usize]) -> RoutedRows {
         for rows in &mut self.rows {
             experts.iter().for_each(|expert| rows[*expert] = 0.0);
         }
@@ -237,8 +241,8 @@ impl Routing {
         self.tokens.iter().copied().fold(0.0, f64::max)
     }
 
-    fn alike(tokens: u64, rows: Vec<f64>, top_k: usize) -> Routing {
-        Routing {
+    fn alike(tokens: u64, rows: Vec<f64>, top_k: usize) -> RoutedRows {
+        RoutedRows {
             tokens: vec![tokens as f64],
             rows: vec![rows],
             class: Vec::new(),
@@ -334,7 +338,7 @@ mod tests {
         for experts in [1, 2, 7, 8, 256] {
             for top_k in [1, 2, 8] {
                 for exponent in [0.0, 0.5, 1.2, 3.0] {
-                    let routing = Routing::zipf(1000, experts, top_k, exponent).unwrap();
+                    let routing = RoutedRows::zipf(1000, experts, top_k, exponent).unwrap();
                     let rows = routing.rows(5);
                     let sum: f64 = rows.iter().sum();
                     let all = 1000.0 * top_k.min(experts) as f64;
@@ -346,9 +350,9 @@ mod tests {
                 }
             }
         }
-        let even = Routing::zipf(100, 8, 2, 0.0).unwrap();
-        assert_eq!(even, Routing::even(100, 8, 2));
-        assert!(Routing::zipf(1, 8, 2, f64::NAN).is_err());
+        let even = RoutedRows::zipf(100, 8, 2, 0.0).unwrap();
+        assert_eq!(even, RoutedRows::even(100, 8, 2));
+        assert!(RoutedRows::zipf(1, 8, 2, f64::NAN).is_err());
     }
 
     #[test]
@@ -358,20 +362,20 @@ mod tests {
              router = { select = { per-group = 4 } }",
         );
         let spec = spec.unwrap();
-        let routing = Routing::zipf_of(&spec, 1000, 1.2).unwrap();
+        let routing = RoutedRows::zipf_of(&spec, 1000, 1.2).unwrap();
         let groups: Vec<f64> = routing.rows(0).chunks(3).map(|g| g.iter().sum()).collect();
         assert!(groups.iter().all(|rows| (rows - 1000.0).abs() < 1e-6));
         assert!(!routing.is_even() && routing.rows(0).iter().all(|n| *n <= 1000.0));
         assert_eq!((routing.top_k(), routing.tokens(0)), (4, 1000.0));
         // Without that rule some groups have more than others.
-        let free = Routing::zipf(1000, 12, 4, 1.2).unwrap();
+        let free = RoutedRows::zipf(1000, 12, 4, 1.2).unwrap();
         let first: f64 = free.rows(0)[..3].iter().sum();
         assert!((first - 1000.0).abs() > 100.0, "{first}");
     }
 
     #[test]
     fn no_expert_has_more_than_its_capacity() {
-        let routing = Routing::zipf(1000, 8, 2, 1.2).unwrap();
+        let routing = RoutedRows::zipf(1000, 8, 2, 1.2).unwrap();
         let capped = routing.clone().capped(300.0);
         for (rows, capped) in routing.rows(0).iter().zip(capped.rows(0)) {
             assert_eq!(*capped, rows.min(300.0));
@@ -381,7 +385,7 @@ mod tests {
 
     #[test]
     fn counts_have_to_be_of_the_job() {
-        let counted = |counts: &[Vec<u64>]| Routing::counted(2, 3, 1, counts);
+        let counted = |counts: &[Vec<u64>]| RoutedRows::counted(2, 3, 1, counts);
         let both = counted(&[vec![1, 2, 3], vec![0, 0, 0]]).unwrap();
         assert_eq!((both.tokens(0), both.tokens(1)), (6.0, 0.0));
         assert!(!both.is_alike() && counted(&[vec![1; 3], vec![1; 3]]).unwrap().is_alike());

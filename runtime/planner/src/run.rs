@@ -5,9 +5,9 @@ use crate::collective_ops::{CommConfig, OpCost, SUMS};
 use crate::cost::Cost;
 use crate::exchange::{LevelTime, MOST_LEVELS};
 use crate::geometry::Rank;
-use crate::memory::Memory;
+use crate::memory::MemoryUse;
 use crate::plan_parts::{PartCosts, PartStep, StepsOf, cost, name, part_costs, whose};
-use crate::scenario::{Bound, PassTime, PhaseOf, Prediction, Simulated};
+use crate::scenario::{Bottleneck, PassEstimate, PhaseOf, Prediction, Simulated};
 use crate::schedule::{Chunk, Timeline, meet, pipeline};
 use moesaic_dist::{CollectiveOp, OpGroup, PlanPart};
 use moesaic_plan::{Exchange, Parallel, RankStep, Strategy};
@@ -18,7 +18,7 @@ pub(crate) struct Run<'r> {
     groups: Vec<usize>,
     world: Vec<usize>,
     now: Vec<f64>,
-    /// The seconds of each rank by [`Bound`].
+    /// The seconds of each rank by [`Bottleneck`].
     spent: Vec<[f64; BOUNDS]>,
     sent: Vec<LevelTime>,
     detail: bool,
@@ -186,7 +186,7 @@ impl<'r> Run<'r> {
         let came = self.now.clone();
         meet(&mut self.now, over, &came);
         for (at, came) in came.into_iter().enumerate() {
-            self.spent[at][slot(Bound::Waiting)] += self.now[at] - came;
+            self.spent[at][slot(Bottleneck::Waiting)] += self.now[at] - came;
             self.alone(name, at, cost_of(&self.ranks[at]));
         }
     }
@@ -297,17 +297,17 @@ impl<'r> Run<'r> {
 
     fn spend(&mut self, at: usize, cost: &Cost, times: f64) {
         let spent = &mut self.spent[at];
-        spent[slot(Bound::Compute)] += cost.compute * times;
-        spent[slot(Bound::Memory)] += cost.memory * times;
-        spent[slot(Bound::Launches)] += cost.launch * times;
+        spent[slot(Bottleneck::Compute)] += cost.compute * times;
+        spent[slot(Bottleneck::Memory)] += cost.memory * times;
+        spent[slot(Bottleneck::Launches)] += cost.launch * times;
     }
 
     fn moved(&mut self, at: usize, cost: &OpCost, times: f64) {
         let spent = &mut self.spent[at];
-        spent[slot(Bound::Messages)] += cost.time.fixed * times;
-        spent[slot(Bound::Copies)] += cost.time.copies * times;
+        spent[slot(Bottleneck::Messages)] += cost.time.fixed * times;
+        spent[slot(Bottleneck::Copies)] += cost.time.copies * times;
         for level in 0..MOST_LEVELS {
-            spent[slot(Bound::Level(level))] += cost.time.levels[level] * times;
+            spent[slot(Bottleneck::Level(level))] += cost.time.levels[level] * times;
             self.sent[at][level] += cost.sent[level] * times;
         }
     }
@@ -316,7 +316,7 @@ impl<'r> Run<'r> {
         self,
         mesh: Parallel,
         strategy: Strategy,
-        memory: Memory,
+        memory: MemoryUse,
     ) -> (Prediction, Vec<Simulated>) {
         // The bottleneck is that of the slowest rank, because all others wait for it.
         let slowest = (0..self.now.len()).max_by(|a, b| self.now[*a].total_cmp(&self.now[*b]));
@@ -325,7 +325,7 @@ impl<'r> Run<'r> {
         let (bound, most) = self
             .spent
             .get(slowest)
-            .map_or((Bound::Compute, 0.0), largest);
+            .map_or((Bottleneck::Compute, 0.0), largest);
         let mut sent = LevelTime::default();
         for rank in &self.sent {
             for (most, bytes) in sent.iter_mut().zip(rank) {
@@ -334,7 +334,7 @@ impl<'r> Run<'r> {
         }
         let (mut passes, mut began, mut first) = (Vec::new(), 0.0, 0);
         for &(name, end, last) in &self.passes {
-            passes.push(PassTime {
+            passes.push(PassEstimate {
                 name,
                 seconds: end - began,
                 phases: phases(&self.events[first..last], slowest),
@@ -517,30 +517,32 @@ fn phases(events: &[Event], of: usize) -> Vec<PhaseOf> {
     list
 }
 
-fn slot(bound: Bound) -> usize {
+fn slot(bound: Bottleneck) -> usize {
     match bound {
-        Bound::Compute => 0,
-        Bound::Memory => 1,
-        Bound::Launches => 2,
-        Bound::Messages => 3,
-        Bound::Copies => 4,
-        Bound::Waiting => 5,
-        Bound::Level(level) => 6 + level,
+        Bottleneck::Compute => 0,
+        Bottleneck::Memory => 1,
+        Bottleneck::Launches => 2,
+        Bottleneck::Messages => 3,
+        Bottleneck::Copies => 4,
+        Bottleneck::Waiting => 5,
+        Bottleneck::Level(level) => 6 + level,
     }
 }
 
-fn largest(spent: &[f64; BOUNDS]) -> (Bound, f64) {
+fn largest(spent: &[f64; BOUNDS]) -> (Bottleneck, f64) {
     let named = [
-        Bound::Compute,
-        Bound::Memory,
-        Bound::Launches,
-        Bound::Messages,
-        Bound::Copies,
-        Bound::Waiting,
+        Bottleneck::Compute,
+        Bottleneck::Memory,
+        Bottleneck::Launches,
+        Bottleneck::Messages,
+        Bottleneck::Copies,
+        Bottleneck::Waiting,
     ];
-    let all = named.into_iter().chain((0..MOST_LEVELS).map(Bound::Level));
+    let all = named
+        .into_iter()
+        .chain((0..MOST_LEVELS).map(Bottleneck::Level));
     let with = all.map(|bound| (bound, spent[slot(bound)]));
-    with.fold((Bound::Compute, 0.0), |most, one| {
+    with.fold((Bottleneck::Compute, 0.0), |most, one| {
         if one.1 > most.1 { one } else { most }
     })
 }

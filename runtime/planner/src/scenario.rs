@@ -1,8 +1,8 @@
 //! The inputs and results of predictions.
 
 use crate::exchange::LevelTime;
-use crate::memory::Memory;
-use crate::{Machine, Routing, RoutingError};
+use crate::memory::MemoryUse;
+use crate::{Machine, RoutedRows, RoutingError};
 use moesaic_plan::{
     Parallel, Placement, PlanError, ShadowModel, Strategy, StrategyError, Training,
 };
@@ -20,7 +20,7 @@ pub struct Scenario {
     /// The training setup, if the layer is trained; forward and backward are predicted then.
     pub training: Option<Training>,
     /// The rows of ranks for experts.
-    pub routing: Routing,
+    pub routing: RoutedRows,
     /// The experts of each group, for meshes with as many groups; `None` places experts in order.
     pub placement: Option<Placement>,
     /// The model that chooses experts with shadows, as the layer does; [`ShadowModel::of`] by
@@ -109,13 +109,13 @@ pub struct Prediction {
     /// ranks, until the last rank is done.
     pub seconds: f64,
     /// The passes of a step.
-    pub passes: Vec<PassTime>,
+    pub passes: Vec<PassEstimate>,
     /// The bytes that a rank sends in a step, by level: those of the rank that sends most.
     pub sent: LevelTime,
     /// The memory of a rank.
-    pub memory: Memory,
+    pub memory: MemoryUse,
     /// The bottleneck of the slowest rank.
-    pub bound: Bound,
+    pub bound: Bottleneck,
     /// The fraction of the step that the bottleneck takes.
     pub bound_part: f64,
 }
@@ -130,7 +130,7 @@ impl Prediction {
 
 /// The time of a pass.
 #[derive(Clone, Debug, PartialEq)]
-pub struct PassTime {
+pub struct PassEstimate {
     /// `forward`, `backward` or `gradients`.
     pub name: &'static str,
     /// The seconds until the last rank is done.
@@ -155,7 +155,7 @@ pub struct PhaseOf {
 
 /// A bottleneck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bound {
+pub enum Bottleneck {
     /// The arithmetic of launches.
     Compute,
     /// The memory traffic of launches.

@@ -92,7 +92,7 @@ pub(crate) fn times(rows: &LevelLoads, bytes: f64) -> [LevelLoad; MOST_LEVELS] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Machine, Routing, published};
+    use crate::{Machine, RoutedRows, published};
     use moesaic_plan::{Parallel, Placement};
 
     fn machine(per_node: usize) -> Machine {
@@ -109,7 +109,7 @@ mod tests {
     /// Every rank has the weights before it forwards them, and every rank gets them once.
     #[test]
     fn a_tree_reaches_every_rank_once() {
-        let (machine, routing) = (machine(4), Routing::even(8, 16, 1));
+        let (machine, routing) = (machine(4), RoutedRows::even(8, 16, 1));
         for ranks in [1, 2, 3, 4, 7, 8, 16] {
             let placement = Placement::contiguous(ranks, 16);
             let group = MeshGroup::new(&machine, mesh(ranks), 0, &routing, &placement);
@@ -139,7 +139,7 @@ mod tests {
         let machine = machine(4);
         let mut rows = vec![10u64; 8];
         rows[5] = 1000;
-        let routing = Routing::counted(8, 8, 1, &vec![rows; 8]).unwrap();
+        let routing = RoutedRows::counted(8, 8, 1, &vec![rows; 8]).unwrap();
         let placement = Placement::contiguous(8, 8);
         let group = MeshGroup::new(&machine, mesh(8), 0, &routing, &placement);
         let model = ShadowModel {

@@ -6,7 +6,7 @@ use crate::geometry::{self, Rank};
 use crate::memory::memory;
 use crate::plan_parts::Costs;
 use crate::reach;
-use crate::routing::Routing;
+use crate::routing::RoutedRows;
 use crate::run::Run;
 use crate::scenario::{PlannerError, Prediction, Scenario, Simulated};
 use crate::traffic;
@@ -48,7 +48,7 @@ struct Planned {
 pub struct Simulator<'q> {
     scenario: &'q Scenario,
     /// The rows that experts accept.
-    routing: Routing,
+    routing: RoutedRows,
     plans: RefCell<HashMap<PlanKey, Rc<Planned>>>,
     ranks: RefCell<HashMap<RankWork, Rc<Vec<Rank>>>>,
 }
@@ -328,7 +328,7 @@ impl<'q> Simulator<'q> {
 }
 
 /// Returns the rows that experts accept: without those that a layer with a capacity drops.
-fn cost_of(scenario: &Scenario) -> Routing {
+fn cost_of(scenario: &Scenario) -> RoutedRows {
     let routing = scenario.routing.clone().limited(&scenario.spec);
     let factor = scenario
         .spec

@@ -8,7 +8,7 @@ mod between_ranks;
 
 use crate::Machine;
 use crate::exchange::{LevelLoad, MOST_LEVELS};
-use crate::routing::Routing;
+use crate::routing::RoutedRows;
 use moesaic_dist::{AllToAll, Hop, Parallel, Placement, RowPath, RowSource};
 
 /// The loads of a rank in one phase by level, in rows.
@@ -49,7 +49,7 @@ pub(crate) struct MeshGroup<'a> {
     pub start: usize,
     units: Vec<usize>,
     shared: Vec<usize>,
-    routing: &'a Routing,
+    routing: &'a RoutedRows,
     pub placement: &'a Placement,
     /// Whether all ranks send the same rows to the same groups.
     alike: bool,
@@ -63,7 +63,7 @@ impl<'a> MeshGroup<'a> {
         machine: &Machine,
         mesh: Parallel,
         start: usize,
-        routing: &'a Routing,
+        routing: &'a RoutedRows,
         placement: &'a Placement,
     ) -> MeshGroup<'a> {
         MeshGroup {

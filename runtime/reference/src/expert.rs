@@ -4,8 +4,8 @@ use crate::activation::phi;
 use crate::math::{dot, sigmoid};
 use crate::place::kept;
 use crate::row_norm::normed;
-use crate::rows::Rows;
-use crate::{Input, Placement, Weights};
+use crate::rows::QuantizedRows;
+use crate::{AssignmentPlaces, Input, Weights};
 use moesaic_spec::{Biases, ClampSite, ExpertForm, Experts, LayerSpec, SharedGate, WeightSite};
 
 /// One set of expert weights: a routed expert or a shared one.
@@ -18,7 +18,7 @@ struct Parts<'a> {
     /// The form and activation.
     experts: Experts,
     /// The quantization of what gate and up, and down, are multiplied by.
-    rows: [Rows; 2],
+    rows: [QuantizedRows; 2],
 }
 
 impl Parts<'_> {
@@ -143,7 +143,7 @@ pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64])
         index: Some(expert),
         biases: spec.experts.bias,
         experts: spec.experts.clone(),
-        rows: Rows::routed(spec),
+        rows: QuantizedRows::routed(spec),
     };
     parts.run(spec.shape.hidden_dim, spec.expert_output_dim(), x)
 }
@@ -166,7 +166,7 @@ pub fn shared_row(spec: &LayerSpec, weights: &Weights, index: usize, x: &[f64]) 
         index: None,
         biases: spec.shared_bias(index),
         experts: spec.shared_experts(index),
-        rows: [Rows::NUMBERS; 2],
+        rows: [QuantizedRows::NUMBERS; 2],
     };
     let out = parts.run(shared.hidden_dim, spec.output_dim(), x);
     out.iter().map(|v| factor * v).collect()
@@ -226,7 +226,7 @@ pub fn combine(
     weights: &Weights,
     input: &Input,
     topk_ids: &[i32],
-    placed: &Placement,
+    placed: &AssignmentPlaces,
 ) -> Vec<f64> {
     let (d, k) = (spec.shape.model_dim, spec.shape.top_k);
     let mut y = Vec::with_capacity(input.tokens * spec.output_dim());
@@ -254,7 +254,7 @@ pub(crate) struct Choices<'a> {
 
 impl<'a> Choices<'a> {
     /// Returns those of token `t`.
-    pub fn of(t: usize, k: usize, ids: &'a [i32], placed: &'a Placement) -> Choices<'a> {
+    pub fn of(t: usize, k: usize, ids: &'a [i32], placed: &'a AssignmentPlaces) -> Choices<'a> {
         let slots = t * k..(t + 1) * k;
         Choices {
             ids: &ids[slots.clone()],

@@ -13,7 +13,7 @@ use moesaic_spec::{
 
 /// The result of the gate.
 #[derive(Clone, Debug)]
-pub struct Gate {
+pub struct GateOutput {
     /// `[T, E + identity]`, if the router has any: capped, and in training with the noise that
     /// weights see too.
     pub logits: Option<Vec<f64>>,
@@ -40,7 +40,7 @@ pub struct Decision {
 }
 
 /// Returns logits and decision for every token.
-pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> Gate {
+pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> GateOutput {
     let rows = 0..input.tokens;
     let clean = spec.has_logits().then(|| {
         let row = |t: usize| logits_row(spec, weights, &router_input(spec, weights, input, t));
@@ -59,7 +59,7 @@ pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> Gate {
     let with_noise = |z: &Vec<f64>| z.iter().zip(&noise).map(|(z, n)| z + n).collect();
     let logits: Option<Vec<f64>> = clean.as_ref().map(with_noise);
     let decision = decide(spec, weights, input, logits.as_deref());
-    Gate {
+    GateOutput {
         logits,
         clean,
         noise_scale: noise_scale(spec, weights, input),

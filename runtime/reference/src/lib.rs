@@ -40,11 +40,13 @@ pub use choice::chosen_per_expert;
 pub use comm_cast::{CommDtype, of_e4m3, pack_row, to_e4m3, unpack_row};
 pub use expert::{activate, combine, expert_row, shared_row};
 pub use few::y_of_few;
-pub use gate::{Decision, Gate, decide, gate, router_input, select_row};
+pub use gate::{Decision, GateOutput, decide, gate, router_input, select_row};
 pub use losses::{LossValue, Routed, losses};
 pub use math::{descending, erf, rank, round_to, softmax};
 pub use noise::{gaussian_scale, input_factors};
-pub use place::{Placement, capacity_rows, demanded, kept, processing_order, random_key, scan};
+pub use place::{
+    AssignmentPlaces, capacity_rows, demanded, kept, processing_order, random_key, scan,
+};
 pub use skew::Skew;
 pub use stored::numbers;
 pub use weights::{Random, Tensor, Weights};

@@ -8,7 +8,7 @@ use std::cmp::Reverse;
 
 /// The place of every assignment.
 #[derive(Clone, Debug)]
-pub struct Placement {
+pub struct AssignmentPlaces {
     /// Assignments to each expert, dropped ones included `[E + identity]`.
     pub counts: Vec<i64>,
     /// Rows per expert; `None` when dropless.
@@ -23,7 +23,7 @@ pub struct Placement {
 }
 
 /// Computes counts, capacity and places of all assignments.
-pub fn scan(spec: &LayerSpec, decision: &Decision, input: &Input) -> Placement {
+pub fn scan(spec: &LayerSpec, decision: &Decision, input: &Input) -> AssignmentPlaces {
     let counts = demanded(spec, &decision.ids);
     let capacity = capacity_rows(spec, input, &counts);
     let mut next = vec![0i64; counts.len()];
@@ -44,7 +44,7 @@ pub fn scan(spec: &LayerSpec, decision: &Decision, input: &Input) -> Placement {
         next[expert] += 1;
     }
     let weights = surviving(spec, decision, &locations);
-    Placement {
+    AssignmentPlaces {
         counts,
         capacity,
         locations,

@@ -5,24 +5,24 @@ use moesaic_spec::{ActivationFormat, LayerSpec, WeightFormat};
 
 /// The quantization of the rows of one GEMM.
 #[derive(Clone, Copy, Debug)]
-pub struct Rows {
+pub struct QuantizedRows {
     /// The codes; `None` where rows stay numbers.
     format: Option<ActivationFormat>,
     /// Elements of a group.
     group: usize,
 }
 
-impl Rows {
+impl QuantizedRows {
     /// Rows that stay numbers.
-    pub const NUMBERS: Rows = Rows {
+    pub const NUMBERS: QuantizedRows = QuantizedRows {
         format: None,
         group: 1,
     };
 
     /// Returns the rows of gate and up, and of down, of a layer's routed experts.
-    pub fn routed(spec: &LayerSpec) -> [Rows; 2] {
+    pub fn routed(spec: &LayerSpec) -> [QuantizedRows; 2] {
         let precision = &spec.precision;
-        [precision.experts, precision.down_format()].map(|weights| Rows {
+        [precision.experts, precision.down_format()].map(|weights| QuantizedRows {
             format: precision.expert_activations,
             group: weights.map_or(1, |format: WeightFormat| format.depth()),
         })
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     fn of(format: ActivationFormat, row: &[f64]) -> Vec<f64> {
-        let rows = Rows {
+        let rows = QuantizedRows {
             format: Some(format),
             group: 4,
         };

@@ -58,9 +58,9 @@ pub(crate) fn check(kind: ToolKind, folder: &Path) -> Result<Working, String> {
 
 /// Opens the library, and lets the launcher start programs that do nothing.
 fn mpi(folder: &Path) -> Result<Working, String> {
-    let options = mpi::Options {
+    let options = mpi::MpiOptions {
         library: Some(folder.join("libmpi_abi.so.1")),
-        ..mpi::Options::default()
+        ..mpi::MpiOptions::default()
     };
     let found = mpi::probe(&options).map_err(|error| error.to_string())?;
     let launcher = folder.join("mpiexec");

@@ -2,7 +2,7 @@
 
 use crate::pip::Python;
 use crate::{Registry, open};
-use moesaic_collectives::mpi::{Options, probe};
+use moesaic_collectives::mpi::{MpiOptions, probe};
 use moesaic_collectives::nccl;
 use moesaic_kernel::Target;
 use moesaic_target::{CompileError, Compiler};
@@ -11,7 +11,7 @@ use moesaic_target::{Device, DeviceError};
 
 /// The result of looking for one tool or device.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Finding {
+pub struct DoctorFinding {
     /// The subject, such as `CUDA compiler`.
     pub subject: &'static str,
     /// Its name and version; `None` if nothing was found.
@@ -27,7 +27,7 @@ pub struct Finding {
 }
 
 /// Looks for every compiler and every GPU, and for the prerequisites of installing.
-pub fn doctor(registry: &Registry) -> Vec<Finding> {
+pub fn doctor(registry: &Registry) -> Vec<DoctorFinding> {
     vec![
         compiler("C compiler", open::c(registry), |c| {
             c.program().display().to_string()
@@ -48,30 +48,30 @@ pub fn doctor(registry: &Registry) -> Vec<Finding> {
 }
 
 #[cfg(feature = "cuda")]
-fn cuda_device() -> Finding {
+fn cuda_device() -> DoctorFinding {
     use moesaic_cuda::CudaDevice;
     device("CUDA device", CudaDevice::count(), CudaDevice::open)
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda_device() -> Finding {
-    Finding {
+fn cuda_device() -> DoctorFinding {
+    DoctorFinding {
         tried: "moesaic was built without its `cuda` feature".to_string(),
-        ..Finding::of("CUDA device")
+        ..DoctorFinding::of("CUDA device")
     }
 }
 
 #[cfg(feature = "rocm")]
-fn rocm_device() -> Finding {
+fn rocm_device() -> DoctorFinding {
     use moesaic_rocm::HipDevice;
     device("ROCm device", HipDevice::count(), HipDevice::open)
 }
 
 #[cfg(not(feature = "rocm"))]
-fn rocm_device() -> Finding {
-    Finding {
+fn rocm_device() -> DoctorFinding {
+    DoctorFinding {
         tried: "moesaic was built without its `rocm` feature".to_string(),
-        ..Finding::of("ROCm device")
+        ..DoctorFinding::of("ROCm device")
     }
 }
 
@@ -81,67 +81,67 @@ fn device<D: Device>(
     subject: &'static str,
     count: Result<usize, DeviceError>,
     open: impl Fn(usize) -> Result<D, DeviceError>,
-) -> Finding {
+) -> DoctorFinding {
     let opened = count.and_then(|count| Ok((count, open(0)?)));
     match opened {
-        Ok((count, device)) => Finding {
+        Ok((count, device)) => DoctorFinding {
             found: Some(format!("{count} x {}", device.info().name)),
             targets: vec![device.info().target],
-            ..Finding::of(subject)
+            ..DoctorFinding::of(subject)
         },
         Err(error) => {
             let tried = match error {
                 DeviceError::Unavailable { reason, .. } => reason.to_string(),
                 error => error.to_string(),
             };
-            Finding {
+            DoctorFinding {
                 tried,
-                ..Finding::of(subject)
+                ..DoctorFinding::of(subject)
             }
         }
     }
 }
 
-fn mpi(registry: &Registry) -> Finding {
-    let options = Options {
+fn mpi(registry: &Registry) -> DoctorFinding {
+    let options = MpiOptions {
         installed: open::mpi(registry).map(|installed| installed.library),
-        ..Options::default()
+        ..MpiOptions::default()
     };
     match probe(&options) {
-        Ok(found) => Finding {
+        Ok(found) => DoctorFinding {
             found: Some(format!("{}, by {}", found.version, found.interface)),
             place: Some(found.library),
-            ..Finding::of("MPI library")
+            ..DoctorFinding::of("MPI library")
         },
         Err(error) => {
             let text = error.to_string();
             let tried = text.lines().next().unwrap_or_default().to_string();
-            Finding {
+            DoctorFinding {
                 tried,
                 advice: "for ranks in several processes: `moesaic toolchain install mpi`"
                     .to_string(),
-                ..Finding::of("MPI library")
+                ..DoctorFinding::of("MPI library")
             }
         }
     }
 }
 
 /// Reports the libraries that ranks with a GPU each need.
-fn gpu_ranks(subject: &'static str, target: &str) -> Finding {
-    let missing = |tried: String, advice: &str| Finding {
+fn gpu_ranks(subject: &'static str, target: &str) -> DoctorFinding {
+    let missing = |tried: String, advice: &str| DoctorFinding {
         tried,
         advice: advice.to_string(),
-        ..Finding::of(subject)
+        ..DoctorFinding::of(subject)
     };
     let target = match target.parse() {
         Ok(target) => target,
         Err(_) => return missing(format!("`{target}` is no target"), ""),
     };
-    match nccl::probe(target, &nccl::Options::default()) {
-        Ok(found) => Finding {
+    match nccl::probe(target, &nccl::NcclOptions::default()) {
+        Ok(found) => DoctorFinding {
             found: Some(found.version),
             place: Some(found.library),
-            ..Finding::of(subject)
+            ..DoctorFinding::of(subject)
         },
         Err(error) => {
             let text = error.to_string();
@@ -153,24 +153,24 @@ fn gpu_ranks(subject: &'static str, target: &str) -> Finding {
     }
 }
 
-fn pip() -> Finding {
+fn pip() -> DoctorFinding {
     let advice = "install Python 3 with pip, unless every compiler you need is there";
     match Python::of_machine().pip_version() {
-        Ok(version) => Finding {
+        Ok(version) => DoctorFinding {
             found: Some(version),
-            ..Finding::of("pip")
+            ..DoctorFinding::of("pip")
         },
-        Err(tried) => Finding {
+        Err(tried) => DoctorFinding {
             tried,
             advice: advice.to_string(),
-            ..Finding::of("pip")
+            ..DoctorFinding::of("pip")
         },
     }
 }
 
-impl Finding {
-    fn of(subject: &'static str) -> Finding {
-        Finding {
+impl DoctorFinding {
+    fn of(subject: &'static str) -> DoctorFinding {
+        DoctorFinding {
             subject,
             found: None,
             place: None,
@@ -185,26 +185,26 @@ fn compiler<C: Compiler>(
     subject: &'static str,
     opened: Result<C, CompileError>,
     place: impl Fn(&C) -> String,
-) -> Finding {
+) -> DoctorFinding {
     match opened {
-        Ok(compiler) => Finding {
+        Ok(compiler) => DoctorFinding {
             found: Some(compiler.name()),
             place: Some(place(&compiler)),
             targets: compiler.targets(),
-            ..Finding::of(subject)
+            ..DoctorFinding::of(subject)
         },
         Err(error) => missing(subject, error),
     }
 }
 
-fn missing(subject: &'static str, error: CompileError) -> Finding {
+fn missing(subject: &'static str, error: CompileError) -> DoctorFinding {
     let (tried, advice) = match error {
         CompileError::NoCompiler { tried, advice, .. } => (tried, advice),
         error => (error.to_string(), String::new()),
     };
-    Finding {
+    DoctorFinding {
         tried,
         advice,
-        ..Finding::of(subject)
+        ..DoctorFinding::of(subject)
     }
 }

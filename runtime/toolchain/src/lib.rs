@@ -19,7 +19,7 @@ mod registry;
 #[doc(hidden)]
 pub mod testing;
 
-pub use doctor::{Finding, doctor};
+pub use doctor::{DoctorFinding, doctor};
 pub use error::ToolchainError;
 pub use install::{InstallStep, install};
 pub use open::{InstalledMpi, c, mpi, nvrtc, rocm};

@@ -9,7 +9,7 @@ use std::process::Command;
 
 /// A tool that is not part of the repository.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tool {
+pub enum ExternalTool {
     /// NVIDIA's run-time compiler.
     Nvrtc,
     /// A clang for AMD GPUs.
@@ -26,29 +26,31 @@ pub enum Tool {
     OpenMpi,
 }
 
-impl Tool {
+impl ExternalTool {
     /// Returns the tool that kernels for a target need in a test.
-    pub fn of(target: Target) -> Tool {
+    pub fn of(target: Target) -> ExternalTool {
         match target {
-            Target::Cuda(_) | Target::Sim(SimArch::Cuda(_)) => Tool::Nvrtc,
-            Target::Rocm(_) => Tool::Clang,
-            Target::Sim(SimArch::Rocm(_)) => Tool::Cxx,
-            Target::Sim(SimArch::Cpu(isa)) if isa.name().contains("neon") => Tool::Aarch64,
-            Target::Cpu(_) | Target::Sim(SimArch::Cpu(_)) => Tool::C,
+            Target::Cuda(_) | Target::Sim(SimArch::Cuda(_)) => ExternalTool::Nvrtc,
+            Target::Rocm(_) => ExternalTool::Clang,
+            Target::Sim(SimArch::Rocm(_)) => ExternalTool::Cxx,
+            Target::Sim(SimArch::Cpu(isa)) if isa.name().contains("neon") => ExternalTool::Aarch64,
+            Target::Cpu(_) | Target::Sim(SimArch::Cpu(_)) => ExternalTool::C,
         }
     }
 
     fn advice(self) -> &'static str {
         match self {
-            Tool::Nvrtc => "NVRTC: cargo run -p moesaic-cli -- toolchain install cuda",
-            Tool::Clang => "clang for AMD GPUs: cargo run -p moesaic-cli -- toolchain install rocm",
-            Tool::C => "a C compiler: apt-get install gcc",
-            Tool::Cxx => "a C++ compiler: apt-get install g++",
-            Tool::Aarch64 => {
+            ExternalTool::Nvrtc => "NVRTC: cargo run -p moesaic-cli -- toolchain install cuda",
+            ExternalTool::Clang => {
+                "clang for AMD GPUs: cargo run -p moesaic-cli -- toolchain install rocm"
+            }
+            ExternalTool::C => "a C compiler: apt-get install gcc",
+            ExternalTool::Cxx => "a C++ compiler: apt-get install g++",
+            ExternalTool::Aarch64 => {
                 "an emulator of aarch64: apt-get install qemu-user-static gcc-aarch64-linux-gnu"
             }
-            Tool::Mpi => "MPICH: cargo run -p moesaic-cli -- toolchain install mpi",
-            Tool::OpenMpi => "Open MPI: apt-get install openmpi-bin",
+            ExternalTool::Mpi => "MPICH: cargo run -p moesaic-cli -- toolchain install mpi",
+            ExternalTool::OpenMpi => "Open MPI: apt-get install openmpi-bin",
         }
     }
 }
@@ -58,11 +60,11 @@ impl Tool {
 /// # Panics
 /// With one line: the package to install, and why an existing tool is not enough.
 #[track_caller]
-pub fn needed<T>(tool: Tool, found: Result<T, impl Display>) -> T {
+pub fn needed<T>(tool: ExternalTool, found: Result<T, impl Display>) -> T {
     found.unwrap_or_else(|error| panic!("{}", lacking(tool, &error.to_string())))
 }
 
-fn lacking(tool: Tool, error: &str) -> String {
+fn lacking(tool: ExternalTool, error: &str) -> String {
     let why = error.lines().next().unwrap_or_default();
     let advice = tool.advice();
     format!("this test needs {advice} (or `cargo xtask test`, which installs all); {why}")
@@ -75,10 +77,10 @@ fn lacking(tool: Tool, error: &str) -> String {
 #[track_caller]
 pub fn installed(kind: ToolKind) -> Registry {
     let tool = match kind {
-        ToolKind::Cuda => Tool::Nvrtc,
-        ToolKind::Rocm => Tool::Clang,
-        ToolKind::C => Tool::C,
-        ToolKind::Mpi => Tool::Mpi,
+        ToolKind::Cuda => ExternalTool::Nvrtc,
+        ToolKind::Rocm => ExternalTool::Clang,
+        ToolKind::C => ExternalTool::C,
+        ToolKind::Mpi => ExternalTool::Mpi,
     };
     let mut registry = needed(tool, Registry::open());
     needed(tool, install(&mut registry, &[kind], &mut |_| {}));
@@ -91,7 +93,10 @@ pub fn installed(kind: ToolKind) -> Registry {
 /// The same as [`needed`].
 #[track_caller]
 pub fn nvrtc() -> moesaic_cuda::NvrtcCompiler {
-    needed(Tool::Nvrtc, crate::nvrtc(&installed(ToolKind::Cuda)))
+    needed(
+        ExternalTool::Nvrtc,
+        crate::nvrtc(&installed(ToolKind::Cuda)),
+    )
 }
 
 /// Returns the compiler for AMD GPUs.
@@ -100,7 +105,7 @@ pub fn nvrtc() -> moesaic_cuda::NvrtcCompiler {
 /// The same as [`needed`].
 #[track_caller]
 pub fn rocm() -> moesaic_rocm::RocmCompiler {
-    needed(Tool::Clang, crate::rocm(&installed(ToolKind::Rocm)))
+    needed(ExternalTool::Clang, crate::rocm(&installed(ToolKind::Rocm)))
 }
 
 /// An MPI: the command that starts programs under it, and its library.
@@ -120,7 +125,7 @@ pub struct MpiLauncher {
 #[track_caller]
 pub fn mpich() -> MpiLauncher {
     let found = crate::mpi(&installed(ToolKind::Mpi));
-    let found = needed(Tool::Mpi, found.ok_or("it is not registered"));
+    let found = needed(ExternalTool::Mpi, found.ok_or("it is not registered"));
     MpiLauncher {
         program: found.launcher,
         options: Vec::new(),
@@ -147,7 +152,7 @@ pub fn open_mpi() -> MpiLauncher {
     ];
     MpiLauncher {
         program: needed(
-            Tool::OpenMpi,
+            ExternalTool::OpenMpi,
             program.ok_or("mpirun.openmpi is not on PATH"),
         ),
         options: words.map(str::to_string).to_vec(),
@@ -181,7 +186,10 @@ mod tests {
 
     #[test]
     fn a_missing_tool_is_one_line() {
-        let line = lacking(Tool::Aarch64, "no emulator was found\ntried: nothing");
+        let line = lacking(
+            ExternalTool::Aarch64,
+            "no emulator was found\ntried: nothing",
+        );
         assert_eq!(
             line,
             "this test needs an emulator of aarch64: apt-get install qemu-user-static \
@@ -189,13 +197,16 @@ mod tests {
              no emulator was found"
         );
         for target in Target::all() {
-            assert!(Tool::of(target).advice().contains("install"), "{target}");
+            assert!(
+                ExternalTool::of(target).advice().contains("install"),
+                "{target}"
+            );
         }
     }
 
     #[test]
     #[should_panic(expected = "this test needs NVRTC: cargo run")]
     fn a_missing_tool_is_no_success() {
-        needed::<()>(Tool::Nvrtc, Err("it is not here"));
+        needed::<()>(ExternalTool::Nvrtc, Err("it is not here"));
     }
 }

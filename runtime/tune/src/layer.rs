@@ -1,6 +1,8 @@
 //! A tuner that measures the calls of a layer.
 
-use crate::{Calls, Event, Key, Prediction, Record, Rows, Times, Tuner};
+use crate::{
+    CallKind, PredictedTime, RowBucket, StoredChoice, Times, Tuner, TunerDecision, TunerKey,
+};
 use moesaic_engine::{EngineError, Layer, PassTime, ProcessGroup, StrategyTuner, TunedCall};
 use moesaic_plan::{Strategy, most_rows};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,7 +12,7 @@ pub type Loads = Vec<Vec<u64>>;
 
 /// A predictor: returns the predicted times of strategies for a key and the loads of a step;
 /// empty where it predicts nothing.
-pub type Predict = Box<dyn FnMut(&Key, &Loads) -> Vec<Prediction> + Send>;
+pub type Predict = Box<dyn FnMut(&TunerKey, &Loads) -> Vec<PredictedTime> + Send>;
 
 /// The tuner of a rank's layer, with which ranks choose together how to run each training step and
 /// each evaluation. Every rank gives its layer one ([`Layer::set_tuner`]).
@@ -43,7 +45,7 @@ struct State {
 /// The choice for a call.
 #[derive(Clone, PartialEq)]
 struct Chosen {
-    key: Key,
+    key: TunerKey,
     strategy: Strategy,
 }
 
@@ -85,12 +87,12 @@ impl LayerTuner {
 
     /// Returns the trials and decisions so far. The tuner learns about a step when the next one
     /// begins.
-    pub fn events(&self) -> Vec<Event> {
+    pub fn events(&self) -> Vec<TunerDecision> {
         self.state().tuner.events().to_vec()
     }
 
     /// Returns the kept choices, for [`write`](crate::write()).
-    pub fn records(&self) -> Vec<Record> {
+    pub fn records(&self) -> Vec<StoredChoice> {
         self.state().tuner.records()
     }
 
@@ -146,24 +148,24 @@ impl State {
         layer: &Layer,
         call: &TunedCall<'_>,
         most: usize,
-    ) -> Result<Key, EngineError> {
+    ) -> Result<TunerKey, EngineError> {
         let name = match &self.layer {
             Some(name) => name.clone(),
             None => self.layer.insert(layer.identity()?).clone(),
         };
         let calls = match call.rng_key {
-            Some(_) => Calls::Training,
-            None => Calls::Evaluation,
+            Some(_) => CallKind::Training,
+            None => CallKind::Evaluation,
         };
         let spec = layer.spec();
         let factor = call.capacity_factor;
         let factor = factor.unwrap_or(spec.capacity.factor_of(calls.train()));
         let capacity = most_rows(spec, factor, most as u64);
-        Ok(Key {
+        Ok(TunerKey {
             machine: self.machine.clone(),
             layer: name,
             calls,
-            rows: Rows::of(most, capacity),
+            rows: RowBucket::of(most, capacity),
         })
     }
 

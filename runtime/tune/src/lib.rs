@@ -2,7 +2,7 @@
 //!
 //! A strategy changes no result and moves no weight. So a layer can try several in its own
 //! training steps and evaluations, and keep the fastest. The best one depends on the number of
-//! rows, so there is a choice for each [`Key`]. The tuner finds it by Tutel's search or, where
+//! rows, so there is a choice for each [`TunerKey`]. The tuner finds it by Tutel's search or, where
 //! there are predictions, by measuring the few strategies that are predicted to be fast:
 //!
 //! ```text
@@ -25,10 +25,10 @@ mod search;
 mod stored;
 mod tuner;
 
-pub use key::{Calls, Key, Rows};
+pub use key::{CallKind, RowBucket, TunerKey};
 pub use layer::{LayerTuner, Loads, Predict};
 pub use measured::Times;
 pub use planned::Planned;
-pub use search::{Prediction, Space, shortlist};
-pub use stored::{Record, StoredError, read, write};
-pub use tuner::{CLOSE, Event, Mode, Options, Tuner, What};
+pub use search::{PredictedTime, StrategySpace, shortlist};
+pub use stored::{ChoicesError, StoredChoice, read, write};
+pub use tuner::{CLOSE, Tuner, TunerDecision, TunerMode, TunerOptions, What};

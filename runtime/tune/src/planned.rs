@@ -1,9 +1,9 @@
 //! Predictions by the planner.
 
-use crate::{Calls, Key, Loads, Predict, Prediction, Rows};
+use crate::{CallKind, Loads, Predict, PredictedTime, RowBucket, TunerKey};
 use moesaic_engine::{Layer, Mesh};
 use moesaic_plan::{CommDtype, Parallel, Strategy, most_rows};
-use moesaic_planner::{Machine, PlannerError, Routing, Scenario, Simulator, Space};
+use moesaic_planner::{Machine, PlannerError, RoutedRows, Scenario, Simulator, Space};
 use moesaic_spec::{CapacityMode, LayerSpec};
 
 /// The inputs of the planner besides the layer. It simulates every strategy that a tuner could
@@ -40,12 +40,12 @@ impl Planned {
     pub fn predict(self, layer: &Layer) -> Result<Predict, PlannerError> {
         let forecast = Forecast::new(self, layer);
         let calls = match layer.plan().training {
-            Some(_) => Calls::Training,
-            None => Calls::Evaluation,
+            Some(_) => CallKind::Training,
+            None => CallKind::Evaluation,
         };
-        forecast.of((calls, Rows::of(1, None)), &forecast.even())?;
+        forecast.of((calls, RowBucket::of(1, None)), &forecast.even())?;
         // Simulations for one number of tokens share plans with those for others.
-        Ok(Box::new(move |key: &Key, loads: &Loads| {
+        Ok(Box::new(move |key: &TunerKey, loads: &Loads| {
             forecast
                 .of((key.calls, key.rows), loads)
                 .unwrap_or_default()
@@ -85,7 +85,7 @@ impl Forecast {
                 machine,
                 world: mesh.ranks(),
                 training: own.training,
-                routing: Routing::even(0, own.spec.shape.experts, own.spec.shape.top_k),
+                routing: RoutedRows::even(0, own.spec.shape.experts, own.spec.shape.top_k),
                 placement: of_mesh.and_then(Mesh::placement).cloned(),
                 shadow_model: layer.shadow_model(),
             },
@@ -100,13 +100,13 @@ impl Forecast {
     /// Returns the predictions for the loads of a step under a key.
     fn of(
         &self,
-        (calls, rows): (Calls, Rows),
+        (calls, rows): (CallKind, RowBucket),
         loads: &Loads,
-    ) -> Result<Vec<Prediction>, PlannerError> {
+    ) -> Result<Vec<PredictedTime>, PlannerError> {
         let (shape, ranks) = (&self.scenario.spec.shape, self.mesh.ranks());
         let mean = (ranks > MOST_APART).then(|| mean(loads, ranks));
         let loads = mean.as_ref().unwrap_or(loads);
-        let routing = Routing::counted(ranks, shape.experts, shape.top_k, loads);
+        let routing = RoutedRows::counted(ranks, shape.experts, shape.top_k, loads);
         let mut scenario = Scenario {
             routing: routing?,
             training: self.scenario.training.filter(|_| calls.train()),
@@ -133,13 +133,13 @@ impl Forecast {
             .filter_map(seconds)
             .collect();
         let mixed = match calls {
-            Calls::Training => mixed(&alike, &self.mesh),
-            Calls::Evaluation => Vec::new(), // there is one pass
+            CallKind::Training => mixed(&alike, &self.mesh),
+            CallKind::Evaluation => Vec::new(), // there is one pass
         };
         let mixed = mixed.into_iter().filter_map(seconds);
         let all = alike.iter().copied().chain(mixed);
         Ok(all
-            .map(|(strategy, [forward, backward])| Prediction {
+            .map(|(strategy, [forward, backward])| PredictedTime {
                 strategy,
                 seconds: forward + backward,
             })
@@ -162,15 +162,15 @@ fn mean(loads: &Loads, ranks: usize) -> Loads {
 }
 
 /// Sets the capacity of these rows, where a call has chosen another than the layer's own.
-fn set_capacity(spec: &mut LayerSpec, (calls, rows): (Calls, Rows)) {
-    let Rows::Capped { capacity, .. } = rows else {
+fn set_capacity(spec: &mut LayerSpec, (calls, rows): (CallKind, RowBucket)) {
+    let RowBucket::Capped { capacity, .. } = rows else {
         return;
     };
     let own = most_rows(spec, spec.capacity.factor_of(calls.train()), rows.tokens());
     let most = usize::try_from(rows.tokens()).unwrap_or(usize::MAX);
-    if Rows::of(most, own) != rows {
+    if RowBucket::of(most, own) != rows {
         spec.capacity.mode = CapacityMode::Fixed;
-        spec.capacity.rows = usize::try_from(Rows::middle(capacity)).ok();
+        spec.capacity.rows = usize::try_from(RowBucket::middle(capacity)).ok();
     }
 }
 
@@ -221,16 +221,16 @@ mod tests {
         let text = "shape = { model_dim = 8, hidden_dim = 8, experts = 8, top_k = 2 }
              capacity = { mode = 'factor', factor = 1.0 }";
         let spec = LayerSpec::from_toml(text).expect("a layer");
-        let with = |rows: Rows| {
+        let with = |rows: RowBucket| {
             let mut spec = spec.clone();
-            set_capacity(&mut spec, (Calls::Training, rows));
+            set_capacity(&mut spec, (CallKind::Training, rows));
             most_rows(&spec, spec.capacity.factor, rows.tokens())
         };
         // 1,024 tokens, 128 for each expert, two choices.
         let own = most_rows(&spec, 1.0, 1024);
-        assert_eq!(with(Rows::of(1000, own)), Some(256));
-        assert_eq!(with(Rows::of(1000, Some(700))), Some(5 * 128 + 64));
-        assert_eq!(with(Rows::of(1000, None)), Some(256));
+        assert_eq!(with(RowBucket::of(1000, own)), Some(256));
+        assert_eq!(with(RowBucket::of(1000, Some(700))), Some(5 * 128 + 64));
+        assert_eq!(with(RowBucket::of(1000, None)), Some(256));
     }
 
     #[test]

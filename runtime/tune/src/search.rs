@@ -5,7 +5,7 @@ use moesaic_plan::{AllToAll, Both, Parallel, Strategy};
 
 /// The predicted time of a strategy.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Prediction {
+pub struct PredictedTime {
     /// The strategy.
     pub strategy: Strategy,
     /// The seconds of a step: both passes.
@@ -21,7 +21,7 @@ const MOST: usize = 5;
 /// first. Prediction errors of strategies that differ only in chunks and comm dtype are
 /// correlated. So the simplest of the best of each kind ([`Strategy::simplest`]) comes before a
 /// second one of any kind.
-pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy> {
+pub fn shortlist(predictions: &[PredictedTime], current: Strategy) -> Vec<Strategy> {
     let mut sorted: Vec<(Strategy, f64)> = predictions
         .iter()
         .map(|p| (p.strategy, p.seconds))
@@ -55,7 +55,7 @@ pub fn shortlist(predictions: &[Prediction], current: Strategy) -> Vec<Strategy>
 /// Predictions are wrong about the best number of chunks, by one step, more often than about
 /// anything else.
 pub(crate) fn adjacent_degree(
-    predictions: &[Prediction],
+    predictions: &[PredictedTime],
     fastest: Strategy,
     measured: impl Fn(Strategy) -> bool,
 ) -> Option<Strategy> {
@@ -70,7 +70,7 @@ pub(crate) fn adjacent_degree(
         let other = chunks(other);
         other == own.map(|n| 2 * n) || other.map(|n| 2 * n) == own
     };
-    let mut others: Vec<&Prediction> = predictions.iter().collect();
+    let mut others: Vec<&PredictedTime> = predictions.iter().collect();
     others.retain(|p| p.strategy.shared() == fastest.shared() && next(p.strategy));
     others.retain(|p| !measured(p.strategy));
     Strategy::simplest(others.iter().map(|p| (p.strategy, p.seconds)))
@@ -78,7 +78,7 @@ pub(crate) fn adjacent_degree(
 
 /// The strategies that Tutel's search chooses from.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Space {
+pub struct StrategySpace {
     /// The parallelism degrees, ascending.
     pub adaptive_r: Vec<usize>,
     /// The overlap degrees.
@@ -87,14 +87,14 @@ pub struct Space {
     pub algorithms: Vec<AllToAll>,
 }
 
-impl Space {
+impl StrategySpace {
     /// Returns Tutel's space: every parallelism degree of a mesh, 1, 2, 4 or 8 chunks, linear
     /// exchanges, and two-dimensional ones where ranks lie on several nodes.
-    pub fn of(mesh: Parallel, per_node: usize) -> Space {
+    pub fn of(mesh: Parallel, per_node: usize) -> StrategySpace {
         let divisors = (1..=mesh.expert_tp).filter(|n| mesh.expert_tp.is_multiple_of(*n));
         let ranks = mesh.group();
         let nodes = ranks.is_multiple_of(per_node.max(1)) && (2..ranks).contains(&per_node);
-        Space {
+        StrategySpace {
             adaptive_r: std::iter::once(0).chain(divisors).collect(),
             overlap_degrees: vec![1, 2, 4, 8],
             algorithms: if nodes {
@@ -189,16 +189,16 @@ mod tests {
     use super::*;
     use crate::Times;
 
-    fn space(expert_tp: usize) -> Space {
+    fn space(expert_tp: usize) -> StrategySpace {
         let mesh = Parallel {
             expert_tp,
             ..Parallel::default()
         };
-        Space::of(mesh, 1)
+        StrategySpace::of(mesh, 1)
     }
 
     /// Runs the search over the times of a function; returns the number of trials and the result.
-    fn tried(space: &Space, seconds: impl Fn(Strategy) -> f64) -> (usize, Strategy) {
+    fn tried(space: &StrategySpace, seconds: impl Fn(Strategy) -> f64) -> (usize, Strategy) {
         let mut measured = Measured::default();
         let mut count = 0;
         while let Some(strategy) = space.next(&measured, 1) {
@@ -221,8 +221,8 @@ mod tests {
     fn of_two_adjacent_degrees_the_smaller_is_tried_where_it_takes_hardly_more() {
         let next = |seconds: [f64; 3], tried: &str| {
             let texts = ["default", "overlap_degree=2", "overlap_degree=4"];
-            let predictions: Vec<Prediction> = (texts.iter().zip(seconds))
-                .map(|(text, seconds)| Prediction {
+            let predictions: Vec<PredictedTime> = (texts.iter().zip(seconds))
+                .map(|(text, seconds)| PredictedTime {
                     strategy: text.parse().unwrap(),
                     seconds,
                 })
@@ -287,12 +287,12 @@ mod tests {
             ..Parallel::default()
         };
         assert_eq!(
-            Space::of(mesh, 8).algorithms,
+            StrategySpace::of(mesh, 8).algorithms,
             [AllToAll::Linear, AllToAll::TwoDhInterFirst]
         );
         for per_node in [0, 1, 3, 16, 32] {
             assert_eq!(
-                Space::of(mesh, per_node).algorithms,
+                StrategySpace::of(mesh, per_node).algorithms,
                 [AllToAll::Linear],
                 "{per_node}"
             );
@@ -305,7 +305,7 @@ mod tests {
             overlap_degree: Both::same(overlap_degree),
             ..Strategy::default()
         };
-        let of = |overlap_degree, seconds| Prediction {
+        let of = |overlap_degree, seconds| PredictedTime {
             strategy: strategy(overlap_degree),
             seconds,
         };
@@ -318,14 +318,14 @@ mod tests {
             all_to_all: AllToAll::Dedup,
             ..strategy(1)
         };
-        let other = Prediction {
+        let other = PredictedTime {
             strategy: once,
             seconds: 1.2,
         };
         let list = shortlist(&[of(2, 1.1), of(3, 1.0), other], strategy(1));
         assert_eq!(list, [strategy(1), strategy(3), once, strategy(2)]);
         // So does one chunk before two that are predicted to be hardly faster.
-        let twice = Prediction {
+        let twice = PredictedTime {
             strategy: Strategy {
                 overlap_degree: Both::same(2),
                 ..once
@@ -339,7 +339,7 @@ mod tests {
         assert_eq!(next, Some(strategy(4)));
         assert_eq!(adjacent_degree(&all, strategy(2), |_| true), None);
         assert_eq!(adjacent_degree(&all, strategy(3), |_| false), None);
-        let many: Vec<Prediction> = (1..=20)
+        let many: Vec<PredictedTime> = (1..=20)
             .map(|overlap_degree| of(overlap_degree, 1.0))
             .collect();
         assert_eq!(shortlist(&many, strategy(20)).len(), MOST);

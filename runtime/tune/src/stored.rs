@@ -1,6 +1,6 @@
 //! The file of choices.
 
-use crate::Key;
+use crate::TunerKey;
 use moesaic_plan::Strategy;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 /// A kept choice.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Record {
+pub struct StoredChoice {
     /// The key.
-    pub key: Key,
+    pub key: TunerKey,
     /// The strategy.
     pub strategy: Strategy,
     /// The measured seconds of a step, if any.
@@ -23,13 +23,13 @@ const VERSION: u32 = 2;
 #[derive(Serialize, Deserialize)]
 struct File {
     version: u32,
-    choices: Vec<Record>,
+    choices: Vec<StoredChoice>,
 }
 
 /// An error of reading or writing choices.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum StoredError {
+pub enum ChoicesError {
     /// The system reports an error.
     #[error("{}: {error}", path.display())]
     Io {
@@ -59,14 +59,14 @@ pub enum StoredError {
 /// Reads choices; returns none where there is no file.
 ///
 /// # Errors
-/// [`StoredError`] for a file with other contents.
-pub fn read(path: &Path) -> Result<Vec<Record>, StoredError> {
+/// [`ChoicesError`] for a file with other contents.
+pub fn read(path: &Path) -> Result<Vec<StoredChoice>, ChoicesError> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(io(path, error)),
     };
-    let wrong = |error| StoredError::Text {
+    let wrong = |error| ChoicesError::Text {
         path: path.to_path_buf(),
         error,
     };
@@ -74,7 +74,7 @@ pub fn read(path: &Path) -> Result<Vec<Record>, StoredError> {
     let value: serde_json::Value = serde_json::from_str(&text).map_err(wrong)?;
     let found = value.get("version").and_then(serde_json::Value::as_u64);
     match found {
-        Some(found) if found != u64::from(VERSION) => Err(StoredError::Version {
+        Some(found) if found != u64::from(VERSION) => Err(ChoicesError::Version {
             path: path.to_path_buf(),
             found: u32::try_from(found).unwrap_or(u32::MAX),
         }),
@@ -87,13 +87,13 @@ pub fn read(path: &Path) -> Result<Vec<Record>, StoredError> {
 /// Writes choices atomically. One rank does it.
 ///
 /// # Errors
-/// [`StoredError::Io`]; the previous file is then unchanged.
-pub fn write(path: &Path, choices: Vec<Record>) -> Result<(), StoredError> {
+/// [`ChoicesError::Io`]; the previous file is then unchanged.
+pub fn write(path: &Path, choices: Vec<StoredChoice>) -> Result<(), ChoicesError> {
     let file = File {
         version: VERSION,
         choices,
     };
-    let wrong = |error| StoredError::Text {
+    let wrong = |error| ChoicesError::Text {
         path: path.to_path_buf(),
         error,
     };
@@ -108,8 +108,8 @@ pub fn write(path: &Path, choices: Vec<Record>) -> Result<(), StoredError> {
     })
 }
 
-fn io(path: &Path, error: std::io::Error) -> StoredError {
-    StoredError::Io {
+fn io(path: &Path, error: std::io::Error) -> ChoicesError {
+    ChoicesError::Io {
         path: path.to_path_buf(),
         error,
     }
@@ -118,19 +118,19 @@ fn io(path: &Path, error: std::io::Error) -> StoredError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Calls, Rows};
+    use crate::{CallKind, RowBucket};
 
     #[test]
     fn choices_read_back_and_other_files_are_refused() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("choices.json");
         assert_eq!(read(&path).expect("no file is no choice"), []);
-        let record = Record {
-            key: Key {
+        let record = StoredChoice {
+            key: TunerKey {
                 machine: "h100".to_string(),
                 layer: "mixtral, ep 8".to_string(),
-                calls: Calls::Training,
-                rows: Rows::Tokens(12),
+                calls: CallKind::Training,
+                rows: RowBucket::Tokens(12),
             },
             strategy: "r=2,overlap_degree=4/2".parse().expect("a strategy"),
             seconds: Some(0.25),
@@ -157,7 +157,7 @@ mod tests {
         let nowhere = folder.path().join("no/choices.json");
         assert!(matches!(
             write(&nowhere, Vec::new()),
-            Err(StoredError::Io { .. })
+            Err(ChoicesError::Io { .. })
         ));
     }
 }

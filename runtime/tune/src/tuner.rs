@@ -1,16 +1,16 @@
 //! The choice for each key.
 
 use crate::measured::{Measured, Times, median};
-use crate::search::{Prediction, Space, adjacent_degree, shortlist};
-use crate::stored::Record;
-use crate::{Calls, Key};
+use crate::search::{PredictedTime, StrategySpace, adjacent_degree, shortlist};
+use crate::stored::StoredChoice;
+use crate::{CallKind, TunerKey};
 use moesaic_plan::Strategy;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 /// The method of choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Mode {
+pub enum TunerMode {
     /// Measure the strategies that predictions recommend; without predictions, run Tutel's
     /// search.
     #[default]
@@ -29,9 +29,9 @@ const CANDIDATES: usize = 6;
 
 /// The rules for making a choice and for making it again.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Options {
+pub struct TunerOptions {
     /// The method.
-    pub mode: Mode,
+    pub mode: TunerMode,
     /// The number of measurements of a strategy, of which the median counts. One more step
     /// precedes them, because it may compile kernels.
     pub samples: usize,
@@ -48,10 +48,10 @@ pub struct Options {
     pub window: usize,
 }
 
-impl Default for Options {
+impl Default for TunerOptions {
     fn default() -> Self {
-        Options {
-            mode: Mode::Measure,
+        TunerOptions {
+            mode: TunerMode::Measure,
             samples: 3,
             finals: 9,
             hysteresis: 0.05,
@@ -63,11 +63,11 @@ impl Default for Options {
 
 /// A decision.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Event {
+pub struct TunerDecision {
     /// The calls of [`Tuner::choose`] before it.
     pub step: u64,
     /// The key.
-    pub key: Key,
+    pub key: TunerKey,
     /// The decision.
     pub what: What,
 }
@@ -93,12 +93,12 @@ pub enum What {
     },
 }
 
-impl fmt::Display for Event {
+impl fmt::Display for TunerDecision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Event { step, key, what } = self;
+        let TunerDecision { step, key, what } = self;
         let calls = match key.calls {
-            Calls::Training => "",
-            Calls::Evaluation => "evaluation, ",
+            CallKind::Training => "",
+            CallKind::Evaluation => "evaluation, ",
         };
         write!(f, "step {step}, {calls}{:?}: ", key.rows)?;
         match what {
@@ -121,7 +121,7 @@ enum Candidates {
     /// and one combination of two strategies' passes follow, up to [`CANDIDATES`].
     Listed {
         list: Vec<Strategy>,
-        predictions: Vec<Prediction>,
+        predictions: Vec<PredictedTime>,
         next: Option<Strategy>,
     },
     Searched,
@@ -151,16 +151,16 @@ struct Kept {
 /// made alike and observe the same numbers decide alike, so ranks need no exchange to agree.
 #[derive(Clone, Debug)]
 pub struct Tuner {
-    options: Options,
-    space: Space,
-    entries: BTreeMap<Key, Entry>,
-    events: Vec<Event>,
+    options: TunerOptions,
+    space: StrategySpace,
+    entries: BTreeMap<TunerKey, Entry>,
+    events: Vec<TunerDecision>,
     steps: u64,
 }
 
 impl Tuner {
     /// Returns a tuner without knowledge. It searches `space` where nothing is predicted.
-    pub fn new(options: Options, space: Space) -> Tuner {
+    pub fn new(options: TunerOptions, space: StrategySpace) -> Tuner {
         Tuner {
             options,
             space,
@@ -171,25 +171,29 @@ impl Tuner {
     }
 
     /// Returns the decisions in order.
-    pub fn events(&self) -> &[Event] {
+    pub fn events(&self) -> &[TunerDecision] {
         &self.events
     }
 
     /// Returns whether it needs predictions for the next step: the key is new, or its times have
     /// drifted.
-    pub fn asks(&self, key: &Key) -> bool {
+    pub fn asks(&self, key: &TunerKey) -> bool {
         self.entries.get(key).is_none_or(|entry| entry.drifted)
     }
 
     /// Returns the strategy of the next step. It calls `predict` if [`Tuner::asks`] is true.
-    pub fn choose(&mut self, key: &Key, predict: impl FnOnce() -> Vec<Prediction>) -> Strategy {
+    pub fn choose(
+        &mut self,
+        key: &TunerKey,
+        predict: impl FnOnce() -> Vec<PredictedTime>,
+    ) -> Strategy {
         if self.asks(key) {
             let entry = self.begin(key, predict());
             self.entries.insert(key.clone(), entry);
         }
         let entry = self.entries.get_mut(key).expect("it is there since above");
         let (chosen, what) = entry.choose(&self.space, &self.options);
-        self.events.extend(what.map(|what| Event {
+        self.events.extend(what.map(|what| TunerDecision {
             step: self.steps,
             key: key.clone(),
             what,
@@ -199,12 +203,12 @@ impl Tuner {
     }
 
     /// Records the time of a step with a strategy; pass the same numbers on all ranks.
-    pub fn observe(&mut self, key: &Key, strategy: Strategy, times: Times) {
+    pub fn observe(&mut self, key: &TunerKey, strategy: Strategy, times: Times) {
         let Some(entry) = self.entries.get_mut(key) else {
             return;
         };
         let what = entry.observe(strategy, times, &self.options);
-        self.events.extend(what.map(|what| Event {
+        self.events.extend(what.map(|what| TunerDecision {
             step: self.steps,
             key: key.clone(),
             what,
@@ -212,9 +216,9 @@ impl Tuner {
     }
 
     /// Returns the kept choices.
-    pub fn records(&self) -> Vec<Record> {
-        let record = |(key, entry): (&Key, &Entry)| {
-            Some(Record {
+    pub fn records(&self) -> Vec<StoredChoice> {
+        let record = |(key, entry): (&TunerKey, &Entry)| {
+            Some(StoredChoice {
                 key: key.clone(),
                 strategy: entry.current,
                 seconds: entry.kept.as_ref()?.seconds,
@@ -225,7 +229,7 @@ impl Tuner {
 
     /// Adopts earlier choices for keys that have none here. They are reconsidered when times
     /// drift.
-    pub fn recall(&mut self, records: impl IntoIterator<Item = Record>) {
+    pub fn recall(&mut self, records: impl IntoIterator<Item = StoredChoice>) {
         for record in records {
             let entry = Entry {
                 candidates: Candidates::Searched,
@@ -244,9 +248,9 @@ impl Tuner {
     }
 
     /// Returns the strategy of the nearest key with fewer rows, or else with more.
-    fn current(&self, key: &Key) -> Strategy {
+    fn current(&self, key: &TunerKey) -> Strategy {
         let own = (&key.machine, &key.layer, key.calls);
-        let alike = |other: &&Key| (&other.machine, &other.layer, other.calls) == own;
+        let alike = |other: &&TunerKey| (&other.machine, &other.layer, other.calls) == own;
         let before = self.entries.range(..key).rev();
         let after = self.entries.range(key..);
         let mut near = before.chain(after).filter(|(other, _)| alike(other));
@@ -254,7 +258,7 @@ impl Tuner {
             .map_or(Strategy::default(), |(_, entry)| entry.current)
     }
 
-    fn begin(&self, key: &Key, predictions: Vec<Prediction>) -> Entry {
+    fn begin(&self, key: &TunerKey, predictions: Vec<PredictedTime>) -> Entry {
         let best = Strategy::simplest(predictions.iter().map(|p| (p.strategy, p.seconds)));
         let before = self.entries.get(key);
         let mut entry = Entry {
@@ -267,25 +271,29 @@ impl Tuner {
             drifted: false,
         };
         match (self.options.mode, best) {
-            (Mode::Predict, best) => {
+            (TunerMode::Predict, best) => {
                 entry.current = best.unwrap_or_default();
                 entry.kept = Some(Kept::default());
             }
-            (Mode::Measure, Some(_)) => {
+            (TunerMode::Measure, Some(_)) => {
                 entry.candidates = Candidates::Listed {
                     list: shortlist(&predictions, entry.current),
                     predictions,
                     next: None,
                 };
             }
-            (Mode::Measure, None) => {}
+            (TunerMode::Measure, None) => {}
         }
         entry
     }
 }
 
 impl Entry {
-    fn choose(&mut self, space: &Space, options: &Options) -> (Strategy, Option<What>) {
+    fn choose(
+        &mut self,
+        space: &StrategySpace,
+        options: &TunerOptions,
+    ) -> (Strategy, Option<What>) {
         if self.kept.is_none() {
             if let Some(next) = self.next(space, options) {
                 let reported = self.reported.replace(next) == Some(next);
@@ -302,7 +310,7 @@ impl Entry {
         (self.current, (!reported).then_some(kept))
     }
 
-    fn next(&mut self, space: &Space, options: &Options) -> Option<Strategy> {
+    fn next(&mut self, space: &StrategySpace, options: &TunerOptions) -> Option<Strategy> {
         let wanted = options.samples;
         let together = || self.measured.together(wanted);
         let missing = |s: &Strategy| self.measured.seconds(*s, wanted).is_none();
@@ -332,7 +340,7 @@ impl Entry {
         next.or_else(|| self.measured.closest(options.finals, CLOSE, FINALISTS))
     }
 
-    fn settle(&mut self, options: &Options) {
+    fn settle(&mut self, options: &TunerOptions) {
         let now = self.measured.seconds(self.current, options.samples);
         let best = self.measured.best(options.samples);
         let margin = if self.chosen { options.hysteresis } else { 0.0 };
@@ -348,12 +356,17 @@ impl Entry {
         });
     }
 
-    fn observe(&mut self, strategy: Strategy, times: Times, options: &Options) -> Option<What> {
+    fn observe(
+        &mut self,
+        strategy: Strategy,
+        times: Times,
+        options: &TunerOptions,
+    ) -> Option<What> {
         let Some(kept) = &mut self.kept else {
             self.measured.add(strategy, times);
             return None;
         };
-        if strategy != self.current || options.mode == Mode::Predict {
+        if strategy != self.current || options.mode == TunerMode::Predict {
             return None;
         }
         kept.recent.push_back(times.sum());

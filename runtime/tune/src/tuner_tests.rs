@@ -1,13 +1,13 @@
 use super::*;
-use crate::{Calls, Rows};
+use crate::{CallKind, RowBucket};
 use moesaic_plan::Parallel;
 use std::collections::BTreeSet;
 
-fn key(rows: Rows) -> Key {
-    Key {
+fn key(rows: RowBucket) -> TunerKey {
+    TunerKey {
         machine: "here".to_string(),
         layer: "a layer".to_string(),
-        calls: Calls::Training,
+        calls: CallKind::Training,
         rows,
     }
 }
@@ -16,16 +16,16 @@ fn strategy(text: &str) -> Strategy {
     text.parse().expect("a strategy")
 }
 
-fn space() -> Space {
+fn space() -> StrategySpace {
     let mesh = Parallel {
         expert_tp: 4,
         ..Parallel::default()
     };
-    Space::of(mesh, 1)
+    StrategySpace::of(mesh, 1)
 }
 
-fn predictions() -> Vec<Prediction> {
-    let of = |text, seconds| Prediction {
+fn predictions() -> Vec<PredictedTime> {
+    let of = |text, seconds| PredictedTime {
         strategy: strategy(text),
         seconds,
     };
@@ -39,7 +39,7 @@ fn predictions() -> Vec<Prediction> {
 /// Runs steps of one key, with times from a function.
 fn steps(
     tuner: &mut Tuner,
-    key: &Key,
+    key: &TunerKey,
     count: usize,
     seconds: impl Fn(Strategy) -> f64,
 ) -> Vec<Strategy> {
@@ -48,8 +48,8 @@ fn steps(
 
 /// The same with other predictions.
 fn steps_of(
-    (tuner, key): (&mut Tuner, &Key),
-    predict: impl Fn() -> Vec<Prediction>,
+    (tuner, key): (&mut Tuner, &TunerKey),
+    predict: impl Fn() -> Vec<PredictedTime>,
     count: usize,
     seconds: impl Fn(Strategy) -> f64,
 ) -> Vec<Strategy> {
@@ -75,8 +75,8 @@ fn kept(tuner: &Tuner) -> Vec<Strategy> {
 
 #[test]
 fn what_is_measured_beats_what_is_predicted() {
-    let mut tuner = Tuner::new(Options::default(), space());
-    let key = key(Rows::Tokens(10));
+    let mut tuner = Tuner::new(TunerOptions::default(), space());
+    let key = key(RowBucket::Tokens(10));
     let seconds = |s: Strategy| {
         if s == strategy("overlap_degree=4") {
             0.8
@@ -100,8 +100,8 @@ fn what_is_measured_beats_what_is_predicted() {
 
 #[test]
 fn a_little_faster_is_enough_at_first_and_not_for_what_is_kept() {
-    let mut tuner = Tuner::new(Options::default(), space());
-    let key = key(Rows::Tokens(10));
+    let mut tuner = Tuner::new(TunerOptions::default(), space());
+    let key = key(RowBucket::Tokens(10));
     let seconds = |best: &'static str, scale: f64| {
         move |s: Strategy| scale * if s == strategy(best) { 0.96 } else { 1.0 }
     };
@@ -118,8 +118,8 @@ fn a_little_faster_is_enough_at_first_and_not_for_what_is_kept() {
 /// A strategy with a poor prediction is tried if it is one step from the fastest.
 #[test]
 fn the_degree_next_to_the_fastest_is_tried() {
-    let mut tuner = Tuner::new(Options::default(), space());
-    let key = key(Rows::Tokens(10));
+    let mut tuner = Tuner::new(TunerOptions::default(), space());
+    let key = key(RowBucket::Tokens(10));
     let predicted = || {
         let mut all = predictions();
         all[2].seconds = 9.0;
@@ -132,8 +132,8 @@ fn the_degree_next_to_the_fastest_is_tried() {
 
 #[test]
 fn drift_is_noticed_and_a_spike_is_not() {
-    let mut tuner = Tuner::new(Options::default(), space());
-    let key = key(Rows::Tokens(10));
+    let mut tuner = Tuner::new(TunerOptions::default(), space());
+    let key = key(RowBucket::Tokens(10));
     let fast = |best: &'static str| move |s: Strategy| if s == strategy(best) { 0.5 } else { 1.0 };
     steps(&mut tuner, &key, 20, fast("overlap_degree=2"));
     // One late rank changes nothing.
@@ -143,7 +143,7 @@ fn drift_is_noticed_and_a_spike_is_not() {
     // The fast strategy has become slow: the others are tried again.
     let all = steps(&mut tuner, &key, 30, fast("overlap_degree=4"));
     assert_eq!(all.last(), Some(&strategy("overlap_degree=4")));
-    let drifted = |event: &Event| matches!(event.what, What::Drifted { .. });
+    let drifted = |event: &TunerDecision| matches!(event.what, What::Drifted { .. });
     assert_eq!(tuner.events().iter().filter(|e| drifted(e)).count(), 1);
     assert_eq!(
         kept(&tuner),
@@ -154,8 +154,8 @@ fn drift_is_noticed_and_a_spike_is_not() {
 /// Other rows recommend other strategies; the kept one is among those tried.
 #[test]
 fn what_has_drifted_is_predicted_again() {
-    let mut tuner = Tuner::new(Options::default(), space());
-    let key = key(Rows::Tokens(10));
+    let mut tuner = Tuner::new(TunerOptions::default(), space());
+    let key = key(RowBucket::Tokens(10));
     let seconds = |s: Strategy| {
         if s == strategy("overlap_degree=2") {
             0.5
@@ -175,7 +175,7 @@ fn what_has_drifted_is_predicted_again() {
     }
     assert_eq!((tuner.events().len(), tuner.records()), (events, vec![]));
     let other = || {
-        vec![Prediction {
+        vec![PredictedTime {
             strategy: strategy("overlap_degree=8"),
             seconds: 1.0,
         }]
@@ -195,8 +195,8 @@ fn what_has_drifted_is_predicted_again() {
 
 #[test]
 fn without_predictions_the_paper_s_search_decides() {
-    let mut tuner = Tuner::new(Options::default(), space());
-    let key = key(Rows::of(4096, Some(1024)));
+    let mut tuner = Tuner::new(TunerOptions::default(), space());
+    let key = key(RowBucket::of(4096, Some(1024)));
     let seconds = |s: Strategy| match (s.adaptive_r, s.overlap_degree.forward) {
         (Some(2), 8) => 0.1,
         (Some(adaptive_r), overlap_degree) => {
@@ -211,12 +211,12 @@ fn without_predictions_the_paper_s_search_decides() {
 /// No clock decides, so two runs of a job are alike.
 #[test]
 fn prediction_alone_measures_nothing() {
-    let options = Options {
-        mode: Mode::Predict,
-        ..Options::default()
+    let options = TunerOptions {
+        mode: TunerMode::Predict,
+        ..TunerOptions::default()
     };
     let mut tuner = Tuner::new(options, space());
-    let key = key(Rows::Tokens(3));
+    let key = key(RowBucket::Tokens(3));
     let all = steps(&mut tuner, &key, 40, |s| s.overlap_degree.forward as f64);
     assert_eq!(all, [strategy("overlap_degree=2"); 40]);
     assert_eq!(tuner.events().len(), 1);
@@ -224,7 +224,7 @@ fn prediction_alone_measures_nothing() {
 
 #[test]
 fn keys_are_apart_and_begin_with_what_the_nearest_key_has() {
-    let mut tuner = Tuner::new(Options::default(), space());
+    let mut tuner = Tuner::new(TunerOptions::default(), space());
     let seconds = |s: Strategy| {
         if s == strategy("overlap_degree=4") {
             0.5
@@ -232,12 +232,12 @@ fn keys_are_apart_and_begin_with_what_the_nearest_key_has() {
             1.0
         }
     };
-    steps(&mut tuner, &key(Rows::Tokens(10)), 14, seconds);
-    let other = steps(&mut tuner, &key(Rows::Tokens(11)), 1, seconds);
+    steps(&mut tuner, &key(RowBucket::Tokens(10)), 14, seconds);
+    let other = steps(&mut tuner, &key(RowBucket::Tokens(11)), 1, seconds);
     assert_eq!(other, [strategy("overlap_degree=4")]);
-    let stranger = Key {
+    let stranger = TunerKey {
         machine: "elsewhere".to_string(),
-        ..key(Rows::Tokens(10))
+        ..key(RowBucket::Tokens(10))
     };
     assert_eq!(
         steps(&mut tuner, &stranger, 1, seconds),
@@ -247,8 +247,8 @@ fn keys_are_apart_and_begin_with_what_the_nearest_key_has() {
 
 #[test]
 fn what_was_kept_is_kept_by_the_next_run() {
-    let mut tuner = Tuner::new(Options::default(), space());
-    let key = key(Rows::Tokens(10));
+    let mut tuner = Tuner::new(TunerOptions::default(), space());
+    let key = key(RowBucket::Tokens(10));
     let seconds = |s: Strategy| {
         if s == strategy("overlap_degree=4") {
             0.5
@@ -257,7 +257,7 @@ fn what_was_kept_is_kept_by_the_next_run() {
         }
     };
     steps(&mut tuner, &key, 14, seconds);
-    let mut next = Tuner::new(Options::default(), space());
+    let mut next = Tuner::new(TunerOptions::default(), space());
     next.recall(tuner.records());
     assert_eq!(
         steps(&mut next, &key, 20, seconds),
@@ -265,18 +265,18 @@ fn what_was_kept_is_kept_by_the_next_run() {
     );
     // A recalled choice is reconsidered on a machine that is slower now.
     steps(&mut next, &key, 9, |_| 2.0);
-    let drifted = |event: &Event| matches!(event.what, What::Drifted { .. });
+    let drifted = |event: &TunerDecision| matches!(event.what, What::Drifted { .. });
     assert!(next.events().iter().any(drifted));
 }
 
 #[test]
 fn tuners_that_observe_the_same_decide_the_same() {
     let run = || {
-        let mut tuner = Tuner::new(Options::default(), space());
+        let mut tuner = Tuner::new(TunerOptions::default(), space());
         let mut state = 1u64;
         let mut all = Vec::new();
         for step in 0..200 {
-            let key = key(Rows::Tokens(8 + step % 3));
+            let key = key(RowBucket::Tokens(8 + step % 3));
             let chosen = tuner.choose(&key, predictions);
             state = state.wrapping_mul(6364136223846793005).wrapping_add(1);
             let forward = 1.0 + (state >> 40) as f64 / 1e8;

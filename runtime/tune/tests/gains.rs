@@ -8,9 +8,11 @@
 //! ```
 
 use moesaic_plan::{Parallel, ShadowModel, Strategy, Training};
-use moesaic_planner::{Machine, Routing, Scenario, Simulator, published};
+use moesaic_planner::{Machine, RoutedRows, Scenario, Simulator, published};
 use moesaic_spec::LayerSpec;
-use moesaic_tune::{Calls, Key, Options, Prediction, Rows, Space, Times, Tuner, What};
+use moesaic_tune::{
+    CallKind, PredictedTime, RowBucket, StrategySpace, Times, Tuner, TunerKey, TunerOptions, What,
+};
 use std::collections::BTreeMap;
 
 /// A layer on ranks of Tutel's machine.
@@ -100,7 +102,7 @@ impl Config {
             machine,
             world: self.world,
             training: Some(Training::default()),
-            routing: Routing::zipf(self.tokens, ep, self.top_k, self.zipf).expect("counts"),
+            routing: RoutedRows::zipf(self.tokens, ep, self.top_k, self.zipf).expect("counts"),
             placement: None,
         }
     }
@@ -124,21 +126,22 @@ impl Config {
 
     /// Returns the kept strategy's seconds and the number of steps.
     fn chosen(&self, predicted: &[(Strategy, Times)], real: &[(Strategy, Times)]) -> (f64, usize) {
-        let mut tuner = Tuner::new(Options::default(), Space::of(self.mesh(), 8));
-        let key = Key {
+        let mut tuner = Tuner::new(TunerOptions::default(), StrategySpace::of(self.mesh(), 8));
+        let key = TunerKey {
             machine: "simulated".to_string(),
             layer: self.number.to_string(),
-            calls: Calls::Training,
-            rows: Rows::of(self.tokens as usize, None),
+            calls: CallKind::Training,
+            rows: RowBucket::of(self.tokens as usize, None),
         };
-        let predictions = predicted.iter().map(|(strategy, times)| Prediction {
+        let predictions = predicted.iter().map(|(strategy, times)| PredictedTime {
             strategy: *strategy,
             seconds: times.sum(),
         });
-        let predictions: Vec<Prediction> = predictions.collect();
+        let predictions: Vec<PredictedTime> = predictions.collect();
         for step in 0.. {
             let strategy = tuner.choose(&key, || predictions.clone());
-            let kept = |event: &moesaic_tune::Event| matches!(event.what, What::Kept { .. });
+            let kept =
+                |event: &moesaic_tune::TunerDecision| matches!(event.what, What::Kept { .. });
             let times = of(real, strategy);
             if tuner.events().iter().any(kept) {
                 return (times.sum(), step);

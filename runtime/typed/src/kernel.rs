@@ -31,7 +31,7 @@ pub trait KernelArgs {
 /// The reason a loaded kernel does not match the generated arguments.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum SignatureError {
+pub enum KernelArgsError {
     /// The layer has no such kernel or entry.
     #[error("the layer has no kernel entry `{asked}`; it has: {known}")]
     Missing {
@@ -70,7 +70,7 @@ impl<A: KernelArgs> Launcher<A> {
     ///
     /// # Errors
     /// If it is missing, or takes other parameters.
-    pub fn new(kernels: &[LoadedKernel]) -> Result<Launcher<A>, SignatureError> {
+    pub fn new(kernels: &[LoadedKernel]) -> Result<Launcher<A>, KernelArgsError> {
         let kernel = kernels
             .iter()
             .find(|kernel| kernel.source.name == A::KERNEL);
@@ -119,7 +119,7 @@ fn entry_name<A: KernelArgs>() -> String {
     format!("{}::{}", A::KERNEL, A::SYMBOL)
 }
 
-fn missing<A: KernelArgs>(kernels: &[LoadedKernel]) -> SignatureError {
+fn missing<A: KernelArgs>(kernels: &[LoadedKernel]) -> KernelArgsError {
     let name = |kernel: &LoadedKernel| {
         let (kernel, entries) = (&kernel.source.name, &kernel.source.entries);
         entries
@@ -128,13 +128,13 @@ fn missing<A: KernelArgs>(kernels: &[LoadedKernel]) -> SignatureError {
             .collect::<Vec<_>>()
     };
     let known = kernels.iter().flat_map(name).collect::<Vec<_>>().join(", ");
-    SignatureError::Missing {
+    KernelArgsError::Missing {
         asked: entry_name::<A>(),
         known,
     }
 }
 
-fn check<A: KernelArgs>(entry: &Entry) -> Result<(), SignatureError> {
+fn check<A: KernelArgs>(entry: &Entry) -> Result<(), KernelArgsError> {
     let found = |param: &Param| (param.name.clone(), param.ty);
     let found: Vec<_> = entry.params.iter().map(found).collect();
     let generated: Vec<_> = A::PARAMS
@@ -144,7 +144,7 @@ fn check<A: KernelArgs>(entry: &Entry) -> Result<(), SignatureError> {
     if found == generated {
         return Ok(());
     }
-    Err(SignatureError::Differs {
+    Err(KernelArgsError::Differs {
         entry: entry_name::<A>(),
         generated: list(&generated),
         found: list(&found),

@@ -20,7 +20,7 @@ mod layer;
 mod pointer;
 
 pub use array::{Array, ShapeError, rows, tensor};
-pub use kernel::{KernelArgs, Launcher, SignatureError};
+pub use kernel::{KernelArgs, KernelArgsError, Launcher};
 pub use layer::{RawArgs, RawGradients, TypedLayer};
 pub use pointer::{Argument, In, InOut, Out};
 

@@ -3,14 +3,14 @@
 
 use crate::Damage;
 use crate::gguf::Kind;
-use moesaic_spec::gguf::Value;
+use moesaic_spec::gguf::GgufValue;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// A header.
 #[derive(Debug)]
 pub(crate) struct Header {
-    pub values: BTreeMap<String, Value>,
+    pub values: BTreeMap<String, GgufValue>,
     pub infos: Vec<Info>,
 }
 
@@ -18,7 +18,7 @@ impl Header {
     /// Refuses a file that says it is another one than the shard with index `at` of `count` files.
     pub(crate) fn check_shard(&self, at: usize, count: usize) -> Result<(), Damage> {
         let said = |key| match self.values.get(key) {
-            Some(Value::Int(number)) => usize::try_from(*number).ok(),
+            Some(GgufValue::Int(number)) => usize::try_from(*number).ok(),
             _ => None,
         };
         match (said("split.count"), said("split.no")) {
@@ -99,7 +99,7 @@ pub(crate) fn read_header(file: &[u8]) -> Result<Header, Damage> {
     }
     let alignment = match values.get("general.alignment") {
         None => ALIGNMENT,
-        Some(Value::Int(size)) if *size > 0 && size.count_ones() == 1 => *size as u64,
+        Some(GgufValue::Int(size)) if *size > 0 && size.count_ones() == 1 => *size as u64,
         Some(other) => {
             let problem = format!("general.alignment is {other}, no power of two");
             return Err(header(problem));
@@ -227,25 +227,25 @@ impl<'a> Reader<'a> {
         Ok(String::from_utf8_lossy(self.take(count)?).into_owned())
     }
 
-    fn value(&mut self, kind: u32) -> Result<Value, Damage> {
+    fn value(&mut self, kind: u32) -> Result<GgufValue, Damage> {
         Ok(match kind {
-            0 => Value::Int(i64::from(u8::from_le_bytes(self.bytes()?))),
-            1 => Value::Int(i64::from(i8::from_le_bytes(self.bytes()?))),
-            2 => Value::Int(i64::from(u16::from_le_bytes(self.bytes()?))),
-            3 => Value::Int(i64::from(i16::from_le_bytes(self.bytes()?))),
-            4 => Value::Int(i64::from(self.u32()?)),
-            5 => Value::Int(i64::from(i32::from_le_bytes(self.bytes()?))),
-            6 => Value::Float(f64::from(f32::from_le_bytes(self.bytes()?))),
-            7 => Value::Bool(self.bytes::<1>()? != [0]),
-            8 => Value::Text(self.text()?),
+            0 => GgufValue::Int(i64::from(u8::from_le_bytes(self.bytes()?))),
+            1 => GgufValue::Int(i64::from(i8::from_le_bytes(self.bytes()?))),
+            2 => GgufValue::Int(i64::from(u16::from_le_bytes(self.bytes()?))),
+            3 => GgufValue::Int(i64::from(i16::from_le_bytes(self.bytes()?))),
+            4 => GgufValue::Int(i64::from(self.u32()?)),
+            5 => GgufValue::Int(i64::from(i32::from_le_bytes(self.bytes()?))),
+            6 => GgufValue::Float(f64::from(f32::from_le_bytes(self.bytes()?))),
+            7 => GgufValue::Bool(self.bytes::<1>()? != [0]),
+            8 => GgufValue::Text(self.text()?),
             9 => self.list()?,
             10 => match self.u64()? {
-                value if value <= i64::MAX as u64 => Value::Int(value as i64),
+                value if value <= i64::MAX as u64 => GgufValue::Int(value as i64),
                 // A value has no unsigned 64-bit integer. Keys that moesaic reads are small.
-                value => Value::Float(value as f64),
+                value => GgufValue::Float(value as f64),
             },
-            11 => Value::Int(i64::from_le_bytes(self.bytes()?)),
-            12 => Value::Float(f64::from_le_bytes(self.bytes()?)),
+            11 => GgufValue::Int(i64::from_le_bytes(self.bytes()?)),
+            12 => GgufValue::Float(f64::from_le_bytes(self.bytes()?)),
             other => {
                 let problem = format!("its header has a value of type {other}, which is none");
                 return Err(header(problem));
@@ -254,7 +254,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Skips a list and keeps its length, since vocabularies are long and no layer needs one.
-    fn list(&mut self) -> Result<Value, Damage> {
+    fn list(&mut self) -> Result<GgufValue, Damage> {
         let (kind, count) = (self.u32()?, self.u64()?);
         let size = match kind {
             0 | 1 | 7 => 1,
@@ -267,7 +267,7 @@ impl<'a> Reader<'a> {
                     let length = self.u64()?;
                     self.take(length)?;
                 }
-                return Ok(Value::List(count));
+                return Ok(GgufValue::List(count));
             }
             other => {
                 let problem = format!("its header has a list of type {other}, which is none");
@@ -278,7 +278,7 @@ impl<'a> Reader<'a> {
             .checked_mul(size)
             .ok_or_else(|| header("its header has an endless list"))?;
         self.take(bytes)?;
-        Ok(Value::List(count))
+        Ok(GgufValue::List(count))
     }
 
     fn entry(&mut self) -> Result<Entry, Damage> {

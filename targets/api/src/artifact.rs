@@ -11,12 +11,12 @@ pub struct Artifact {
     #[serde(skip)]
     pub binary: Vec<u8>,
     /// Facts read from the binary and from the compiler's log.
-    pub report: Report,
+    pub report: ArtifactReport,
 }
 
 /// Facts about an artifact.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Report {
+pub struct ArtifactReport {
     /// The compiler's name, such as `NVRTC 13.0` or `gcc 12.2.0`.
     pub compiler: String,
     /// The compile time in milliseconds.
@@ -67,7 +67,7 @@ pub struct ParamSlot {
     pub size: u32,
 }
 
-impl Report {
+impl ArtifactReport {
     /// Returns the facts about the entry with this symbol.
     pub fn kernel(&self, symbol: &str) -> Option<&KernelReport> {
         self.kernels.iter().find(|kernel| kernel.symbol == symbol)

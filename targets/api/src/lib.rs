@@ -22,7 +22,7 @@ pub mod script;
 mod stream;
 
 pub use args::{ArgBlock, MAP_BYTES, MapBytes, gpu_grid};
-pub use artifact::{Artifact, KernelReport, ParamSlot, Report};
+pub use artifact::{Artifact, ArtifactReport, KernelReport, ParamSlot};
 pub use compiler::{CompileOptions, Compiler};
 pub use counters::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
 pub use device::{Arg, Buffer, Device, DeviceInfo, FunctionId, LaunchDims, Module, Ptr};

@@ -32,7 +32,7 @@ pub fn read_caches(dir: &Path, processors: &[usize]) -> CpuCaches {
 
 /// The caches of one level, as many as the threads of a device use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shared {
+pub struct SharedCaches {
     /// The level: 2 or higher.
     pub level: u8,
     /// The bytes of all of them.
@@ -41,7 +41,7 @@ pub struct Shared {
 
 /// Returns the caches from level 2 on that `threads` threads of this process
 /// use together, smallest first.
-pub fn shared_by(threads: usize) -> Vec<Shared> {
+pub fn shared_by(threads: usize) -> Vec<SharedCaches> {
     let mut processors = crate::affinity::processors().unwrap_or_default();
     processors.truncate(threads);
     read_shared(Path::new("/sys/devices/system/cpu"), &processors)
@@ -49,7 +49,7 @@ pub fn shared_by(threads: usize) -> Vec<Shared> {
 
 /// Reads the caches that some processors share, each once, from a folder with
 /// the layout of Linux: `cpu0/cache/index0/{level,type,size,shared_cpu_list}`.
-fn read_shared(dir: &Path, processors: &[usize]) -> Vec<Shared> {
+fn read_shared(dir: &Path, processors: &[usize]) -> Vec<SharedCaches> {
     let mut seen = BTreeSet::new();
     let mut levels: BTreeMap<u8, u64> = BTreeMap::new();
     for processor in processors {
@@ -66,7 +66,8 @@ fn read_shared(dir: &Path, processors: &[usize]) -> Vec<Shared> {
         }
     }
     let each = levels.into_iter();
-    each.map(|(level, bytes)| Shared { level, bytes }).collect()
+    each.map(|(level, bytes)| SharedCaches { level, bytes })
+        .collect()
 }
 
 /// Returns a cache's level and bytes if data go through it and both are known.
@@ -161,7 +162,7 @@ mod tests {
             let file = format!("cpu{cpu}/cache/index3/shared_cpu_list");
             fs::write(root.path().join(file), "0-1\n").unwrap();
         }
-        let shared = |level, bytes| Shared { level, bytes };
+        let shared = |level, bytes| SharedCaches { level, bytes };
         let both = read_shared(root.path(), &[0, 1]);
         assert_eq!(both, [shared(2, 2 << 20), shared(3, 32 << 20)]);
         let one = read_shared(root.path(), &[0]);

@@ -5,7 +5,8 @@ use crate::find::{self, Process};
 use crate::{Identity, flags, report};
 use moesaic_kernel::{CpuIsa, KernelSource, Target};
 use moesaic_target::{
-    Artifact, CompileError, CompileOptions, Compiler, CompilerReason, Report, Scratch, script,
+    Artifact, ArtifactReport, CompileError, CompileOptions, Compiler, CompilerReason, Scratch,
+    script,
 };
 use std::path::Path;
 use std::sync::OnceLock;
@@ -135,7 +136,7 @@ impl CpuCompiler {
             }
         })?;
         let compile_ms = started.elapsed().as_secs_f64() * 1e3;
-        let report = Report {
+        let report = ArtifactReport {
             compiler: self.name(),
             compile_ms,
             kernels,

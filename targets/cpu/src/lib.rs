@@ -46,5 +46,5 @@ pub use device::CpuDevice;
 pub use flags::compile_flags;
 pub use identity::Identity;
 pub use isa::{host_isa, host_runs};
-pub use library::{LoadError, Loaded, load as load_shared_object};
+pub use library::{LoadError, LoadedLibrary, load as load_shared_object};
 pub use nodes::{Nodes, host_nodes, numbered_nodes, read_nodes};

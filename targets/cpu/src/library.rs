@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 
 /// A loaded shared object and its file, which must outlive it.
-pub struct Loaded {
+pub struct LoadedLibrary {
     /// The library.
     pub library: Library,
     /// Declared after the library, to be dropped after it: the loader knows a
@@ -39,7 +39,7 @@ pub enum LoadError {
 ///
 /// # Errors
 /// [`LoadError`] has the message of the loader.
-pub fn load(binary: &[u8]) -> Result<Loaded, LoadError> {
+pub fn load(binary: &[u8]) -> Result<LoadedLibrary, LoadError> {
     let from_memory = in_memory(binary).ok().and_then(|place| open(place).ok());
     match from_memory {
         Some(loaded) => Ok(loaded),
@@ -47,9 +47,9 @@ pub fn load(binary: &[u8]) -> Result<Loaded, LoadError> {
     }
 }
 
-fn open((path, backing): (PathBuf, Backing)) -> Result<Loaded, LoadError> {
+fn open((path, backing): (PathBuf, Backing)) -> Result<LoadedLibrary, LoadError> {
     let library = Library::open_path("a compiled kernel", &path)?;
-    Ok(Loaded {
+    Ok(LoadedLibrary {
         library,
         _file: backing,
     })

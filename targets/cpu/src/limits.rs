@@ -65,7 +65,7 @@ pub fn measure(
     isa: CpuIsa,
 ) -> Result<Limits, LimitsError> {
     let probe = Probe::new(compiler, device, isa)?;
-    let memory = Memory::new(device)?;
+    let memory = ProbeMemory::new(device)?;
     Ok(Limits {
         threads: probe.threads,
         f32_gflops: probe.best_rate(probe.f32_rate())?,
@@ -207,7 +207,7 @@ impl Probe {
     ///
     /// # Errors
     /// A launch fails.
-    pub fn sustained_read(&self, memory: &Memory, time: Duration) -> Result<f64, LimitsError> {
+    pub fn sustained_read(&self, memory: &ProbeMemory, time: Duration) -> Result<f64, LimitsError> {
         let args = memory.args(&self.results);
         let (launches, seconds) = repeat(time, || self.run("limit_read", &args))?;
         Ok(launches * memory.giga_bytes(self.threads) / seconds)
@@ -266,18 +266,18 @@ impl Probe {
 
 /// The memory that probes read and write to measure its speed: a share per
 /// thread of each.
-pub struct Memory {
+pub struct ProbeMemory {
     share: usize,
     from: Buffer,
     to: Buffer,
 }
 
-impl Memory {
+impl ProbeMemory {
     /// Allocates more than caches hold: see [`measure`].
     ///
     /// # Errors
     /// There is no room.
-    pub fn new(device: &CpuDevice) -> Result<Memory, DeviceError> {
+    pub fn new(device: &CpuDevice) -> Result<ProbeMemory, DeviceError> {
         let share = share(device);
         let all = device.threads() * share;
         let (from, to) = (device.alloc(all)?, device.alloc(all)?);
@@ -287,7 +287,7 @@ impl Memory {
         for piece in 0..all / PIECE {
             device.upload(&ones, &from, piece * PIECE)?;
         }
-        Ok(Memory { share, from, to })
+        Ok(ProbeMemory { share, from, to })
     }
 
     fn bandwidth(&self, probe: &Probe, symbol: &str, to: &Buffer) -> Result<f64, DeviceError> {

@@ -1,7 +1,7 @@
 //! Loaded kernels and their launch.
 
 use crate::executor::Executor;
-use crate::library::{self, Loaded};
+use crate::library::{self, LoadedLibrary};
 use crate::scratch;
 use moesaic_kernel::{Entry, ParamType, Scalar};
 use moesaic_target::{
@@ -27,7 +27,7 @@ pub(crate) struct CpuModule {
     functions: Vec<Function>,
     executor: Arc<Executor>,
     /// Keeps the code behind `functions` mapped.
-    _loaded: Loaded,
+    _loaded: LoadedLibrary,
 }
 
 impl CpuModule {
@@ -88,7 +88,7 @@ fn error(kernel: &str, reason: LoadReason) -> DeviceError {
     }
 }
 
-fn function(loaded: &Loaded, entry: &Entry) -> Result<Function, DeviceError> {
+fn function(loaded: &LoadedLibrary, entry: &Entry) -> Result<Function, DeviceError> {
     // SAFETY: every entry of a CPU kernel has this type; it is copied into
     // the module that also holds the library.
     let code = unsafe { loaded.library.symbol::<Code>(&entry.symbol) }

@@ -4,7 +4,7 @@
 mod tensor_map;
 mod vendor;
 
-use crate::driver::{self, Table};
+use crate::driver::{self, DriverTable};
 use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{CudaContext, CudaStream};
@@ -122,18 +122,18 @@ impl GpuWrapper for CudaDevice {
     }
 }
 
-fn unavailable(table: &Table, error: &DriverError) -> DeviceError {
+fn unavailable(table: &DriverTable, error: &DriverError) -> DeviceError {
     let code = error.0 as i32;
     let words = table.words(code);
     driver::unavailable(Fault { code, words }.into())
 }
 
-fn count(table: &Table) -> Result<usize, DeviceError> {
+fn count(table: &DriverTable) -> Result<usize, DeviceError> {
     let count = CudaContext::device_count().map_err(|error| unavailable(table, &error))?;
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-fn check_ordinal(table: &Table, ordinal: usize) -> Result<(), DeviceError> {
+fn check_ordinal(table: &DriverTable, ordinal: usize) -> Result<(), DeviceError> {
     let count = count(table)?;
     if ordinal < count {
         return Ok(());
@@ -147,7 +147,7 @@ fn check_ordinal(table: &Table, ordinal: usize) -> Result<(), DeviceError> {
 
 /// The driver's answers about a GPU.
 struct Facts<'a> {
-    table: &'a Table,
+    table: &'a DriverTable,
     context: &'a CudaContext,
 }
 

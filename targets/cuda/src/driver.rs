@@ -150,7 +150,7 @@ pub struct LaunchAttribute {
 }
 
 /// The driver's functions.
-pub struct Table {
+pub struct DriverTable {
     pub functions: Functions,
     pub own: Own,
 }
@@ -161,13 +161,13 @@ pub struct Table {
 /// # Errors
 /// [`DeviceError::Unavailable`] lists the names tried, or names the missing
 /// function.
-pub fn table() -> Result<&'static Table, DeviceError> {
-    static TABLE: OnceLock<Result<Table, DlError>> = OnceLock::new();
+pub fn table() -> Result<&'static DriverTable, DeviceError> {
+    static TABLE: OnceLock<Result<DriverTable, DlError>> = OnceLock::new();
     let table = TABLE.get_or_init(load).as_ref();
     table.map_err(|error| unavailable(reason(error)))
 }
 
-fn load() -> Result<Table, DlError> {
+fn load() -> Result<DriverTable, DlError> {
     let library = Library::open("the CUDA driver", &LIBRARIES)?;
     // SAFETY: the addresses are only looked at, or are of functions with
     // these signatures in cuda.h; the library is kept loaded.
@@ -177,11 +177,11 @@ fn load() -> Result<Table, DlError> {
         }
         let functions = Functions::load(&NAMES, |name| library.symbol(name))?;
         let own = Own::load(library)?;
-        Ok(Table { functions, own })
+        Ok(DriverTable { functions, own })
     }
 }
 
-impl Table {
+impl DriverTable {
     /// Returns a sentence for errors: `the driver is for CUDA 12.4`.
     pub fn version(&self) -> Option<String> {
         let (major, minor) = self.cuda()?;

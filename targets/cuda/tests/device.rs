@@ -10,7 +10,7 @@ use moesaic_kernel::{
     Access, DType, Entry, KernelSource, Language, Param, Stem, Swizzle, TensorMap,
 };
 use moesaic_target::{
-    Arg, Artifact, CompileOptions, Compiler, Device, DeviceError, LaunchDims, Ptr, Report,
+    Arg, Artifact, ArtifactReport, CompileOptions, Compiler, Device, DeviceError, LaunchDims, Ptr,
 };
 use moesaic_toolchain::testing;
 use std::sync::Arc;
@@ -58,10 +58,10 @@ fn main() {
         count: CudaDevice::count,
         symbol,
         compile,
-        read: |binary| Report {
+        read: |binary| ArtifactReport {
             compiler: "NVRTC 13.0".to_string(),
             kernels: moesaic_cuda::read_cubin(binary).unwrap(),
-            ..Report::default()
+            ..ArtifactReport::default()
         },
         words: Words {
             illegal_address: "CUDA_ERROR_ILLEGAL_ADDRESS",

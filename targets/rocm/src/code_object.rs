@@ -3,7 +3,7 @@
 //! A code object is an ELF file with a note that holds a MessagePack map:
 //! `amdhsa.kernels` lists each kernel's registers, memory and arguments.
 
-use crate::msgpack::Value;
+use crate::msgpack::MsgpackValue;
 use moesaic_target::{KernelReport, ParamSlot};
 use object::{Object, ObjectSection, ObjectSymbol};
 
@@ -43,7 +43,7 @@ pub fn read_code_object(bytes: &[u8]) -> Result<Vec<CodeObjectKernel>, CodeObjec
     let elf = object::File::parse(bytes).map_err(elf_error)?;
     let metadata = metadata(&elf)?;
     let kernels = get(&metadata, "amdhsa.kernels")
-        .and_then(Value::as_array)
+        .and_then(MsgpackValue::as_array)
         .ok_or_else(|| bad("it lists no kernels"))?;
     kernels
         .iter()
@@ -59,7 +59,7 @@ fn bad(reason: &str) -> CodeObjectError {
     CodeObjectError::Metadata(reason.to_string())
 }
 
-fn metadata(elf: &object::File) -> Result<Value, CodeObjectError> {
+fn metadata(elf: &object::File) -> Result<MsgpackValue, CodeObjectError> {
     for section in elf
         .sections()
         .filter(|section| section.name() == Ok(".note"))
@@ -67,7 +67,7 @@ fn metadata(elf: &object::File) -> Result<Value, CodeObjectError> {
         let mut notes = section.data().map_err(elf_error)?;
         while let Some((note, rest)) = next_note(notes) {
             if note.owner == OWNER && note.kind == METADATA {
-                return Value::read(note.payload)
+                return MsgpackValue::read(note.payload)
                     .ok_or_else(|| bad("the metadata note is damaged"));
             }
             notes = rest;
@@ -111,20 +111,23 @@ fn split_padded(bytes: &[u8], length: usize) -> Option<(&[u8], &[u8])> {
     Some((taken, rest))
 }
 
-fn get<'a>(map: &'a Value, key: &str) -> Option<&'a Value> {
+fn get<'a>(map: &'a MsgpackValue, key: &str) -> Option<&'a MsgpackValue> {
     map.as_map()?
         .iter()
         .find(|(name, _)| name.as_str() == Some(key))
         .map(|(_, value)| value)
 }
 
-fn number(map: &Value, key: &str) -> Option<u32> {
+fn number(map: &MsgpackValue, key: &str) -> Option<u32> {
     u32::try_from(get(map, key)?.as_u64()?).ok()
 }
 
-fn read_kernel(elf: &object::File, kernel: &Value) -> Result<CodeObjectKernel, CodeObjectError> {
+fn read_kernel(
+    elf: &object::File,
+    kernel: &MsgpackValue,
+) -> Result<CodeObjectKernel, CodeObjectError> {
     let symbol = get(kernel, ".name")
-        .and_then(Value::as_str)
+        .and_then(MsgpackValue::as_str)
         .ok_or_else(|| bad("a kernel has no name"))?;
     let scratch = number(kernel, ".private_segment_fixed_size");
     let report = KernelReport {
@@ -148,7 +151,7 @@ fn read_kernel(elf: &object::File, kernel: &Value) -> Result<CodeObjectKernel, C
 
 /// Returns the spilled bytes. Registers that were moved to accumulation
 /// registers count as spilled too; without scratch none of them reached memory.
-fn spill_bytes(kernel: &Value, scratch: Option<u32>) -> Option<u32> {
+fn spill_bytes(kernel: &MsgpackValue, scratch: Option<u32>) -> Option<u32> {
     let registers = number(kernel, ".vgpr_spill_count")?;
     match scratch? {
         0 => Some(0),
@@ -164,8 +167,8 @@ fn code_bytes(elf: &object::File, symbol: &str) -> Option<u64> {
 }
 
 /// Returns the arguments that a launch passes; hidden ones are the runtime's.
-fn params(kernel: &Value) -> Vec<ParamSlot> {
-    let slot = |argument: &Value| {
+fn params(kernel: &MsgpackValue) -> Vec<ParamSlot> {
+    let slot = |argument: &MsgpackValue| {
         let kind = get(argument, ".value_kind")?.as_str()?;
         let slot = ParamSlot {
             offset: number(argument, ".offset")?,
@@ -173,6 +176,6 @@ fn params(kernel: &Value) -> Vec<ParamSlot> {
         };
         (!kind.starts_with("hidden_")).then_some(slot)
     };
-    let arguments = get(kernel, ".args").and_then(Value::as_array);
+    let arguments = get(kernel, ".args").and_then(MsgpackValue::as_array);
     arguments.into_iter().flatten().filter_map(slot).collect()
 }

@@ -8,8 +8,8 @@ use crate::tool::Tool;
 use moesaic_kernel::{KernelSource, Language, RocmArch, Target};
 use moesaic_target::child::{self, COMPILE, Finished};
 use moesaic_target::{
-    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, KernelReport,
-    Report, Scratch, SharedError,
+    Artifact, ArtifactReport, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason,
+    KernelReport, Scratch, SharedError,
 };
 use std::path::Path;
 use std::process::Command;
@@ -237,7 +237,7 @@ impl Compiler for RocmCompiler {
         let compile_ms = start.elapsed().as_secs_f64() * 1e3;
         let kernels = self.kernels(source, arch, &binary)?;
         refuse_scratch(source, options, &kernels)?;
-        let report = Report {
+        let report = ArtifactReport {
             compiler: self.name(),
             compile_ms,
             kernels,

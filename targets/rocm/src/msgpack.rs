@@ -5,50 +5,50 @@
 
 /// A decoded value. Floats, binaries and extensions do not occur.
 #[derive(Debug, PartialEq)]
-pub enum Value {
+pub enum MsgpackValue {
     Nil,
     Bool(bool),
     /// A number. Negative ones do not occur; they read as `None` elsewhere.
     Number(u64),
     Text(String),
-    List(Vec<Value>),
-    Map(Vec<(Value, Value)>),
+    List(Vec<MsgpackValue>),
+    Map(Vec<(MsgpackValue, MsgpackValue)>),
 }
 
 /// Largest depth of nested lists and maps; metadata has four levels.
 const DEEPEST: usize = 16;
 
-impl Value {
+impl MsgpackValue {
     /// Reads one value from the front of `bytes`; returns `None` when they are
     /// no value or end too early.
-    pub fn read(bytes: &[u8]) -> Option<Value> {
+    pub fn read(bytes: &[u8]) -> Option<MsgpackValue> {
         Reader { rest: bytes }.value(DEEPEST)
     }
 
-    pub fn as_map(&self) -> Option<&[(Value, Value)]> {
+    pub fn as_map(&self) -> Option<&[(MsgpackValue, MsgpackValue)]> {
         match self {
-            Value::Map(pairs) => Some(pairs),
+            MsgpackValue::Map(pairs) => Some(pairs),
             _ => None,
         }
     }
 
-    pub fn as_array(&self) -> Option<&[Value]> {
+    pub fn as_array(&self) -> Option<&[MsgpackValue]> {
         match self {
-            Value::List(values) => Some(values),
+            MsgpackValue::List(values) => Some(values),
             _ => None,
         }
     }
 
     pub fn as_str(&self) -> Option<&str> {
         match self {
-            Value::Text(text) => Some(text),
+            MsgpackValue::Text(text) => Some(text),
             _ => None,
         }
     }
 
     pub fn as_u64(&self) -> Option<u64> {
         match self {
-            Value::Number(number) => Some(*number),
+            MsgpackValue::Number(number) => Some(*number),
             _ => None,
         }
     }
@@ -59,16 +59,16 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn value(&mut self, depth: usize) -> Option<Value> {
+    fn value(&mut self, depth: usize) -> Option<MsgpackValue> {
         let depth = depth.checked_sub(1)?;
         Some(match self.byte()? {
-            small @ 0x00..=0x7f => Value::Number(small.into()),
+            small @ 0x00..=0x7f => MsgpackValue::Number(small.into()),
             tag @ 0x80..=0x8f => self.map((tag & 0x0f).into(), depth)?,
             tag @ 0x90..=0x9f => self.list((tag & 0x0f).into(), depth)?,
             tag @ 0xa0..=0xbf => self.text((tag & 0x1f).into())?,
-            0xc0 => Value::Nil,
-            tag @ (0xc2 | 0xc3) => Value::Bool(tag == 0xc3),
-            tag @ 0xcc..=0xcf => Value::Number(self.number(1 << (tag - 0xcc))?),
+            0xc0 => MsgpackValue::Nil,
+            tag @ (0xc2 | 0xc3) => MsgpackValue::Bool(tag == 0xc3),
+            tag @ 0xcc..=0xcf => MsgpackValue::Number(self.number(1 << (tag - 0xcc))?),
             tag @ 0xd9..=0xdb => {
                 let length = self.number(1 << (tag - 0xd9))?;
                 self.text(length)?
@@ -104,27 +104,27 @@ impl<'a> Reader<'a> {
         )
     }
 
-    fn text(&mut self, length: u64) -> Option<Value> {
-        Some(Value::Text(
+    fn text(&mut self, length: u64) -> Option<MsgpackValue> {
+        Some(MsgpackValue::Text(
             String::from_utf8(self.bytes(length)?.to_vec()).ok()?,
         ))
     }
 
     // Lengths are not trusted, so lists grow as their elements are read.
-    fn list(&mut self, length: u64, depth: usize) -> Option<Value> {
+    fn list(&mut self, length: u64, depth: usize) -> Option<MsgpackValue> {
         let mut values = Vec::new();
         for _ in 0..length {
             values.push(self.value(depth)?);
         }
-        Some(Value::List(values))
+        Some(MsgpackValue::List(values))
     }
 
-    fn map(&mut self, length: u64, depth: usize) -> Option<Value> {
+    fn map(&mut self, length: u64, depth: usize) -> Option<MsgpackValue> {
         let mut pairs = Vec::new();
         for _ in 0..length {
             pairs.push((self.value(depth)?, self.value(depth)?));
         }
-        Some(Value::Map(pairs))
+        Some(MsgpackValue::Map(pairs))
     }
 }
 
@@ -132,31 +132,31 @@ impl<'a> Reader<'a> {
 mod tests {
     use super::*;
 
-    fn text(text: &str) -> Value {
-        Value::Text(text.to_string())
+    fn text(text: &str) -> MsgpackValue {
+        MsgpackValue::Text(text.to_string())
     }
 
     #[test]
     fn reads_what_metadata_is_made_of() {
         let bytes =
             b"\x82\xa1a\x93\x01\xcd\x01\x00\xce\x00\x01\x00\x00\xd9\x01b\xdc\x00\x02\xc3\xc0";
-        let list = Value::List(vec![
-            Value::Number(1),
-            Value::Number(256),
-            Value::Number(65536),
+        let list = MsgpackValue::List(vec![
+            MsgpackValue::Number(1),
+            MsgpackValue::Number(256),
+            MsgpackValue::Number(65536),
         ]);
-        let flags = Value::List(vec![Value::Bool(true), Value::Nil]);
-        let expected = Value::Map(vec![(text("a"), list), (text("b"), flags)]);
-        assert_eq!(Value::read(bytes), Some(expected));
+        let flags = MsgpackValue::List(vec![MsgpackValue::Bool(true), MsgpackValue::Nil]);
+        let expected = MsgpackValue::Map(vec![(text("a"), list), (text("b"), flags)]);
+        assert_eq!(MsgpackValue::read(bytes), Some(expected));
     }
 
     #[test]
     fn short_deep_and_foreign_bytes_are_nothing() {
         let whole = b"\x82\xa1a\x01\xa1b\xcd\x01\x00";
-        assert!((0..whole.len()).all(|end| Value::read(&whole[..end]).is_none()));
-        assert_eq!(Value::read(&[0x91; 64]), None);
-        assert_eq!(Value::read(b"\xdd\xff\xff\xff\xff"), None);
-        assert_eq!(Value::read(b"\xca\x00\x00\x00\x00"), None);
-        assert_eq!(Value::read(b"\xa1\xff"), None);
+        assert!((0..whole.len()).all(|end| MsgpackValue::read(&whole[..end]).is_none()));
+        assert_eq!(MsgpackValue::read(&[0x91; 64]), None);
+        assert_eq!(MsgpackValue::read(b"\xdd\xff\xff\xff\xff"), None);
+        assert_eq!(MsgpackValue::read(b"\xca\x00\x00\x00\x00"), None);
+        assert_eq!(MsgpackValue::read(b"\xa1\xff"), None);
     }
 }

@@ -7,7 +7,7 @@ mod gpu;
 use gpu::{Case, Harness, Words, check_error, check_part, dims, entry, log, nothing};
 use moesaic_kernel::{KernelSource, Language, Stem};
 use moesaic_rocm::HipDevice;
-use moesaic_target::{Artifact, CompileOptions, Compiler, Device, LaunchDims, Report};
+use moesaic_target::{Artifact, ArtifactReport, CompileOptions, Compiler, Device, LaunchDims};
 use moesaic_toolchain::testing;
 use std::path::Path;
 use std::sync::Arc;
@@ -123,12 +123,12 @@ fn compile() -> Artifact {
         .unwrap()
 }
 
-fn read(binary: &[u8]) -> Report {
+fn read(binary: &[u8]) -> ArtifactReport {
     let kernels = moesaic_rocm::read_code_object(binary).unwrap();
-    Report {
+    ArtifactReport {
         compiler: "clang 22.1.8".to_string(),
         kernels: kernels.into_iter().map(|kernel| kernel.report).collect(),
-        ..Report::default()
+        ..ArtifactReport::default()
     }
 }
 

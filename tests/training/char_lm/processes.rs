@@ -43,7 +43,7 @@ fn learn(folder: &Path, parallel: Parallel, killed: Option<usize>) {
         ..EngineOptions::default()
     };
     let engine = Engine::open("cpu", one).expect("a C compiler");
-    let options = mpi::Options::default();
+    let options = mpi::MpiOptions::default();
     let mut world = mpi::start(&options, engine.device().clone()).expect("a world");
     let mesh = Mesh::new(&mut world, parallel).expect("a mesh");
     let (text, saved) = (Text::book(), folder.join("model.safetensors"));

@@ -5,7 +5,7 @@ use crate::pass::Pass;
 use crate::timing::Made;
 use crate::{Result, cuda, data, launches, layers, limits, suite};
 use clap::Args;
-use moesaic::aot::{Event, Outcome, precompile};
+use moesaic::aot::{KernelOutcome, PrecompileEvent, precompile};
 use moesaic::spec::LayerSpec;
 use moesaic::{CompileOptions, Compilers, Engine, EngineOptions, Store, Target, Training};
 use moesaic_probe::idle::Idle;
@@ -138,9 +138,9 @@ fn layers_of(options: &Options) -> Result<usize> {
     let jobs = jobs.map(|(spec, training)| compilers.job(&spec, options.target, training));
     let jobs = jobs.collect::<std::result::Result<Vec<_>, _>>()?;
     let (all, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let tell = |event: Event<'_>| match event {
-        Event::Start(count) => all.store(count, Ordering::Relaxed),
-        Event::Done(_) => {
+    let tell = |event: PrecompileEvent<'_>| match event {
+        PrecompileEvent::Start(count) => all.store(count, Ordering::Relaxed),
+        PrecompileEvent::Done(_) => {
             let done = done.fetch_add(1, Ordering::Relaxed) + 1;
             if done.is_multiple_of(100) {
                 eprintln!("{done} of {} kernels", all.load(Ordering::Relaxed));
@@ -150,7 +150,7 @@ fn layers_of(options: &Options) -> Result<usize> {
     let rows = precompile(&jobs, &store, &CompileOptions::default(), &tell)?;
     let mut failed = 0;
     for row in &rows {
-        if let Outcome::Failed(error) = &row.outcome {
+        if let KernelOutcome::Failed(error) = &row.outcome {
             failed += 1;
             println!("{} of {}: {error}", row.kernel, row.layer);
         }

@@ -2,7 +2,7 @@
 
 use crate::Harness;
 use crate::memory::{Given, Memory, Values};
-use moesaic_plan::{Role, Step, TensorPlan};
+use moesaic_plan::{Step, TensorPlan, TensorRole};
 use moesaic_reference::rng::Draw;
 use moesaic_reference::{Input, Random, round_to};
 use moesaic_spec::RouterKind;
@@ -138,14 +138,14 @@ impl Harness {
     /// Memory for every tensor; what the caller provides is in it.
     fn provided(&self, input: &Input, dy: Option<&[f64]>) -> Memory {
         let given = |tensor: &TensorPlan| match tensor.role {
-            Role::Input => Given::Whole(input_values(input, &tensor.name)),
-            Role::Weight => Given::Whole(self.weights.get(&tensor.name).data.clone()),
-            Role::OutputGradient => dy.map_or(Given::Nothing, |dy| Given::Whole(dy.to_vec())),
-            Role::Packed
-            | Role::Output
-            | Role::Scratch
-            | Role::InputGradient
-            | Role::WeightGradient => Given::Nothing,
+            TensorRole::Input => Given::Whole(input_values(input, &tensor.name)),
+            TensorRole::Weight => Given::Whole(self.weights.get(&tensor.name).data.clone()),
+            TensorRole::OutputGradient => dy.map_or(Given::Nothing, |dy| Given::Whole(dy.to_vec())),
+            TensorRole::Packed
+            | TensorRole::Output
+            | TensorRole::Scratch
+            | TensorRole::InputGradient
+            | TensorRole::WeightGradient => Given::Nothing,
         };
         self.memory(input.tokens, |tensor| Some(given(tensor)))
     }

@@ -8,7 +8,7 @@ use crate::{Harness, accumulating};
 use moesaic_kernel::{Stem, Target};
 use moesaic_plan::{KernelPlan, PlanOptions, Step, TensorPlan, Training};
 use moesaic_reference::{
-    Decision, Gate, Gradients, Input, Random, Routed, gate, losses, router_backward,
+    Decision, GateOutput, Gradients, Input, Random, Routed, gate, losses, router_backward,
 };
 use moesaic_spec::{LayerSpec, Loss, LossKind, NoiseKind, RouterInput, RouterKind, testing};
 
@@ -158,7 +158,7 @@ impl Router {
 }
 
 /// What the losses give the scale of learned noise.
-fn scale_gradient(spec: &LayerSpec, input: &Input, gate: &Gate) -> Vec<f64> {
+fn scale_gradient(spec: &LayerSpec, input: &Input, gate: &GateOutput) -> Vec<f64> {
     let routed = Routed {
         spec,
         logits: gate.logits.as_deref().unwrap_or_default(),

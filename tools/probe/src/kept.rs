@@ -4,8 +4,8 @@
 use moesaic_cuda::read_cubin;
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_target::{
-    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, KernelReport,
-    Report, SharedError,
+    Artifact, ArtifactReport, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason,
+    KernelReport, SharedError,
 };
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -83,10 +83,10 @@ impl Compiler for Kept {
         };
         let found = read_cubin(&binary)
             .map_err(|error| bad(BinaryReason::Unreadable(SharedError::new(error))))?;
-        let report = Report {
+        let report = ArtifactReport {
             compiler: self.name(),
             kernels: KernelReport::of_entries(source, found).map_err(|error| bad(error.into()))?,
-            ..Report::default()
+            ..ArtifactReport::default()
         };
         Ok(Artifact { binary, report })
     }

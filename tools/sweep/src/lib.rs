@@ -11,7 +11,7 @@ use moesaic_emit::emit;
 use moesaic_kernel::{KernelSource, Target};
 use moesaic_plan::{KernelPlan, PlanOptions, Training, plan};
 use moesaic_spec::LayerSpec;
-use moesaic_target::{CompileOptions, Compiler, KernelReport, Report};
+use moesaic_target::{ArtifactReport, CompileOptions, Compiler, KernelReport};
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::sync::Mutex;
@@ -199,7 +199,7 @@ fn family(kernel: &KernelPlan) -> String {
 }
 
 /// Compiles, and returns an error if the compiler complains.
-fn compile(compiler: &dyn Compiler, source: &KernelSource) -> Result<Report, String> {
+fn compile(compiler: &dyn Compiler, source: &KernelSource) -> Result<ArtifactReport, String> {
     let artifact = compiler.compile(source, &CompileOptions::default());
     let report = artifact.map_err(|error| describe(source, &error))?.report;
     match report.kernels.iter().find_map(fault) {

@@ -1,7 +1,7 @@
 //! A table of the compilers' reports, by target and family.
 
 use moesaic_kernel::{KernelSource, Target};
-use moesaic_target::Report;
+use moesaic_target::ArtifactReport;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -35,7 +35,7 @@ impl Table {
         target: Target,
         family: &str,
         source: &KernelSource,
-        report: &Report,
+        report: &ArtifactReport,
     ) {
         let row = self.rows.entry((target, family.to_string())).or_default();
         row.kernels += 1;

@@ -1,6 +1,6 @@
 //! The section on kernels: entries, parameters, source and machine code of each.
 
-use super::super::model::{Inspection, Kernel};
+use super::super::model::{InspectedKernel, Inspection};
 use super::escape;
 use super::highlight::lines;
 use crate::units;
@@ -18,7 +18,7 @@ pub fn section(inspection: &Inspection, asm: Option<&[String]>) -> String {
     )
 }
 
-fn one(kernel: &Kernel, asm: Option<&String>, open: bool) -> String {
+fn one(kernel: &InspectedKernel, asm: Option<&String>, open: bool) -> String {
     let asm = asm.filter(|asm| !asm.trim().is_empty());
     let source = &kernel.source;
     let entries: String = source.entries.iter().map(entry).collect();
@@ -42,7 +42,7 @@ fn one(kernel: &Kernel, asm: Option<&String>, open: bool) -> String {
     )
 }
 
-fn binary(kernel: &Kernel) -> String {
+fn binary(kernel: &InspectedKernel) -> String {
     match &kernel.artifact {
         Some(artifact) if !artifact.binary.is_empty() => {
             format!("{} of binary", units::bytes(artifact.binary.len() as u64))

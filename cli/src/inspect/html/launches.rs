@@ -1,12 +1,12 @@
 //! The section on launches: what each does at every token count, and how it fills the machine.
 
-use super::super::model::{At, Inspection, Launch};
+use super::super::model::{InspectedLaunch, Inspection, LaunchSize};
 use super::super::text::{bound, grid, grid_formula, intensity};
 use super::{at, escape};
-use crate::occupancy::{Block, Unit, Waves};
+use crate::occupancy::{BlockNeeds, Unit, Waves};
 use crate::units;
 use moesaic::Target;
-use moesaic::plan::Role;
+use moesaic::plan::TensorRole;
 
 /// Renders the table, of which the page shows the rows of one token count at a time.
 pub fn section(inspection: &Inspection) -> String {
@@ -47,7 +47,7 @@ fn fill_titles(target: Target) -> &'static str {
 }
 
 fn body(inspection: &Inspection, count: usize) -> String {
-    let runs = |launch: &&Launch| launch.at[count].grid.iter().all(|&n| n > 0);
+    let runs = |launch: &&InspectedLaunch| launch.at[count].grid.iter().all(|&n| n > 0);
     let rows: String = inspection
         .launches
         .iter()
@@ -69,7 +69,7 @@ fn body(inspection: &Inspection, count: usize) -> String {
     )
 }
 
-fn row(inspection: &Inspection, launch: &Launch, count: usize) -> String {
+fn row(inspection: &Inspection, launch: &InspectedLaunch, count: usize) -> String {
     let point = &launch.at[count];
     let formula = grid_formula(&inspection.entry(launch).launch).replace(" x ", " × ");
     let roofline = point.roofline.map(|roofline| roofline.seconds);
@@ -99,7 +99,7 @@ fn row(inspection: &Inspection, launch: &Launch, count: usize) -> String {
 }
 
 /// Returns the cells that say how the launch fills the machine.
-fn fill(inspection: &Inspection, launch: &Launch, point: &At) -> String {
+fn fill(inspection: &Inspection, launch: &InspectedLaunch, point: &LaunchSize) -> String {
     let blocks = point.grid[0] * point.grid[1];
     let places = |per_unit: u64| {
         let units = inspection
@@ -137,10 +137,10 @@ fn fill(inspection: &Inspection, launch: &Launch, point: &At) -> String {
 }
 
 /// Returns the needs of a block, if the binary reports them.
-pub fn block(inspection: &Inspection, launch: &Launch) -> Option<Block> {
+pub fn block(inspection: &Inspection, launch: &InspectedLaunch) -> Option<BlockNeeds> {
     let report = inspection.kernels[launch.kernel].report(launch)?;
     let geometry = &inspection.entry(launch).launch;
-    Some(Block {
+    Some(BlockNeeds {
         threads: geometry.threads,
         registers: report.registers?,
         shared: report.shared_bytes.unwrap_or(0) + geometry.shared_bytes,
@@ -149,13 +149,14 @@ pub fn block(inspection: &Inspection, launch: &Launch) -> Option<Block> {
 
 /// Renders the bytes between the launches at every token count.
 fn workspace(inspection: &Inspection) -> String {
-    let bytes = |role: Role, tokens: u64| -> u64 {
+    let bytes = |role: TensorRole, tokens: u64| -> u64 {
         let tensors = inspection.plan.tensors.iter();
         let own = tensors.filter(|tensor| tensor.role == role);
         own.map(|tensor| tensor.bytes(tokens)).sum()
     };
     let row = |&tokens: &u64| {
-        let own = [Role::Scratch, Role::Input, Role::Output].map(|role| bytes(role, tokens));
+        let own = [TensorRole::Scratch, TensorRole::Input, TensorRole::Output]
+            .map(|role| bytes(role, tokens));
         let cells: String = own
             .iter()
             .map(|&bytes| format!("<td class=\"n\">{}</td>", units::bytes(bytes)))

@@ -13,7 +13,7 @@ mod sections;
 use super::model::Inspection;
 use super::text::{roofs, router};
 use crate::units;
-use moesaic::plan::{LayerPlan, Role};
+use moesaic::plan::{LayerPlan, TensorRole};
 
 /// Renders the whole page.
 pub fn render(inspection: &Inspection, asm: Option<&[String]>) -> String {
@@ -141,7 +141,7 @@ fn sizes(plan: &LayerPlan) -> Vec<(String, String)> {
     let weights = plan
         .tensors
         .iter()
-        .filter(|tensor| tensor.role == Role::Weight);
+        .filter(|tensor| tensor.role == TensorRole::Weight);
     let bytes = weights.map(|tensor| tensor.bytes(0)).sum();
     let experts = spec.routed_experts();
     let experts = match spec.shared.len() {
@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn every_chip_and_every_stem_has_a_style() {
         let style = include_str!("style.css");
-        let roles = Role::ALL.iter().map(|role| role_name(*role));
+        let roles = TensorRole::ALL.iter().map(|role| role_name(*role));
         let classes = roles.flat_map(|name| name.split(' ').filter(|word| *word != "gradient"));
         for class in classes {
             let rule = format!(".{class} {{ --role:");

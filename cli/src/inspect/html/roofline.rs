@@ -1,9 +1,9 @@
 //! The roofline as a drawing, once for wide screens and once for narrow ones.
 
-use super::super::model::{Inspection, Launch, arithmetic};
+use super::super::model::{InspectedLaunch, Inspection, arithmetic};
 use super::super::text::intensity;
 use super::{at, escape};
-use crate::machine::Machine;
+use crate::machine::MachineLimits;
 use crate::units;
 use moesaic::DType;
 use moesaic::plan::MemoryLevel;
@@ -46,7 +46,7 @@ impl Frame {
 }
 
 /// Renders the drawing with its explanation.
-pub fn section(inspection: &Inspection, machine: &Machine) -> String {
+pub fn section(inspection: &Inspection, machine: &MachineLimits) -> String {
     let idle: Vec<String> = inspection
         .launches
         .iter()
@@ -98,7 +98,7 @@ struct Axes<'f> {
 }
 
 impl Axes<'_> {
-    fn of<'f>(machine: &Machine, points: &[Point<'_>], frame: &'f Frame) -> Axes<'f> {
+    fn of<'f>(machine: &MachineLimits, points: &[Point<'_>], frame: &'f Frame) -> Axes<'f> {
         let top = machine.flops(DType::Bf16).max(machine.f32_flops);
         let ridge = top / machine.bytes_per_second();
         let xs = points.iter().map(|point| point.intensity);
@@ -141,7 +141,7 @@ fn decades([from, to]: [f64; 2], most: usize) -> impl Iterator<Item = f64> {
 
 /// A launch at one token count.
 struct Point<'l> {
-    launch: &'l Launch,
+    launch: &'l InspectedLaunch,
     /// The index of the token count.
     count: usize,
     intensity: f64,
@@ -165,7 +165,7 @@ fn points(inspection: &Inspection) -> Vec<Point<'_>> {
     each.collect()
 }
 
-fn drawing(inspection: &Inspection, machine: &Machine, frame: &Frame) -> String {
+fn drawing(inspection: &Inspection, machine: &MachineLimits, frame: &Frame) -> String {
     let points = points(inspection);
     let axes = Axes::of(machine, &points, frame);
     let half = machine.half().filter(|_| half_is_used(inspection, machine));
@@ -198,7 +198,7 @@ fn drawing(inspection: &Inspection, machine: &Machine, frame: &Frame) -> String 
     )
 }
 
-fn half_is_used(inspection: &Inspection, machine: &Machine) -> bool {
+fn half_is_used(inspection: &Inspection, machine: &MachineLimits) -> bool {
     let kernels = inspection.plan.kernels.iter();
     let mut types = kernels.map(|kernel| arithmetic(kernel, &inspection.plan.spec));
     types.any(|dtype| match dtype {
@@ -249,7 +249,7 @@ fn plain(value: f64) -> String {
 
 /// Draws the line of each level whose rate is known, up to the highest ceiling, and their names in
 /// the corner below all lines, in the order of the lines.
-fn diagonals(axes: &Axes<'_>, machine: &Machine, top: f64) -> Vec<String> {
+fn diagonals(axes: &Axes<'_>, machine: &MachineLimits, top: f64) -> Vec<String> {
     let known = machine.levels.iter().rev();
     let known = known.filter_map(|level| Some((level, level.bytes_per_second?)));
     let line = |(i, (level, rate)): (usize, (&MemoryLevel, f64))| {
@@ -280,7 +280,13 @@ fn diagonals(axes: &Axes<'_>, machine: &Machine, top: f64) -> Vec<String> {
 }
 
 /// Draws the rate of one kind of arithmetic, from where the fastest level reaches it.
-fn ceiling(axes: &Axes<'_>, machine: &Machine, flops: f64, name: &str, class: &str) -> String {
+fn ceiling(
+    axes: &Axes<'_>,
+    machine: &MachineLimits,
+    flops: f64,
+    name: &str,
+    class: &str,
+) -> String {
     let rates = machine
         .levels
         .iter()
@@ -302,7 +308,7 @@ fn ceiling_label(y: f64, class: &str) -> f64 {
 }
 
 /// Returns places that the texts of ceilings take.
-fn texts(axes: &Axes<'_>, machine: &Machine) -> Vec<(f64, f64)> {
+fn texts(axes: &Axes<'_>, machine: &MachineLimits) -> Vec<(f64, f64)> {
     let half = machine.half().map(|(rate, _)| (rate, "half"));
     let each = [(machine.f32_flops, "")].into_iter().chain(half);
     let places = each.flat_map(|(rate, class)| {

@@ -1,18 +1,18 @@
 //! The sections on plan, resources and launch geometry.
 
 use super::super::counted::{Counted, TITLES};
-use super::super::model::{Inspection, Kernel, Launch};
+use super::super::model::{InspectedKernel, InspectedLaunch, Inspection};
 use super::super::text::{compile_time, registers, role_name, spills};
 use super::escape;
 use crate::occupancy::Unit;
 use moesaic::Target;
-use moesaic::plan::Role;
+use moesaic::plan::TensorRole;
 use moesaic::target::KernelReport;
 
 /// Renders the launches in order, with the tensors that flow through them: one list for calls of
 /// few tokens and one for calls of many, if other kernels run there.
 pub fn plan(inspection: &Inspection) -> String {
-    let key: String = Role::ALL
+    let key: String = TensorRole::ALL
         .iter()
         .filter(|role| inspection.plan.tensors.iter().any(|t| t.role == **role))
         .map(|role| {
@@ -41,13 +41,13 @@ pub fn plan(inspection: &Inspection) -> String {
 }
 
 /// Renders the launches that `runs` accepts.
-fn steps(inspection: &Inspection, runs: impl Fn(&Launch) -> bool) -> String {
+fn steps(inspection: &Inspection, runs: impl Fn(&InspectedLaunch) -> bool) -> String {
     let launches = inspection.launches.iter().filter(|launch| runs(launch));
     let steps: String = launches.map(|launch| step(inspection, launch)).collect();
     format!("<ol class=\"card steps\">{steps}</ol>")
 }
 
-fn blocks(inspection: &Inspection, launch: &Launch, tokens: u64) -> u64 {
+fn blocks(inspection: &Inspection, launch: &InspectedLaunch, tokens: u64) -> u64 {
     inspection.entry(launch).launch.blocks(tokens)
 }
 
@@ -64,7 +64,7 @@ fn last_of_few(inspection: &Inspection) -> Option<u64> {
 /// A number of tokens that no decode kernel serves.
 const MANY: u64 = 1 << 16;
 
-fn step(inspection: &Inspection, launch: &Launch) -> String {
+fn step(inspection: &Inspection, launch: &InspectedLaunch) -> String {
     let kernel = &inspection.kernels[launch.kernel].source;
     let chips = |names: Vec<&str>| {
         names
@@ -146,7 +146,7 @@ pub fn resources(inspection: &Inspection) -> String {
     )
 }
 
-fn facts(target: Target, launch: &Launch, kernel: &Kernel) -> [String; 7] {
+fn facts(target: Target, launch: &InspectedLaunch, kernel: &InspectedKernel) -> [String; 7] {
     let (report, entry) = (kernel.report(launch), kernel.entry(launch));
     let bytes = |n: Option<u64>| n.map_or("–".to_string(), |n| format!("{n} B"));
     let of = |fact: fn(&KernelReport) -> Option<u32>| report.and_then(fact).map(u64::from);
@@ -166,7 +166,12 @@ fn facts(target: Target, launch: &Launch, kernel: &Kernel) -> [String; 7] {
     ]
 }
 
-fn resource(launch: &Launch, kernel: &Kernel, facts: &[String; 7], columns: &[usize]) -> String {
+fn resource(
+    launch: &InspectedLaunch,
+    kernel: &InspectedKernel,
+    facts: &[String; 7],
+    columns: &[usize],
+) -> String {
     let class = |i: usize| match (FACTS[i], facts[i].as_str()) {
         ("Spills", "0") => "n good",
         ("Spills", spills) if spills != "–" => "n bad",

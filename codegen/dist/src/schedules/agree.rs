@@ -1,13 +1,13 @@
 //! Plans that compare an operation across ranks while its data take another path, such as NCCL.
 
-use super::{BufferRef, Expected, Message, Plan, Span, Step};
+use super::{BufferRef, CollectivePlan, ExpectedCount, Message, ScheduleStep, Span};
 
 const NUMBER: usize = 8;
 
 /// Renames the exchanges of a plan for errors.
-pub fn agreement(mut plan: Plan) -> Plan {
+pub fn agreement(mut plan: CollectivePlan) -> CollectivePlan {
     for step in &mut plan.steps {
-        if let Step::Exchange { name, .. } = step {
+        if let ScheduleStep::Exchange { name, .. } = step {
             *name = "agreement";
         }
     }
@@ -16,7 +16,7 @@ pub fn agreement(mut plan: Plan) -> Plan {
 
 /// Plans the check of an exchange: every rank sends the size of each message to its receiver,
 /// which compares it. Messages are given as peer and bytes.
-pub fn sizes(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)]) -> Plan {
+pub fn sizes(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)]) -> CollectivePlan {
     let others = |list: &[(usize, usize)]| -> Vec<(usize, u64)> {
         let others = list.iter().filter(|(peer, _)| *peer != rank);
         others.map(|(peer, bytes)| (*peer, *bytes as u64)).collect()
@@ -34,21 +34,21 @@ pub fn sizes(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)])
             .collect()
     };
     let expected = receives.iter().enumerate();
-    Plan {
+    CollectivePlan {
         scratch: at(sends.len() + receives.len()),
         steps: vec![
-            Step::Write(0, sends.iter().map(|(_, bytes)| *bytes).collect()),
-            Step::Exchange {
+            ScheduleStep::Write(0, sends.iter().map(|(_, bytes)| *bytes).collect()),
+            ScheduleStep::Exchange {
                 phase: 0,
                 name: "agreement",
                 sends: peers(&sends, 0),
                 receives: peers(&receives, sends.len()),
                 copies: Vec::new(),
             },
-            Step::Check {
+            ScheduleStep::Check {
                 what: "the number of bytes from there to here",
                 numbers: expected
-                    .map(|(i, (peer, bytes))| Expected {
+                    .map(|(i, (peer, bytes))| ExpectedCount {
                         offset: at(sends.len() + i),
                         value: *bytes,
                         peer: *peer,

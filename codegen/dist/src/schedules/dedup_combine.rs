@@ -6,9 +6,10 @@
 
 use super::dedup_dispatch::{DedupMap, RowBytes, dedup_indices};
 use super::{
-    BufferRef, Copy, GroupRank, HopSchedule, Message, Plan, Schedule, Span, Step, offsets, others,
+    BufferRef, CollectivePlan, Copy, GroupRank, HopSchedule, Message, Schedule, ScheduleStep, Span,
+    offsets, others,
 };
-use super::{Element, Reduction, ScheduleError};
+use super::{CommElement, Reduction, ScheduleError};
 use crate::NodeRank;
 use std::sync::Arc;
 
@@ -21,7 +22,7 @@ impl DedupMap {
         AddendRow { element, bytes }: AddendRow,
         answers: &dyn Fn(usize, usize) -> bool,
     ) -> DedupCombine {
-        let size = |block: super::Block| {
+        let size = |block: super::RowBlock| {
             if answers(block.from, block.to) {
                 block.units as usize * bytes
             } else {
@@ -41,7 +42,7 @@ impl DedupMap {
 #[derive(Clone, Copy, Debug)]
 pub struct AddendRow {
     /// The type of its elements.
-    pub element: Element,
+    pub element: CommElement,
     /// Its bytes.
     pub bytes: usize,
 }
@@ -51,7 +52,7 @@ pub struct AddendRow {
 pub struct DedupCombine {
     dedup: Arc<DedupMap>,
     schedule: HopSchedule,
-    element: Element,
+    element: CommElement,
     bytes: usize,
 }
 
@@ -67,7 +68,7 @@ impl Schedule for DedupCombine {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, ScheduleError> {
+    ) -> Result<CollectivePlan, ScheduleError> {
         self.schedule.check(own, sends, receives)?;
         let bytes = RowBytes::same(self.bytes);
         let from = self.dedup.rows(sends, BufferRef::Input, bytes);
@@ -129,7 +130,7 @@ impl Schedule for IntraNodeCombine {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, ScheduleError> {
+    ) -> Result<CollectivePlan, ScheduleError> {
         let DedupCombine { dedup, bytes, .. } = &self.0;
         let bytes = RowBytes::same(*bytes);
         let from = dedup.rows(sends, BufferRef::Input, bytes);
@@ -285,21 +286,21 @@ impl CombinePlanning<'_> {
         }
     }
 
-    fn plan(&self) -> Plan {
+    fn plan(&self) -> CollectivePlan {
         // `Write` stores 64-bit numbers, so the row of zeros is rounded up to whole numbers.
         let zeros = vec![0; self.sums.bytes.div_ceil(8)];
-        let mut steps = vec![Step::Write(self.zeros.offset, zeros), self.inside()];
+        let mut steps = vec![ScheduleStep::Write(self.zeros.offset, zeros), self.inside()];
         steps.extend(self.reduce());
         let (between, zeros) = self.between();
-        steps.extend([between, Step::Repack(zeros)]);
-        Plan {
+        steps.extend([between, ScheduleStep::Repack(zeros)]);
+        CollectivePlan {
             scratch: self.scratch,
             steps,
         }
     }
 
     /// Returns the plan without the crossing: sums are outputs.
-    fn plan_inside_nodes(&self) -> Plan {
+    fn plan_inside_nodes(&self) -> CollectivePlan {
         let dedup = &self.sums.dedup;
         let NodeRank { node, place } = dedup.shape().split(dedup.rank());
         let mut steps = vec![self.inside()];
@@ -309,17 +310,17 @@ impl CombinePlanning<'_> {
             let to = &self.to[dedup.shape().rank(other, place)];
             copied(&self.nodes[other].returned, to)
         });
-        steps.push(Step::Repack(sums.collect()));
-        Plan {
+        steps.push(ScheduleStep::Repack(sums.collect()));
+        CollectivePlan {
             scratch: self.scratch,
             steps,
         }
     }
 
     /// Returns the sums of tokens with several rows.
-    fn reduce(&self) -> impl Iterator<Item = Step> {
+    fn reduce(&self) -> impl Iterator<Item = ScheduleStep> {
         let nodes = self.nodes.iter().flat_map(|node| &node.sums);
-        nodes.map(|(rows, sum)| Step::Reduce {
+        nodes.map(|(rows, sum)| ScheduleStep::Reduce {
             element: self.sums.element,
             reduction: Reduction::Sum,
             rows: rows.offset..rows.offset + rows.bytes,
@@ -330,7 +331,7 @@ impl CombinePlanning<'_> {
     }
 
     /// Sends every row to the rank of this node that has the receiver's local rank.
-    fn inside(&self) -> Step {
+    fn inside(&self) -> ScheduleStep {
         let dedup = &self.sums.dedup;
         let shape = dedup.shape();
         let NodeRank { node, place } = shape.split(dedup.rank());
@@ -353,7 +354,7 @@ impl CombinePlanning<'_> {
             let from = &self.from[shape.rank(other, place)];
             copies.extend(copied(from, &self.nodes[other].rows[place]));
         }
-        Step::Exchange {
+        ScheduleStep::Exchange {
             phase: 0,
             name: "intra-node exchange",
             sends,
@@ -363,7 +364,7 @@ impl CombinePlanning<'_> {
     }
 
     /// Returns the exchange between nodes, and the rows that become zeros after it.
-    fn between(&self) -> (Step, Vec<Copy>) {
+    fn between(&self) -> (ScheduleStep, Vec<Copy>) {
         let dedup = &self.sums.dedup;
         let shape = dedup.shape();
         let NodeRank { node, place } = shape.split(dedup.rank());
@@ -380,7 +381,7 @@ impl CombinePlanning<'_> {
                 offset: row.offset,
             }));
         }
-        let step = Step::Exchange {
+        let step = ScheduleStep::Exchange {
             phase: 1,
             name: "inter-node exchange of sums",
             sends,

@@ -6,8 +6,8 @@
 
 use super::ScheduleError;
 use super::{
-    Block, BufferRef, Copy, GroupRank, HopCounts, HopSchedule, Message, Plan, Schedule, Span, Step,
-    others,
+    BufferRef, CollectivePlan, Copy, GroupRank, HopCounts, HopSchedule, Message, RowBlock,
+    Schedule, ScheduleStep, Span, others,
 };
 use crate::{NodeRank, NodeShape};
 use std::collections::HashMap;
@@ -125,7 +125,7 @@ impl DedupMap {
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
+        rows_of_chunk: &dyn Fn(usize, RowBlock) -> Range<usize>,
     ) -> DedupMap {
         let (own, per_node) = (self.shape.split(self.rank).node, self.shape.per_node);
         let first = |node: usize| node * per_node;
@@ -203,7 +203,7 @@ impl DedupMap {
     pub fn of_rows(self: &Arc<DedupMap>, bytes: RowBytes) -> DedupDispatch {
         let node = |rank: usize| self.shape.split(rank).node;
         let size =
-            |block: Block| block.units as usize * bytes.of(node(block.from) != node(block.to));
+            |block: RowBlock| block.units as usize * bytes.of(node(block.from) != node(block.to));
         DedupDispatch {
             dedup: Arc::clone(self),
             schedule: self.hop_counts.there(&size),
@@ -237,9 +237,9 @@ impl RowBytes {
 /// `blocks` yields the blocks of each rank.
 fn parted(
     list: &[u32],
-    blocks: impl Iterator<Item = impl Iterator<Item = Block>>,
+    blocks: impl Iterator<Item = impl Iterator<Item = RowBlock>>,
     numbers: Range<usize>,
-    rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
+    rows_of_chunk: &dyn Fn(usize, RowBlock) -> Range<usize>,
 ) -> Vec<u32> {
     let (mut some, mut rest) = (Vec::new(), list);
     for blocks in blocks {
@@ -284,7 +284,7 @@ impl Schedule for DedupDispatch {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, ScheduleError> {
+    ) -> Result<CollectivePlan, ScheduleError> {
         self.schedule.check(own, sends, receives)?;
         let planning = DispatchPlanning {
             dedup: &self.dedup,
@@ -307,7 +307,7 @@ struct DispatchPlanning<'a> {
 }
 
 impl DispatchPlanning<'_> {
-    fn plan(&self) -> Plan {
+    fn plan(&self) -> CollectivePlan {
         let shape = self.dedup.shape;
         let NodeRank { node, place } = shape.split(self.dedup.rank);
         let (mut cross, mut spread) = (MessageLists::default(), MessageLists::default());
@@ -343,7 +343,7 @@ impl DispatchPlanning<'_> {
             let to = &self.to[shape.rank(other, place)];
             spread.copy(self.passing(other, place, arrived[other]), to);
         }
-        Plan {
+        CollectivePlan {
             scratch: first,
             steps: vec![
                 cross.step(0, "inter-node exchange of each token's first row"),
@@ -406,8 +406,8 @@ impl MessageLists {
         }));
     }
 
-    fn step(self, phase: u32, name: &'static str) -> Step {
-        Step::Exchange {
+    fn step(self, phase: u32, name: &'static str) -> ScheduleStep {
+        ScheduleStep::Exchange {
             phase,
             name,
             sends: self.sends,

@@ -5,7 +5,7 @@ use std::fmt;
 /// The type of exchanged elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub enum Element {
+pub enum CommElement {
     /// IEEE binary32.
     F32 = 1,
     /// The upper half of a binary32; sums are taken in f32 and rounded once.
@@ -20,46 +20,46 @@ pub enum Element {
     U8 = 6,
 }
 
-impl Element {
+impl CommElement {
     /// Every type.
-    pub const ALL: [Element; 6] = [
-        Element::F32,
-        Element::Bf16,
-        Element::F16,
-        Element::I32,
-        Element::I64,
-        Element::U8,
+    pub const ALL: [CommElement; 6] = [
+        CommElement::F32,
+        CommElement::Bf16,
+        CommElement::F16,
+        CommElement::I32,
+        CommElement::I64,
+        CommElement::U8,
     ];
 
     /// Returns the bytes per element.
     pub const fn size(self) -> usize {
         match self {
-            Element::U8 => 1,
-            Element::Bf16 | Element::F16 => 2,
-            Element::F32 | Element::I32 => 4,
-            Element::I64 => 8,
+            CommElement::U8 => 1,
+            CommElement::Bf16 | CommElement::F16 => 2,
+            CommElement::F32 | CommElement::I32 => 4,
+            CommElement::I64 => 8,
         }
     }
 
     /// Returns the lower-case name: `bf16`.
     pub const fn name(self) -> &'static str {
         match self {
-            Element::F32 => "f32",
-            Element::Bf16 => "bf16",
-            Element::F16 => "f16",
-            Element::I32 => "i32",
-            Element::I64 => "i64",
-            Element::U8 => "u8",
+            CommElement::F32 => "f32",
+            CommElement::Bf16 => "bf16",
+            CommElement::F16 => "f16",
+            CommElement::I32 => "i32",
+            CommElement::I64 => "i64",
+            CommElement::U8 => "u8",
         }
     }
 
     /// Returns the element type of a code in a message.
-    pub fn from_code(code: u8) -> Option<Element> {
-        Element::ALL.into_iter().find(|e| *e as u8 == code)
+    pub fn from_code(code: u8) -> Option<CommElement> {
+        CommElement::ALL.into_iter().find(|e| *e as u8 == code)
     }
 }
 
-impl fmt::Display for Element {
+impl fmt::Display for CommElement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }

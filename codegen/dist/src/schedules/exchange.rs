@@ -1,19 +1,19 @@
 //! Operations with one exchange, in which every rank sends to every other.
 
-use super::{BufferRef, Copy, Message, Plan, Span, Step, offsets, others};
+use super::{BufferRef, CollectivePlan, Copy, Message, ScheduleStep, Span, offsets, others};
 
 /// Sends part `q` of the input, `sends[q]` bytes, to rank `q`; what rank `p` sends here becomes
 /// part `p` of the output, `receives[p]` bytes. Parts lie in rank order.
-pub fn all_to_all(rank: usize, sends: &[usize], receives: &[usize]) -> Plan {
+pub fn all_to_all(rank: usize, sends: &[usize], receives: &[usize]) -> CollectivePlan {
     let (from, to) = (offsets(sends), offsets(receives));
     let part = |peer: usize, place, starts: &[usize]| Message {
         peer,
         span: Span::new(place, starts[peer]..starts[peer + 1]),
     };
     let peers = || others(rank, sends.len());
-    Plan {
+    CollectivePlan {
         scratch: 0,
-        steps: vec![Step::Exchange {
+        steps: vec![ScheduleStep::Exchange {
             phase: 0,
             name: "exchange",
             sends: peers()
@@ -32,7 +32,7 @@ pub fn all_to_all(rank: usize, sends: &[usize], receives: &[usize]) -> Plan {
 }
 
 /// Copies the input of rank `p`, `sizes[p]` bytes, into part `p` of every rank's output.
-pub fn all_gather(rank: usize, sizes: &[usize]) -> Plan {
+pub fn all_gather(rank: usize, sizes: &[usize]) -> CollectivePlan {
     let starts = offsets(sizes);
     let own = Span::new(BufferRef::Input(0), 0..sizes[rank]);
     let part = |peer: usize| Message {
@@ -40,9 +40,9 @@ pub fn all_gather(rank: usize, sizes: &[usize]) -> Plan {
         span: Span::new(BufferRef::Output(0), starts[peer]..starts[peer + 1]),
     };
     let send = |peer| Message { peer, span: own };
-    Plan {
+    CollectivePlan {
         scratch: 0,
-        steps: vec![Step::Exchange {
+        steps: vec![ScheduleStep::Exchange {
             phase: 0,
             name: "exchange",
             sends: others(rank, sizes.len()).map(send).collect(),
@@ -59,7 +59,11 @@ pub fn all_gather(rank: usize, sizes: &[usize]) -> Plan {
 /// Sends input `i` to rank `sends[i].0` and receives output `j` from rank `receives[j].0`; the
 /// second numbers are bytes. Messages between two ranks keep their order, including those to
 /// oneself.
-pub fn exchange(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize)]) -> Plan {
+pub fn exchange(
+    rank: usize,
+    sends: &[(usize, usize)],
+    receives: &[(usize, usize)],
+) -> CollectivePlan {
     let (to_self, sends) = split(rank, sends, BufferRef::Input);
     let (from_self, receives) = split(rank, receives, BufferRef::Output);
     let copy = |(from, to): (&Message, &Message)| Copy {
@@ -67,9 +71,9 @@ pub fn exchange(rank: usize, sends: &[(usize, usize)], receives: &[(usize, usize
         to: to.span.buffer,
         offset: 0,
     };
-    Plan {
+    CollectivePlan {
         scratch: 0,
-        steps: vec![Step::Exchange {
+        steps: vec![ScheduleStep::Exchange {
             phase: 0,
             name: "exchange",
             sends,

@@ -1,7 +1,7 @@
 //! The count exchange: ranks learn the size of everything that passes through them.
 
 use super::hop_order::HopMessage;
-use super::{BufferRef, Copy, HopOrder, HopSchedule, Message, Plan, Span, Step};
+use super::{BufferRef, CollectivePlan, Copy, HopOrder, HopSchedule, Message, ScheduleStep, Span};
 use std::ops::Range;
 
 const NUMBER: usize = 8;
@@ -19,7 +19,7 @@ pub struct HopCounts {
 
 /// One block of an exchange: rows that go from one rank to another, such as those of one expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Block {
+pub struct RowBlock {
     /// The rank that sends it.
     pub from: usize,
     /// The rank that receives it.
@@ -80,9 +80,9 @@ impl HopCounts {
     pub fn in_parts(
         &self,
         numbers: Range<usize>,
-        rows_of_chunk: &dyn Fn(usize, Block) -> Range<usize>,
+        rows_of_chunk: &dyn Fn(usize, RowBlock) -> Range<usize>,
     ) -> HopCounts {
-        let pair = |blocks: Vec<Block>| -> Vec<u64> {
+        let pair = |blocks: Vec<RowBlock>| -> Vec<u64> {
             let part = |number: usize| {
                 blocks
                     .iter()
@@ -118,12 +118,12 @@ impl HopCounts {
         order: usize,
         hops: usize,
         place: usize,
-    ) -> impl Iterator<Item = Block> + '_ {
+    ) -> impl Iterator<Item = RowBlock> + '_ {
         // Places are relative to the holder; only the pair says whose block it is.
         let (from, to) = self.hops.pair(order, hops, self.rank, place);
         let first = place * self.blocks_per_peer;
         let units = self.numbers[order][hops][first..first + self.blocks_per_peer].iter();
-        units.enumerate().map(move |(index, &units)| Block {
+        units.enumerate().map(move |(index, &units)| RowBlock {
             from,
             to,
             index,
@@ -132,15 +132,15 @@ impl HopCounts {
     }
 
     /// Returns the schedule in which each block has the given bytes.
-    pub fn there(&self, bytes: &dyn Fn(Block) -> usize) -> HopSchedule {
+    pub fn there(&self, bytes: &dyn Fn(RowBlock) -> usize) -> HopSchedule {
         self.schedule(self.hops.clone(), false, bytes)
     }
 
     /// Returns the schedule that sends every block back to its sender through the same ranks,
     /// with the given bytes.
-    pub fn back(&self, bytes: &dyn Fn(Block) -> usize) -> HopSchedule {
-        let reversed_block = |block: Block| {
-            bytes(Block {
+    pub fn back(&self, bytes: &dyn Fn(RowBlock) -> usize) -> HopSchedule {
+        let reversed_block = |block: RowBlock| {
+            bytes(RowBlock {
                 from: block.to,
                 to: block.from,
                 ..block
@@ -153,7 +153,7 @@ impl HopCounts {
         &self,
         hops: HopOrder,
         reversed: bool,
-        size: &dyn Fn(Block) -> usize,
+        size: &dyn Fn(RowBlock) -> usize,
     ) -> HopSchedule {
         let table = |order: usize, stage: usize| -> Vec<usize> {
             let blocks = |place: usize| self.blocks(order, stage, place);
@@ -213,13 +213,18 @@ impl Tables {
 /// Plans the count exchange: every rank sends the sizes of its blocks along the path of the
 /// blocks. `units[q * blocks_per_peer + i]` is block `i` for rank `q`. [`HopCounts::read`] reads the
 /// result from scratch.
-pub fn count_hops(hops: &HopOrder, rank: usize, blocks_per_peer: usize, units: &[u64]) -> Plan {
+pub fn count_hops(
+    hops: &HopOrder,
+    rank: usize,
+    blocks_per_peer: usize,
+    units: &[u64],
+) -> CollectivePlan {
     let tables = Tables::new(hops, blocks_per_peer);
     let orders = 0..hops.orders.len();
     // Each order starts from the same counts but moves them along its own hops, so each has
     // tables of its own.
-    let write = |order| Step::Write(tables.of(order, 0).start, units.to_vec());
-    let mut steps: Vec<Step> = orders.clone().map(write).collect();
+    let write = |order| ScheduleStep::Write(tables.of(order, 0).start, units.to_vec());
+    let mut steps: Vec<ScheduleStep> = orders.clone().map(write).collect();
     for hop in 0..hops.count() {
         let (mut sends, mut receives, mut copies) = (Vec::new(), Vec::new(), Vec::new());
         for order in orders.clone() {
@@ -240,7 +245,7 @@ pub fn count_hops(hops: &HopOrder, rank: usize, blocks_per_peer: usize, units: &
         }
         let name = "counts";
         let phase = hop as u32;
-        steps.push(Step::Exchange {
+        steps.push(ScheduleStep::Exchange {
             phase,
             name,
             sends,
@@ -249,7 +254,7 @@ pub fn count_hops(hops: &HopOrder, rank: usize, blocks_per_peer: usize, units: &
         });
     }
     let scratch = tables.of(hops.orders.len(), 0).start;
-    Plan { scratch, steps }
+    CollectivePlan { scratch, steps }
 }
 
 /// Returns the copies of the counts that a hop leaves on this rank.

@@ -23,9 +23,9 @@ pub use agree::{agreement, sizes};
 pub use algorithm::Algorithm;
 pub use dedup_combine::{AddendRow, DedupCombine, IntraNodeCombine};
 pub use dedup_dispatch::{DedupDispatch, DedupMap, RowBytes, dedup_indices};
-pub use element::{Element, Reduction};
+pub use element::{CommElement, Reduction};
 pub use exchange::{all_gather, all_to_all, exchange};
-pub use hop_counts::{Block, HopCounts, count_hops};
+pub use hop_counts::{HopCounts, RowBlock, count_hops};
 pub use hop_order::{HopOrder, HopSchedule};
 pub use over_hops::{Endpoints, all_to_all_with, exchange_over_hops, exchange_with};
 pub use reduce::{ONE_PHASE_BYTES, all_reduce, reduce_scatter};
@@ -99,7 +99,7 @@ pub struct Copy {
 
 /// One step of a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum ScheduleStep {
     /// Messages that are in flight together. The next step begins when all of them have been sent
     /// and received.
     Exchange {
@@ -122,7 +122,7 @@ pub enum Step {
     /// Folds rows in scratch, one per rank in rank order.
     Reduce {
         /// The element type.
-        element: Element,
+        element: CommElement,
         /// The operator.
         reduction: Reduction,
         /// The range of all rows.
@@ -139,13 +139,13 @@ pub enum Step {
         /// The compared property: `bytes for this rank`.
         what: &'static str,
         /// The numbers to compare.
-        numbers: Vec<Expected>,
+        numbers: Vec<ExpectedCount>,
     },
 }
 
 /// A number that must arrive in scratch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Expected {
+pub struct ExpectedCount {
     /// The offset of its first byte in scratch.
     pub offset: usize,
     /// The value that it must have.
@@ -156,14 +156,14 @@ pub struct Expected {
 
 /// The steps of one rank in one operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct CollectivePlan {
     /// The size of scratch in bytes.
     pub scratch: usize,
     /// The steps, executed one after the other.
-    pub steps: Vec<Step>,
+    pub steps: Vec<ScheduleStep>,
 }
 
-impl Plan {
+impl CollectivePlan {
     /// Returns the number of messages that this rank sends.
     pub fn messages(&self) -> usize {
         self.sends().count()
@@ -177,7 +177,12 @@ impl Plan {
 
     /// Returns whether the plan only moves bytes.
     pub fn only_moves(&self) -> bool {
-        let moves = |step: &Step| matches!(step, Step::Exchange { .. } | Step::Repack(_));
+        let moves = |step: &ScheduleStep| {
+            matches!(
+                step,
+                ScheduleStep::Exchange { .. } | ScheduleStep::Repack(_)
+            )
+        };
         self.steps.iter().all(moves)
     }
 
@@ -185,7 +190,7 @@ impl Plan {
     pub fn traffic(&self) -> [Vec<(usize, usize)>; 2] {
         let steps = || {
             self.steps.iter().filter_map(|step| match step {
-                Step::Exchange {
+                ScheduleStep::Exchange {
                     sends, receives, ..
                 } => Some((sends, receives)),
                 _ => None,
@@ -205,7 +210,7 @@ impl Plan {
 
     fn sends(&self) -> impl Iterator<Item = &Message> {
         self.steps.iter().flat_map(|step| match step {
-            Step::Exchange { sends, .. } => sends.as_slice(),
+            ScheduleStep::Exchange { sends, .. } => sends.as_slice(),
             _ => &[],
         })
     }

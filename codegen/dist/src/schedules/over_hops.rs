@@ -2,7 +2,7 @@
 //! in scratch; all other data move directly from the input or to the output.
 
 use super::hop_order::HopMessage;
-use super::{BufferRef, Copy, HopSchedule, Message, Plan, Span, Step};
+use super::{BufferRef, CollectivePlan, Copy, HopSchedule, Message, ScheduleStep, Span};
 
 /// The memory of each part's blocks. Each block is a span of the schedule's size; an empty block
 /// may lie anywhere.
@@ -14,7 +14,11 @@ pub struct Endpoints<'a> {
 }
 
 /// Plans the exchange; its phases are numbered from `phase` on.
-pub fn exchange_over_hops(schedule: &HopSchedule, ends: &Endpoints<'_>, phase: u32) -> Plan {
+pub fn exchange_over_hops(
+    schedule: &HopSchedule,
+    ends: &Endpoints<'_>,
+    phase: u32,
+) -> CollectivePlan {
     let mut scratch = 0;
     let hops = schedule.hops.count();
     let mut steps: Vec<Transfers> = (0..hops).map(|_| Transfers::default()).collect();
@@ -33,14 +37,14 @@ pub fn exchange_over_hops(schedule: &HopSchedule, ends: &Endpoints<'_>, phase: u
         // Orders run at the same time, so each one's scratch lies behind that of the one before.
         scratch = path.scratch;
     }
-    let exchange = |(hop, step): (usize, Transfers)| Step::Exchange {
+    let exchange = |(hop, step): (usize, Transfers)| ScheduleStep::Exchange {
         phase: phase + hop as u32,
         name: schedule.hops.name(hop),
         sends: step.sends,
         receives: step.receives,
         copies: step.copies,
     };
-    Plan {
+    CollectivePlan {
         scratch,
         steps: steps.into_iter().enumerate().map(exchange).collect(),
     }
@@ -160,7 +164,7 @@ pub fn all_to_all_with(
     sends: &[usize],
     receives: &[usize],
     phase: u32,
-) -> Plan {
+) -> CollectivePlan {
     let (from, to) = (HopSchedule::starts(sends), HopSchedule::starts(receives));
     let part = |place, starts: &[usize], peer: usize| {
         vec![Span::new(place, starts[peer]..starts[peer + 1])]
@@ -179,7 +183,7 @@ pub fn exchange_with(
     schedule: &HopSchedule,
     sends: &[(usize, usize)],
     receives: &[(usize, usize)],
-) -> Plan {
+) -> CollectivePlan {
     let ranks = schedule.hops.ranks();
     let by_peer = |list: &[(usize, usize)], place: fn(usize) -> BufferRef| {
         let mut spans = vec![Vec::new(); ranks];

@@ -1,13 +1,13 @@
 //! Plans with one message per peer and phase.
 
-use super::{BufferRef, Copy, Message, Plan, Span, Step};
+use super::{BufferRef, CollectivePlan, Copy, Message, ScheduleStep, Span};
 
-impl Plan {
+impl CollectivePlan {
     /// Returns the same plan with at most one message to each rank in a phase, for executors that
     /// send contiguous ranges alone. Separate spans are copied together before sending and apart
     /// after receiving. All ranks must pack, or none.
     #[must_use]
-    pub fn packed(self) -> Plan {
+    pub fn packed(self) -> CollectivePlan {
         let base = self.scratch;
         let mut packing = Packing {
             base,
@@ -16,7 +16,7 @@ impl Plan {
         };
         let steps = self.steps.into_iter();
         let steps = steps.flat_map(|step| packing.step(step)).collect();
-        Plan {
+        CollectivePlan {
             scratch: packing.most,
             steps,
         }
@@ -32,8 +32,8 @@ struct Packing {
 }
 
 impl Packing {
-    fn step(&mut self, step: Step) -> Vec<Step> {
-        let Step::Exchange {
+    fn step(&mut self, step: ScheduleStep) -> Vec<ScheduleStep> {
+        let ScheduleStep::Exchange {
             phase,
             name,
             sends,
@@ -56,14 +56,15 @@ impl Packing {
             offset: part.offset,
         });
         self.most = self.most.max(self.used);
-        let exchange = Step::Exchange {
+        let exchange = ScheduleStep::Exchange {
             phase,
             name,
             sends,
             receives,
             copies,
         };
-        let repack = |copies: Vec<Copy>| (!copies.is_empty()).then_some(Step::Repack(copies));
+        let repack =
+            |copies: Vec<Copy>| (!copies.is_empty()).then_some(ScheduleStep::Repack(copies));
         let steps = repack(before).into_iter().chain([exchange]);
         steps.chain(repack(after)).collect()
     }

@@ -1,8 +1,8 @@
 //! Reductions: each part is gathered on one rank, which folds the rows in rank order. So
 //! one-phase and two-phase reductions give the same bytes, whatever arrives first.
 
-use super::{BufferRef, Copy, Message, Plan, Span, Step, offsets, others};
-use super::{Element, Reduction};
+use super::{BufferRef, CollectivePlan, Copy, Message, ScheduleStep, Span, offsets, others};
+use super::{CommElement, Reduction};
 
 /// The largest all-reduce in which every rank sends its whole input to every other: one phase
 /// instead of two.
@@ -12,11 +12,11 @@ pub const ONE_PHASE_BYTES: usize = 2048;
 pub fn reduce_scatter(
     rank: usize,
     sizes: &[usize],
-    element: Element,
+    element: CommElement,
     reduction: Reduction,
-) -> Plan {
+) -> CollectivePlan {
     let (gather, fold) = scatter_steps(rank, sizes, element, reduction, 0);
-    Plan {
+    CollectivePlan {
         scratch: sizes[rank] * sizes.len(),
         steps: vec![gather, fold],
     }
@@ -27,9 +27,9 @@ pub fn all_reduce(
     rank: usize,
     size: usize,
     bytes: usize,
-    element: Element,
+    element: CommElement,
     reduction: Reduction,
-) -> Plan {
+) -> CollectivePlan {
     // For small inputs, the second phase costs more latency than the additional bytes of the
     // first.
     if bytes <= ONE_PHASE_BYTES || size == 1 {
@@ -43,14 +43,14 @@ pub fn all_reduce(
         peer,
         span: Span::new(BufferRef::Output(0), starts[of]..starts[of + 1]),
     };
-    let spread = Step::Exchange {
+    let spread = ScheduleStep::Exchange {
         phase: 1,
         name: "spread",
         sends: others(rank, size).map(|peer| part(peer, rank)).collect(),
         receives: others(rank, size).map(|peer| part(peer, peer)).collect(),
         copies: Vec::new(),
     };
-    Plan {
+    CollectivePlan {
         scratch: sizes[rank] * size,
         steps: vec![gather, fold, spread],
     }
@@ -67,16 +67,16 @@ fn even_parts(elements: usize, size: usize, element_bytes: usize) -> Vec<usize> 
 fn scatter_steps(
     rank: usize,
     sizes: &[usize],
-    element: Element,
+    element: CommElement,
     reduction: Reduction,
     offset: usize,
-) -> (Step, Step) {
+) -> (ScheduleStep, ScheduleStep) {
     let (size, row_bytes) = (sizes.len(), sizes[rank]);
     let starts = offsets(sizes);
     let row = |peer: usize| Span::new(BufferRef::Scratch, peer * row_bytes..(peer + 1) * row_bytes);
     let part = |peer: usize| Span::new(BufferRef::Input(0), starts[peer]..starts[peer + 1]);
     let message = |peer, span| Message { peer, span };
-    let gather = Step::Exchange {
+    let gather = ScheduleStep::Exchange {
         phase: 0,
         name: "gather",
         sends: others(rank, size).map(|p| message(p, part(p))).collect(),
@@ -87,7 +87,7 @@ fn scatter_steps(
             offset: rank * row_bytes,
         }],
     };
-    let fold = Step::Reduce {
+    let fold = ScheduleStep::Reduce {
         element,
         reduction,
         rows: 0..row_bytes * size,
@@ -102,13 +102,13 @@ fn all_to_everybody(
     rank: usize,
     size: usize,
     bytes: usize,
-    element: Element,
+    element: CommElement,
     reduction: Reduction,
-) -> Plan {
+) -> CollectivePlan {
     let own = Span::new(BufferRef::Input(0), 0..bytes);
     let row = |peer: usize| Span::new(BufferRef::Scratch, peer * bytes..(peer + 1) * bytes);
     let message = |peer, span| Message { peer, span };
-    let gather = Step::Exchange {
+    let gather = ScheduleStep::Exchange {
         phase: 0,
         name: "gather",
         sends: others(rank, size).map(|p| message(p, own)).collect(),
@@ -119,7 +119,7 @@ fn all_to_everybody(
             offset: rank * bytes,
         }],
     };
-    let fold = Step::Reduce {
+    let fold = ScheduleStep::Reduce {
         element,
         reduction,
         rows: 0..bytes * size,
@@ -127,7 +127,7 @@ fn all_to_everybody(
         to: BufferRef::Output(0),
         offset: 0,
     };
-    Plan {
+    CollectivePlan {
         scratch: bytes * size,
         steps: vec![gather, fold],
     }

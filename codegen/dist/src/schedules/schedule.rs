@@ -1,6 +1,6 @@
 //! Exchanges over intermediate ranks that know the sizes in advance.
 
-use super::{GroupRank, HopSchedule, Plan, exchange_with};
+use super::{CollectivePlan, GroupRank, HopSchedule, exchange_with};
 use std::collections::HashMap;
 
 /// Messages that differ from the exchanged counts.
@@ -61,7 +61,7 @@ pub trait Schedule {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, ScheduleError>;
+    ) -> Result<CollectivePlan, ScheduleError>;
 }
 
 impl Schedule for HopSchedule {
@@ -74,7 +74,7 @@ impl Schedule for HopSchedule {
         own: GroupRank,
         sends: &[(usize, usize)],
         receives: &[(usize, usize)],
-    ) -> Result<Plan, ScheduleError> {
+    ) -> Result<CollectivePlan, ScheduleError> {
         self.check(own, sends, receives)?;
         Ok(exchange_with(self, sends, receives))
     }

@@ -1,10 +1,10 @@
 //! Operations whose messages form trees.
 
-use super::{BufferRef, Message, Plan, Span, Step};
+use super::{BufferRef, CollectivePlan, Message, ScheduleStep, Span};
 
 /// Copies the output of `root`, `bytes` bytes, to every other rank's. In round `k` the first
 /// `2^k` ranks, counted from the root, each send to the rank `2^k` further on.
-pub fn broadcast(rank: usize, size: usize, root: usize, bytes: usize) -> Plan {
+pub fn broadcast(rank: usize, size: usize, root: usize, bytes: usize) -> CollectivePlan {
     // Renumber the ranks so that the root is 0 and the tree is the same for every root.
     let place = (rank + size - root) % size;
     let span = Span::new(BufferRef::Output(0), 0..bytes);
@@ -18,7 +18,7 @@ pub fn broadcast(rank: usize, size: usize, root: usize, bytes: usize) -> Plan {
             .then(|| peer(place - distance));
         if to.or(from).is_some() {
             let message = |peer| Message { peer, span };
-            steps.push(Step::Exchange {
+            steps.push(ScheduleStep::Exchange {
                 phase: round,
                 name: "tree",
                 sends: to.into_iter().map(message).collect(),
@@ -27,17 +27,17 @@ pub fn broadcast(rank: usize, size: usize, root: usize, bytes: usize) -> Plan {
             });
         }
     }
-    Plan { scratch: 0, steps }
+    CollectivePlan { scratch: 0, steps }
 }
 
 /// Returns only after every rank has called it. In round `k` each rank signals the rank `2^k`
 /// further on (a dissemination barrier).
-pub fn barrier(rank: usize, size: usize) -> Plan {
+pub fn barrier(rank: usize, size: usize) -> CollectivePlan {
     let empty = Span::new(BufferRef::Scratch, 0..0);
     let message = |peer| Message { peer, span: empty };
     let round = |round: u32| {
         let distance = 1 << round;
-        Step::Exchange {
+        ScheduleStep::Exchange {
             phase: round,
             name: "round",
             sends: vec![message((rank + distance) % size)],
@@ -45,7 +45,7 @@ pub fn barrier(rank: usize, size: usize) -> Plan {
             copies: Vec::new(),
         }
     };
-    Plan {
+    CollectivePlan {
         scratch: 0,
         steps: (0..rounds(size)).map(round).collect(),
     }

@@ -7,7 +7,7 @@ use moesaic_emit::emit;
 use moesaic_harness::dims;
 use moesaic_harness::kept::Kept;
 use moesaic_kernel::{DType, Entry, KernelSource, Target};
-use moesaic_plan::{CacheClass, CommCastDesc, CommDtype, KernelPlan, Machine, Operator};
+use moesaic_plan::{CacheClass, CommCastDesc, CommDtype, KernelPlan, Operator, TileMachine};
 use moesaic_reference::{Random, pack_row, unpack_row};
 use moesaic_target::{Arg, Buffer, CompileOptions, Compiler, Device, Module};
 use moesaic_toolchain::testing;
@@ -22,7 +22,7 @@ const FORMATS: [CommDtype; 4] = [
 const TYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
 fn kernel(desc: &CommCastDesc, target: Target) -> KernelPlan {
-    let config = desc.tiling(Machine::of(target, CacheClass::default()));
+    let config = desc.tiling(TileMachine::of(target, CacheClass::default()));
     let entries = waiting(desc.entries(&config), target);
     KernelPlan {
         name: "comm_cast".to_string(),

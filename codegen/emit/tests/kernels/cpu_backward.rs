@@ -148,7 +148,7 @@ fn gradients_add_up() {
             .plan
             .tensors
             .iter()
-            .filter(|t| t.role == moesaic_plan::Role::WeightGradient);
+            .filter(|t| t.role == moesaic_plan::TensorRole::WeightGradient);
         for tensor in weights {
             let doubled: Vec<f64> = once.get(&tensor.name).iter().map(|v| 2.0 * v).collect();
             assert_eq!(twice.get(&tensor.name), doubled, "{}", tensor.name);

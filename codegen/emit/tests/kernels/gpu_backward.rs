@@ -128,7 +128,7 @@ fn gradients_are_added_in_place() {
         let harness = harness(&specs::busy(), target, Training::default());
         let (once, twice) = (harness.train(90, &[0]), harness.train(90, &[0, 1]));
         for tensor in &harness.plan.tensors {
-            if tensor.role != moesaic_plan::Role::WeightGradient {
+            if tensor.role != moesaic_plan::TensorRole::WeightGradient {
                 continue;
             }
             let (once, twice) = (once.get(&tensor.name), twice.get(&tensor.name));

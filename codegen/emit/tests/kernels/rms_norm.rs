@@ -6,7 +6,7 @@ use moesaic_emit::emit;
 use moesaic_harness::{dims, memory, thorough};
 use moesaic_kernel::CpuIsa::{Avx2, Avx512, Avx512Bf16, Neon, NeonBf16, Portable};
 use moesaic_kernel::{DType, Entry, Target};
-use moesaic_plan::{CacheClass, KernelPlan, Machine, Operator, RmsNormBwdDesc, RmsNormDesc};
+use moesaic_plan::{CacheClass, KernelPlan, Operator, RmsNormBwdDesc, RmsNormDesc, TileMachine};
 use moesaic_reference::{Random, round_to};
 use moesaic_target::{Arg, Buffer, Device, Module};
 use std::sync::Arc;
@@ -97,7 +97,7 @@ struct Norm {
 impl Norm {
     fn new(target: Target, width: usize, dtype: DType) -> Norm {
         let (device, compile) = machine(target);
-        let at = Machine::of(target, CacheClass::default());
+        let at = TileMachine::of(target, CacheClass::default());
         let forward = RmsNormDesc {
             width,
             activations: dtype,

@@ -2,10 +2,10 @@
 
 use super::builder::Pass;
 use super::tensors::{constant, tensor};
-use super::{Builder, Recompute, Role, Step, TensorPlan};
+use super::{Builder, Recompute, Step, TensorPlan, TensorRole};
 use crate::Op;
 use crate::ops::combine::CombineBwd;
-use crate::ops::grouped_gemm::{Half, LATENT_DOWN, dgrad};
+use crate::ops::grouped_gemm::{ExpertGemm, LATENT_DOWN, dgrad};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
 use moesaic_spec::{Chooser, LayerSpec, RouterInput, canonical_tensors};
@@ -19,13 +19,18 @@ pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         .map(|t| {
             let shape: Vec<Size> = t.shape.iter().map(|&n| constant(n)).collect();
             let name = format!("grad.{}", t.name);
-            tensor(&name, F32, &shape, Role::WeightGradient)
+            tensor(&name, F32, &shape, TensorRole::WeightGradient)
         })
         .collect();
     list.extend(token_tensors(spec));
     list.extend(latent_tensors(spec));
     let tokens = std::slice::from_ref(&Size::Tokens);
-    list.push(tensor("latent.inverse_rms", F32, tokens, Role::Scratch));
+    list.push(tensor(
+        "latent.inverse_rms",
+        F32,
+        tokens,
+        TensorRole::Scratch,
+    ));
     list.extend(row_tensors(spec));
     for index in 0..spec.shared.len() {
         list.extend(shared_tensors(spec, index));
@@ -37,7 +42,7 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let (tokens, k) = (Size::Tokens, constant(spec.shape.top_k));
     let (model, output) = (constant(spec.shape.model_dim), constant(spec.output_dim()));
     let activations = spec.precision.activations;
-    let of = |name: &str, dtype: DType, width: Size, role: Role| {
+    let of = |name: &str, dtype: DType, width: Size, role: TensorRole| {
         tensor(name, dtype, &[tokens.clone(), width], role)
     };
     let router = match spec.router.input {
@@ -47,27 +52,32 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let experts = constant(spec.routed_experts());
     let projection = constant(spec.router.projection_dim.unwrap_or(1));
     vec![
-        of("dy", activations, output, Role::OutputGradient),
-        of("dx", activations, model.clone(), Role::InputGradient),
-        of("grad.topk_weights", F32, k, Role::InputGradient),
+        of("dy", activations, output, TensorRole::OutputGradient),
+        of("dx", activations, model.clone(), TensorRole::InputGradient),
+        of("grad.topk_weights", F32, k, TensorRole::InputGradient),
         of(
             "grad.router.logits",
             F32,
             experts.clone(),
-            Role::InputGradient,
+            TensorRole::InputGradient,
         ),
-        of("grad.router.projected", F32, projection, Role::Scratch),
-        of("router.input", F32, model.clone(), Role::Scratch),
-        of("router.rows", router, model.clone(), Role::Scratch),
-        of("router.dx", F32, model.clone(), Role::Scratch),
-        of("router.noise_dx", F32, model, Role::Scratch),
+        of(
+            "grad.router.projected",
+            F32,
+            projection,
+            TensorRole::Scratch,
+        ),
+        of("router.input", F32, model.clone(), TensorRole::Scratch),
+        of("router.rows", router, model.clone(), TensorRole::Scratch),
+        of("router.dx", F32, model.clone(), TensorRole::Scratch),
+        of("router.noise_dx", F32, model, TensorRole::Scratch),
         of(
             "grad.router.noise_logits",
             F32,
             experts.clone(),
-            Role::Scratch,
+            TensorRole::Scratch,
         ),
-        of("grad.router.noise_scale", F32, experts, Role::Scratch),
+        of("grad.router.noise_scale", F32, experts, TensorRole::Scratch),
     ]
 }
 
@@ -82,7 +92,12 @@ fn latent_tensors(spec: &LayerSpec) -> [TensorPlan; 6] {
     ]
     .map(|(name, width)| {
         let shape = [Size::Tokens, constant(width)];
-        tensor(name, spec.precision.activations, &shape, Role::Scratch)
+        tensor(
+            name,
+            spec.precision.activations,
+            &shape,
+            TensorRole::Scratch,
+        )
     })
 }
 
@@ -90,7 +105,12 @@ fn row_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let rows = Size::Tokens * spec.shape.top_k as u64;
     let shape = &spec.shape;
     let of = |name: &str, dtype: DType, width: usize| {
-        tensor(name, dtype, &[rows.clone(), constant(width)], Role::Scratch)
+        tensor(
+            name,
+            dtype,
+            &[rows.clone(), constant(width)],
+            TensorRole::Scratch,
+        )
     };
     let activations = spec.precision.activations;
     vec![
@@ -109,7 +129,7 @@ fn shared_tensors(spec: &LayerSpec, index: usize) -> Vec<TensorPlan> {
             &name,
             dtype,
             &[Size::Tokens, constant(width)],
-            Role::Scratch,
+            TensorRole::Scratch,
         )
     };
     let activations = spec.precision.activations;
@@ -137,11 +157,11 @@ impl Builder {
     /// Adds the backward pass of experts alone, whose rows are in place.
     pub(crate) fn backward_of_experts(&mut self, recompute: Recompute) {
         self.pass = Pass::Backward;
-        let parts = self.parts(&dgrad::routed(&self.plan.spec, Half::Down));
+        let parts = self.parts(&dgrad::routed(&self.plan.spec, ExpertGemm::Down));
         let shape = [Size::Tokens, constant(parts)];
         // It goes back to the tokens' rank, which needs it for the gradient of the router's
         // weights.
-        let parts = tensor("dweight_parts", F32, &shape, Role::InputGradient);
+        let parts = tensor("dweight_parts", F32, &shape, TensorRole::InputGradient);
         self.plan.tensors.push(parts);
         self.recompute(recompute);
         self.expert_bwd(None, &mut true);
@@ -189,7 +209,7 @@ impl Builder {
         }
         // Experts on other ranks recompute their own pre-activations.
         if !self.is_around() {
-            self.expert_gemm("grouped_gemm_up_again", Half::Up, None, true);
+            self.expert_gemm("grouped_gemm_up_again", ExpertGemm::Up, None, true);
         }
         if self.sharded.is_none() {
             self.shared_again(recompute);
@@ -204,7 +224,7 @@ impl Builder {
         }
         self.every_shared(|builder, index| {
             let name = format!("grouped_gemm_up_again_shared_{index}");
-            builder.expert_gemm(&name, Half::Up, Some(index), true);
+            builder.expert_gemm(&name, ExpertGemm::Up, Some(index), true);
         });
     }
 }

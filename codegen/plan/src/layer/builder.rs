@@ -2,10 +2,10 @@
 //! it.
 
 use super::tensors::declared_tensors;
-use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Role, Step, TensorId, backward};
+use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Step, TensorId, TensorRole, backward};
 use crate::ops::Calls;
 use crate::ops::gate_topk;
-use crate::{KernelPlan, Machine, Op, Operator};
+use crate::{KernelPlan, Op, Operator, TileMachine};
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(crate) struct Builder {
     pub(crate) plan: LayerPlan,
     /// The machine that kernels are tiled for.
-    pub(crate) machine: Machine,
+    pub(crate) machine: TileMachine,
     /// The tensors that steps name so far. Until the plan is finished, a step has
     /// their numbers in here.
     named: BTreeMap<String, TensorId>,
@@ -62,10 +62,10 @@ pub(crate) type Bind<'a> = &'a [(&'a str, &'a str)];
 
 /// The layer as a machine multiplies it: GPUs have no kernels for codes, so that they take the
 /// numbers that codes stand for.
-fn multiplied(spec: &LayerSpec, machine: Machine) -> LayerSpec {
+fn multiplied(spec: &LayerSpec, machine: TileMachine) -> LayerSpec {
     match machine {
-        Machine::Gpu(_) => spec.dequantized(),
-        Machine::Cpu(_) => spec.clone(),
+        TileMachine::Gpu(_) => spec.dequantized(),
+        TileMachine::Cpu(_) => spec.clone(),
     }
 }
 
@@ -73,12 +73,12 @@ impl Builder {
     /// Returns a builder with every tensor that a step may name.
     pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
         let training = options.training;
-        let machine = Machine::of(target, options.caches);
+        let machine = TileMachine::of(target, options.caches);
         let frozen = spec.precision.experts.is_some();
         let spec = &multiplied(spec, machine);
         let (tuning, caches) = match machine {
-            Machine::Cpu(core) => (options.tuning.clone(), core.caches),
-            Machine::Gpu(_) => Default::default(),
+            TileMachine::Cpu(core) => (options.tuning.clone(), core.caches),
+            TileMachine::Gpu(_) => Default::default(),
         };
         let mut tensors = declared_tensors(spec, machine, training.is_some());
         if training.is_some() {
@@ -119,7 +119,7 @@ impl Builder {
         let used: BTreeSet<TensorId> = plan.launches().flat_map(|s| s.tensors.clone()).collect();
         let used = |name: &str| named.get(name).is_some_and(|id| used.contains(id));
         plan.tensors
-            .retain(|t| t.role == Role::Weight || used(&t.name));
+            .retain(|t| t.role == TensorRole::Weight || used(&t.name));
         // Tensors are declared and dropped until the end (`declare_parts`, `forget_experts`), so
         // only now their numbers are known.
         let mut places = vec![None; named.len()];

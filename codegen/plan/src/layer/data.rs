@@ -24,7 +24,7 @@ pub struct LayerPlan {
     pub kernels: Vec<KernelPlan>,
     /// Every tensor that a step names.
     pub tensors: Vec<TensorPlan>,
-    /// The launches that make each [`Role::Packed`] tensor from a weight, once
+    /// The launches that make each [`TensorRole::Packed`] tensor from a weight, once
     /// and whenever that changes: the weight first, then the tensor.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub prepare: Vec<LaunchStep>,
@@ -105,13 +105,13 @@ pub struct TensorPlan {
     /// Sizes, outermost first; row major.
     pub shape: Vec<Size>,
     /// The owner.
-    pub role: Role,
+    pub role: TensorRole,
 }
 
 /// The owner of a tensor, and its readers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Role {
+pub enum TensorRole {
     /// The caller, at every call.
     Input,
     /// The caller, once.
@@ -130,17 +130,17 @@ pub enum Role {
     WeightGradient,
 }
 
-impl Role {
+impl TensorRole {
     /// Every role.
-    pub const ALL: [Role; 8] = [
-        Role::Input,
-        Role::Weight,
-        Role::Packed,
-        Role::Output,
-        Role::Scratch,
-        Role::OutputGradient,
-        Role::InputGradient,
-        Role::WeightGradient,
+    pub const ALL: [TensorRole; 8] = [
+        TensorRole::Input,
+        TensorRole::Weight,
+        TensorRole::Packed,
+        TensorRole::Output,
+        TensorRole::Scratch,
+        TensorRole::OutputGradient,
+        TensorRole::InputGradient,
+        TensorRole::WeightGradient,
     ];
 }
 
@@ -162,8 +162,12 @@ impl LayerPlan {
         }
         // Weights and their gradients live as long as the layer, and `dy` comes with the backward
         // call.
-        let passed =
-            |id: &TensorId| matches!(self[*id].role, Role::Input | Role::Output | Role::Scratch);
+        let passed = |id: &TensorId| {
+            matches!(
+                self[*id].role,
+                TensorRole::Input | TensorRole::Output | TensorRole::Scratch
+            )
+        };
         saved.into_iter().filter(passed).collect()
     }
 
@@ -224,8 +228,8 @@ impl LayerPlan {
     /// that are packed away.
     pub fn is_multiplied(&self, tensor: TensorId) -> bool {
         match self[tensor].role {
-            Role::Packed => true,
-            Role::Weight => !self.packs_away(tensor),
+            TensorRole::Packed => true,
+            TensorRole::Weight => !self.packs_away(tensor),
             _ => false,
         }
     }

@@ -1,8 +1,8 @@
 //! The tensors of a forward pass.
 
 use super::supported::training_only;
-use super::{Role, TensorPlan};
-use crate::Machine;
+use super::{TensorPlan, TensorRole};
+use crate::TileMachine;
 use crate::ops::expert_scan::scan_tensors;
 use crate::ops::gate_topk::selection_tensors;
 use moesaic_kernel::DType::{self, F32, I32};
@@ -12,7 +12,7 @@ use moesaic_spec::{Chooser, LayerSpec, SharedGate, canonical_tensors};
 /// Returns every tensor a forward pass can name.
 pub(super) fn declared_tensors(
     spec: &LayerSpec,
-    machine: Machine,
+    machine: TileMachine,
     training: bool,
 ) -> Vec<TensorPlan> {
     let mut list: Vec<TensorPlan> = canonical_tensors(spec)
@@ -22,7 +22,7 @@ pub(super) fn declared_tensors(
             name: t.name,
             dtype: t.dtype,
             shape: t.shape.into_iter().map(|n| Size::Const(n as u64)).collect(),
-            role: Role::Weight,
+            role: TensorRole::Weight,
         })
         .collect();
     list.extend(routing_tensors(spec, machine, training));
@@ -31,7 +31,7 @@ pub(super) fn declared_tensors(
     list
 }
 
-pub(crate) fn tensor(name: &str, dtype: DType, shape: &[Size], role: Role) -> TensorPlan {
+pub(crate) fn tensor(name: &str, dtype: DType, shape: &[Size], role: TensorRole) -> TensorPlan {
     TensorPlan {
         name: name.to_string(),
         dtype,
@@ -44,22 +44,22 @@ pub(crate) fn constant(n: usize) -> Size {
     Size::Const(n as u64)
 }
 
-fn routing_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<TensorPlan> {
+fn routing_tensors(spec: &LayerSpec, machine: TileMachine, training: bool) -> Vec<TensorPlan> {
     let (tokens, k) = (Size::Tokens, constant(spec.shape.top_k));
     let model = constant(spec.shape.model_dim);
     let experts = constant(spec.routed_experts());
     let chooser = spec.router.kind.chooser();
     let decided = if chooser == Chooser::Caller {
-        Role::Input
+        TensorRole::Input
     } else {
-        Role::Output
+        TensorRole::Output
     };
     let mut list = vec![
         tensor(
             "x",
             spec.precision.activations,
             &[tokens.clone(), model],
-            Role::Input,
+            TensorRole::Input,
         ),
         tensor("topk_ids", I32, &[tokens.clone(), k.clone()], decided),
         tensor("topk_weights", F32, &[tokens.clone(), k], decided),
@@ -69,25 +69,25 @@ fn routing_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<Te
             "router.logits",
             F32,
             &[tokens.clone(), experts],
-            Role::Output,
+            TensorRole::Output,
         ));
     }
     if let Some(logits) = spec.logits()
         && let Some(projected) = logits.projected
     {
         let shape = [tokens.clone(), constant(logits.width.size(spec))];
-        list.push(tensor(projected, F32, &shape, Role::Scratch));
+        list.push(tensor(projected, F32, &shape, TensorRole::Scratch));
     }
     if chooser == Chooser::Table {
         let shape = std::slice::from_ref(&tokens);
-        list.push(tensor("token_ids", I32, shape, Role::Input));
+        list.push(tensor("token_ids", I32, shape, TensorRole::Input));
     }
     if spec.router.token_mask {
         let shape = std::slice::from_ref(&tokens);
-        list.push(tensor("token_mask", I32, shape, Role::Input));
+        list.push(tensor("token_mask", I32, shape, TensorRole::Input));
     }
     if spec.router.active_k {
-        list.push(tensor("active_k", I32, &[constant(1)], Role::Input));
+        list.push(tensor("active_k", I32, &[constant(1)], TensorRole::Input));
     }
     list.extend(selection_tensors(spec, machine, training));
     list
@@ -100,7 +100,12 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let rows = tokens.clone() * spec.shape.top_k as u64;
     let output = constant(spec.output_dim());
     let scratch = |name: &str, rows: &Size, width: Size| {
-        tensor(name, activations, &[rows.clone(), width], Role::Scratch)
+        tensor(
+            name,
+            activations,
+            &[rows.clone(), width],
+            TensorRole::Scratch,
+        )
     };
     let mut list = vec![
         scratch("hidden", &rows, constant(spec.shape.hidden_dim)),
@@ -110,7 +115,7 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
             "row_weights",
             F32,
             std::slice::from_ref(&rows),
-            Role::Scratch,
+            TensorRole::Scratch,
         ),
         scratch("latent.x", &tokens, constant(spec.expert_input_dim())),
         scratch("latent.sum", &tokens, constant(spec.expert_output_dim())),
@@ -132,10 +137,15 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
                 &name,
                 F32,
                 &[tokens.clone(), constant(shared.gate.logits())],
-                Role::Scratch,
+                TensorRole::Scratch,
             ));
         }
     }
-    list.push(tensor("y", activations, &[tokens, output], Role::Output));
+    list.push(tensor(
+        "y",
+        activations,
+        &[tokens, output],
+        TensorRole::Output,
+    ));
     list
 }

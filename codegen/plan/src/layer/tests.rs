@@ -219,7 +219,7 @@ fn gradients_of_routers_and_losses_agree() {
             check(&plan);
             for loss in &spec.losses {
                 let output = plan.tensor(&format!("loss.{}", loss.kind.name())).unwrap();
-                assert_eq!(output.role, Role::Output);
+                assert_eq!(output.role, TensorRole::Output);
             }
         }
     }
@@ -231,7 +231,7 @@ fn every_weight_has_its_gradient() {
     let plan = trained(Recompute::None, |_| ());
     for name in ["router", "experts.gate", "experts.up", "experts.down"] {
         let name = format!("grad.{name}.weight");
-        assert_eq!(plan.tensor(&name).unwrap().role, Role::WeightGradient);
+        assert_eq!(plan.tensor(&name).unwrap().role, TensorRole::WeightGradient);
     }
 }
 

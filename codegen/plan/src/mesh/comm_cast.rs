@@ -12,7 +12,7 @@
 
 use super::{Exchange, PartTensor, RankPlan, RankStep};
 use crate::ops::CommCastDesc;
-use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Machine, Operator, Role, Step};
+use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Operator, Step, TensorRole, TileMachine};
 use crate::{TensorId, TensorPlan};
 use moesaic_dist::{Both, CommDtype};
 use moesaic_kernel::DType::{self, I32, I64};
@@ -39,14 +39,14 @@ pub struct Packed {
     /// step supplies the address.
     pub rows: TensorId,
     /// The rows that are sent.
-    pub sent: Lane,
+    pub sent: CastLane,
     /// The rows that are received.
-    pub received: Lane,
+    pub received: CastLane,
 }
 
 /// Cast rows, as tensors of [`RankPlan::comm_cast`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Lane {
+pub struct CastLane {
     /// The bytes of the rows.
     pub bytes: TensorId,
     /// The index of each row in the tensor of uncast rows.
@@ -190,7 +190,7 @@ impl CastPlan {
 
     /// Adds the kernel for one kind of rows, named after the first exchange that uses it.
     fn add(&mut self, name: &str, desc: CommCastDesc) -> Packed {
-        let machine = Machine::of(self.plan.target, self.plan.caches);
+        let machine = TileMachine::of(self.plan.target, self.plan.caches);
         let config = desc.tiling(machine);
         let (width, words) = (desc.width as u64, desc.row_bytes() as u64 / 4);
         let rows = self.tensor(
@@ -198,17 +198,17 @@ impl CastPlan {
             "rows",
             desc.rows,
             &[Size::Tokens, width.into()],
-            Role::Input,
+            TensorRole::Input,
         );
-        let mut lane = |bytes: &str, places: &str| Lane {
+        let mut lane = |bytes: &str, places: &str| CastLane {
             bytes: self.tensor(
                 name,
                 bytes,
                 I32,
                 &[Size::Tokens, words.into()],
-                Role::Scratch,
+                TensorRole::Scratch,
             ),
-            places: self.tensor(name, places, I32, &[Size::Tokens], Role::Input),
+            places: self.tensor(name, places, I32, &[Size::Tokens], TensorRole::Input),
         };
         let (sent, received) = (lane("sent", "sent_places"), lane("received", "came_places"));
         let kernel = self.plan.kernels.len();
@@ -222,13 +222,19 @@ impl CastPlan {
         let mut pack = vec![rows, sent.places, sent.bytes];
         let mut steps = Vec::new();
         if desc.counts() {
-            let counts = self.tensor("comm_cast", "counts", I32, &[Size::Tokens], Role::Scratch);
+            let counts = self.tensor(
+                "comm_cast",
+                "counts",
+                I32,
+                &[Size::Tokens],
+                TensorRole::Scratch,
+            );
             let all = self.tensor(
                 "comm_cast",
                 "saturated",
                 I64,
                 &[Size::Const(1)],
-                Role::Output,
+                TensorRole::Output,
             );
             pack.push(counts);
             steps.push(self.step(kernel, 0, pack));
@@ -258,7 +264,7 @@ impl CastPlan {
         name: &str,
         dtype: DType,
         shape: &[Size],
-        role: Role,
+        role: TensorRole,
     ) -> TensorId {
         let name = format!("{of}.{name}");
         self.plan.id(&name).unwrap_or_else(|| {

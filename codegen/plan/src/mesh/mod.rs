@@ -47,7 +47,7 @@ mod regions;
 mod steps;
 mod text;
 
-pub use comm_cast::{CastRows, Lane, Packed, RowCasts, SATURATED};
+pub use comm_cast::{CastLane, CastRows, Packed, RowCasts, SATURATED};
 pub use data::{Exchange, FromTo, PartTensor, RankPlan, RankStep};
 pub use regions::ShardRegion;
 

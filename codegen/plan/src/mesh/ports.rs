@@ -2,56 +2,56 @@
 //! plain scratch in the plan of one process, so each part gives them their roles here.
 
 use crate::TensorPlan;
-use crate::layer::Role;
+use crate::layer::TensorRole;
 
 /// A tensor at the boundary of a part.
 struct Port {
     /// The name of the tensor; in the shared-expert part, the name behind the expert's index.
     name: &'static str,
     /// Its role in that part.
-    role: Role,
+    role: TensorRole,
 }
 
-const fn port(name: &'static str, role: Role) -> Port {
+const fn port(name: &'static str, role: TensorRole) -> Port {
     Port { name, role }
 }
 
 /// The ports of the expert part: rows and their layout come in, results and gradients go out.
 const EXPERTS: [Port; 9] = [
-    port("rows", Role::Input),
-    port("offsets", Role::Input),
-    port("row_tiles", Role::Input),
-    port("row_slots", Role::Input),
-    port("topk_weights", Role::Input),
-    port("out", Role::Output),
-    port("dout", Role::OutputGradient),
-    port("drows", Role::InputGradient),
-    port("dweight_parts", Role::InputGradient),
+    port("rows", TensorRole::Input),
+    port("offsets", TensorRole::Input),
+    port("row_tiles", TensorRole::Input),
+    port("row_slots", TensorRole::Input),
+    port("topk_weights", TensorRole::Input),
+    port("out", TensorRole::Output),
+    port("dout", TensorRole::OutputGradient),
+    port("drows", TensorRole::InputGradient),
+    port("dweight_parts", TensorRole::InputGradient),
 ];
 
 /// The ports of each shared expert.
 const SHARED: [Port; 4] = [
-    port("out", Role::Output),
-    port("weight", Role::OutputGradient),
-    port("drows", Role::InputGradient),
-    port("dweight_parts", Role::InputGradient),
+    port("out", TensorRole::Output),
+    port("weight", TensorRole::OutputGradient),
+    port("drows", TensorRole::InputGradient),
+    port("dweight_parts", TensorRole::InputGradient),
 ];
 
 /// The ports of the dispatch part. Ranks fill the counts of all tokens by an exchange, where one
 /// process takes them from its caller. Every backward pass receives the gradients anew, so forward
 /// need not keep them.
 const TOKENS: [Port; 4] = [
-    port("global_counts", Role::Scratch),
-    port("global_tokens", Role::Scratch),
-    port("drows", Role::OutputGradient),
-    port("dweight_parts", Role::OutputGradient),
+    port("global_counts", TensorRole::Scratch),
+    port("global_tokens", TensorRole::Scratch),
+    port("drows", TensorRole::OutputGradient),
+    port("dweight_parts", TensorRole::OutputGradient),
 ];
 
 /// Returns the gradients that come back from experts in a backward pass.
 pub(super) fn brought_back() -> impl Iterator<Item = &'static str> {
     let gradients = TOKENS
         .iter()
-        .filter(|port| port.role == Role::OutputGradient);
+        .filter(|port| port.role == TensorRole::OutputGradient);
     gradients.map(|port| port.name)
 }
 

@@ -144,7 +144,7 @@ pub(super) fn shard_dim(name: &str) -> Option<usize> {
 mod tests {
     use super::*;
     use crate::mesh::{Sharing, plan_rank};
-    use crate::{PlanOptions, Role, Training};
+    use crate::{PlanOptions, TensorRole, Training};
     use moesaic_dist::Parallel;
     use moesaic_dist::testing::meshes;
     use moesaic_spec::LayerSpec;
@@ -173,7 +173,7 @@ mod tests {
                 let sharing = sharing.placed(placement.as_ref());
                 let plan = plan_rank(&spec, target, &options, sharing, rank).unwrap();
                 for (at, tensor) in plan.experts.tensors.iter().enumerate() {
-                    if matches!(tensor.role, Role::Weight | Role::WeightGradient) {
+                    if matches!(tensor.role, TensorRole::Weight | TensorRole::WeightGradient) {
                         check(&plan, TensorId(at), shard_dim(&tensor.name));
                     }
                 }

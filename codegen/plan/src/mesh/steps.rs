@@ -4,7 +4,7 @@ use super::ports::{brought_back, shared_part};
 use super::regions::shard_dim;
 use super::{Exchange, FromTo, RankPlan, RankStep};
 use crate::layer::around::Places;
-use crate::{LayerPlan, Recompute, Role, Step, TensorId, TensorPlan};
+use crate::{LayerPlan, Recompute, Step, TensorId, TensorPlan, TensorRole};
 use moesaic_dist::{CollectiveOp, Payload, PlanPart, TokenScope};
 use moesaic_spec::{CapacityMode, CapacityOrder, LayerSpec, WeightSite};
 use std::ops::Range;
@@ -196,7 +196,7 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     // A bias of the last GEMM is weighted with its row, so the gradient of that weight, which the
     // tokens' rank computes, reads the biases of all experts.
     let weights = plan.tokens.tensors.iter().enumerate();
-    for (to, tensor) in weights.filter(|(_, tensor)| tensor.role == Role::Weight) {
+    for (to, tensor) in weights.filter(|(_, tensor)| tensor.role == TensorRole::Weight) {
         if let Some(from) = plan.experts.id(&tensor.name) {
             let (op, to) = (CollectiveOp::AllGatherExperts, TensorId(to));
             list.push(exchange(&tensor.name, op, FromTo { from, to }));
@@ -224,7 +224,7 @@ fn gathered_weights(plan: &RankPlan, steps: &[Step]) -> Vec<RankStep> {
 }
 
 fn scattered_gradients(plan: &RankPlan) -> Vec<RankStep> {
-    let is_gradient = |id: TensorId, _| plan.experts[id].role == Role::WeightGradient;
+    let is_gradient = |id: TensorId, _| plan.experts[id].role == TensorRole::WeightGradient;
     of_blocks(plan, CollectiveOp::ReduceScatterGradient, is_gradient)
 }
 
@@ -294,7 +294,7 @@ fn return_shadow_rows(plan: &RankPlan, shadows: &LayerPlan, name: &str) -> Optio
 
 fn reduce_shadow_gradients(plan: &RankPlan, shadows: &LayerPlan) -> Vec<RankStep> {
     let tensors = shadows.tensors.iter().enumerate();
-    let gradients = tensors.filter(|(_, tensor)| tensor.role == Role::WeightGradient);
+    let gradients = tensors.filter(|(_, tensor)| tensor.role == TensorRole::WeightGradient);
     let sum = |(at, tensor): (usize, &TensorPlan)| {
         let (from, to) = (TensorId(at), plan.experts.id(&tensor.name)?);
         let op = CollectiveOp::ReduceShadowGradient;
@@ -320,7 +320,7 @@ fn backward_of_shared(plan: &RankPlan, shared: &LayerPlan) -> Vec<RankStep> {
     let comes_back = |part: &str| brought_back().any(|name| name == part);
     list.extend(reduce_scatter_tp(plan, shared, comes_back));
     let weights = shared.tensors.iter();
-    let weights = weights.filter(|tensor| tensor.role == Role::Weight);
+    let weights = weights.filter(|tensor| tensor.role == TensorRole::Weight);
     list.extend(weights.filter_map(|tensor| {
         let (from, to) = (shared.id(&tensor.name)?, plan.tokens.id(&tensor.name)?);
         let op = CollectiveOp::BroadcastTp;

@@ -2,7 +2,7 @@
 
 use super::ports::shared_part;
 use super::*;
-use crate::{Recompute, Role, Step, TensorId, Training};
+use crate::{Recompute, Step, TensorId, TensorRole, Training};
 use moesaic_dist::{AdaptiveMesh, SharedExperts, Strategy};
 use moesaic_dist::{Amount, Both, Chunk, CollectiveOp, Distance, Overlap, OverlapBy, PlanPart};
 use moesaic_spec::testing::sample;
@@ -151,7 +151,7 @@ fn weights_of_shadows_stay_where_what_they_make_is_kept() {
             let shadows = plan.shadows.unwrap();
             for step in &shadows.backward {
                 let weights = step.tensors().iter();
-                let mut weights = weights.filter(|id| shadows[**id].role == Role::Weight);
+                let mut weights = weights.filter(|id| shadows[**id].role == TensorRole::Weight);
                 assert!(weights.all(|weight| there.contains(weight)), "{seed}");
             }
         }
@@ -421,7 +421,7 @@ fn every_weight_has_one_part() {
         let (spec, mesh) = layer(seed);
         let plan = planned(&spec, "cpu:avx2", mesh, 0, true);
         let weights = |plan: &LayerPlan| -> BTreeSet<String> {
-            let weights = plan.tensors.iter().filter(|t| t.role == Role::Weight);
+            let weights = plan.tensors.iter().filter(|t| t.role == TensorRole::Weight);
             weights.map(|tensor| tensor.name.clone()).collect()
         };
         let (tokens, experts) = (weights(&plan.tokens), weights(&plan.experts));
@@ -566,7 +566,7 @@ fn degrees_send_what_their_table_says() {
                 "weights",
             );
             let held = plan.experts.tensors.iter();
-            let held = held.filter(|tensor| tensor.role == Role::Weight);
+            let held = held.filter(|tensor| tensor.role == TensorRole::Weight);
             let held: u64 = held.map(|tensor| tensor.bytes(0)).sum();
             near(held as f64, borrowed, "memory");
         }

@@ -5,7 +5,7 @@ use moesaic_kernel::{ArchCaps, CpuIsa, CudaArch, Entry, RocmArch, SimArch, Targe
 
 /// The machine that a kernel is tiled for.
 #[derive(Clone, Copy, Debug)]
-pub enum Machine {
+pub enum TileMachine {
     /// A CPU. A block is one call of the block function; threads are the
     /// runtime's, so every kernel has one thread per block.
     Cpu(Core),
@@ -33,14 +33,20 @@ pub enum Gpu {
     Rocm(RocmArch),
 }
 
-impl Machine {
+impl TileMachine {
     /// Returns the machine that runs the kernels of a target; `caches` are those of a CPU.
-    pub fn of(target: Target, caches: CacheClass) -> Machine {
+    pub fn of(target: Target, caches: CacheClass) -> TileMachine {
         match target {
             // A simulator runs the text of its hardware to the byte, so it gets the same tiles.
-            Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa)) => Machine::Cpu(Core { isa, caches }),
-            Target::Cuda(arch) | Target::Sim(SimArch::Cuda(arch)) => Machine::Gpu(Gpu::Cuda(arch)),
-            Target::Rocm(arch) | Target::Sim(SimArch::Rocm(arch)) => Machine::Gpu(Gpu::Rocm(arch)),
+            Target::Cpu(isa) | Target::Sim(SimArch::Cpu(isa)) => {
+                TileMachine::Cpu(Core { isa, caches })
+            }
+            Target::Cuda(arch) | Target::Sim(SimArch::Cuda(arch)) => {
+                TileMachine::Gpu(Gpu::Cuda(arch))
+            }
+            Target::Rocm(arch) | Target::Sim(SimArch::Rocm(arch)) => {
+                TileMachine::Gpu(Gpu::Rocm(arch))
+            }
         }
     }
 
@@ -49,7 +55,7 @@ impl Machine {
     pub(crate) fn overlapping(self, mut entry: Entry) -> Entry {
         // A kernel's blocks may start before the one before it has ended, which hides the start of
         // a launch behind the end of another.
-        let wait = matches!(self, Machine::Gpu(gpu) if gpu.caps().dependent_launches);
+        let wait = matches!(self, TileMachine::Gpu(gpu) if gpu.caps().dependent_launches);
         entry.launch.dependent = wait;
         entry
     }

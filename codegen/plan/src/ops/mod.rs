@@ -31,8 +31,8 @@ pub use gate_topk::{GateTopkConfig, GateTopkDesc, Histogram, Logits, WARP_EXPERT
 pub use grouped_gemm::{
     CodePanel, CpuGemm, FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc,
 };
-pub use grouped_gemm::{GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, Nonlinearity};
-pub use machine::{Core, Gpu, Machine};
+pub use grouped_gemm::{ExpertGemm, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Nonlinearity};
+pub use machine::{Core, Gpu, TileMachine};
 pub use rms_norm::{RmsNormBwdConfig, RmsNormBwdDesc, RmsNormConfig, RmsNormDesc};
 pub use route::{DecodeLogits, RouteConfig, RouteDesc};
 pub use shared::{SharedBwdDesc, SharedDesc};
@@ -124,7 +124,7 @@ pub trait Operator: Clone {
     type Config;
 
     /// Returns the tiling on a machine.
-    fn tiling(&self, machine: Machine) -> Self::Config;
+    fn tiling(&self, machine: TileMachine) -> Self::Config;
 
     /// Returns the desc with a tiling.
     fn with(self, config: Self::Config) -> Op;

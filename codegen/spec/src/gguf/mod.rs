@@ -39,7 +39,7 @@ pub const fn number_id(dtype: DType) -> u32 {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata {
     /// Values by key. Lists are kept as their length alone.
-    pub values: BTreeMap<String, Value>,
+    pub values: BTreeMap<String, GgufValue>,
     /// Shape and type of each tensor.
     pub tensors: BTreeMap<String, TensorInfo>,
 }
@@ -55,7 +55,7 @@ pub struct TensorInfo {
 
 /// A value of the metadata.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Value {
+pub enum GgufValue {
     /// A whole number.
     Int(i64),
     /// A number.
@@ -125,7 +125,7 @@ pub fn supported() -> Vec<&'static str> {
 }
 
 fn architecture(metadata: &Metadata) -> Result<(&str, &'static Architecture), GgufError> {
-    let Some(Value::Text(name)) = metadata.values.get("general.architecture") else {
+    let Some(GgufValue::Text(name)) = metadata.values.get("general.architecture") else {
         return Err(GgufError::NoArchitecture);
     };
     let found = architectures::ALL.iter().find(|a| a.name == name.as_str());
@@ -164,13 +164,13 @@ impl Block<'_> {
         self.metadata.tensors.get(&self.name(end))
     }
 
-    fn value(&self, key: &str) -> Option<(String, &Value)> {
+    fn value(&self, key: &str) -> Option<(String, &GgufValue)> {
         let key = format!("{}.{key}", self.architecture);
         let value = self.metadata.values.get(&key)?;
         Some((key, value))
     }
 
-    fn bad(&self, key: String, found: &Value, expected: &str) -> GgufError {
+    fn bad(&self, key: String, found: &GgufValue, expected: &str) -> GgufError {
         GgufError::BadKey {
             key,
             found: found.to_string(),
@@ -182,7 +182,7 @@ impl Block<'_> {
     fn size(&self, key: &str) -> Result<Option<usize>, GgufError> {
         match self.value(key) {
             None => Ok(None),
-            Some((_, Value::Int(value))) if (0..=1 << 30).contains(value) => {
+            Some((_, GgufValue::Int(value))) if (0..=1 << 30).contains(value) => {
                 Ok(usize::try_from(*value).ok())
             }
             Some((key, value)) => Err(self.bad(key, value, "a whole number")),
@@ -198,8 +198,8 @@ impl Block<'_> {
     fn number(&self, key: &str) -> Result<Option<f64>, GgufError> {
         match self.value(key) {
             None => Ok(None),
-            Some((_, Value::Float(value))) => Ok(Some(*value)),
-            Some((_, Value::Int(value))) => Ok(Some(*value as f64)),
+            Some((_, GgufValue::Float(value))) => Ok(Some(*value)),
+            Some((_, GgufValue::Int(value))) => Ok(Some(*value as f64)),
             Some((key, value)) => Err(self.bad(key, value, "a number")),
         }
     }
@@ -207,7 +207,7 @@ impl Block<'_> {
     fn flag(&self, key: &str) -> Result<Option<bool>, GgufError> {
         match self.value(key) {
             None => Ok(None),
-            Some((_, Value::Bool(value))) => Ok(Some(*value)),
+            Some((_, GgufValue::Bool(value))) => Ok(Some(*value)),
             Some((key, value)) => Err(self.bad(key, value, "true or false")),
         }
     }
@@ -278,7 +278,7 @@ impl Block<'_> {
             Some(3) => Score::SoftmaxSelected,
             Some(other) => {
                 let key = format!("{}.expert_gating_func", self.architecture);
-                let found = Value::Int(other as i64);
+                let found = GgufValue::Int(other as i64);
                 return Err(self.bad(key, &found, "1 (softmax), 2 (sigmoid) or 3 (of the chosen)"));
             }
         };
@@ -308,14 +308,14 @@ fn shortest(value: f64) -> f64 {
     (value as f32).to_string().parse().unwrap_or(value)
 }
 
-impl std::fmt::Display for Value {
+impl std::fmt::Display for GgufValue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Value::Int(value) => write!(f, "{value}"),
-            Value::Float(value) => write!(f, "{value}"),
-            Value::Bool(value) => write!(f, "{value}"),
-            Value::Text(value) => write!(f, "{:?}", value.chars().take(60).collect::<String>()),
-            Value::List(count) => write!(f, "a list of {count}"),
+            GgufValue::Int(value) => write!(f, "{value}"),
+            GgufValue::Float(value) => write!(f, "{value}"),
+            GgufValue::Bool(value) => write!(f, "{value}"),
+            GgufValue::Text(value) => write!(f, "{:?}", value.chars().take(60).collect::<String>()),
+            GgufValue::List(count) => write!(f, "a list of {count}"),
         }
     }
 }

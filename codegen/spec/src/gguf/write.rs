@@ -1,7 +1,7 @@
 //! The metadata of a GGUF file for a layer of another checkpoint: keys and names that
 //! [`import`](super::import) reads back as the same layer.
 
-use super::{GgufError, Metadata, TensorInfo, Value, import};
+use super::{GgufError, GgufValue, Metadata, TensorInfo, import};
 use crate::{LayerSpec, Renormalize, Score, canonical_tensors};
 
 /// llama.cpp's architecture of each family, by the name that specs of the family begin with.
@@ -49,8 +49,8 @@ pub fn tensor_name(canonical: &str, layer: usize) -> Option<String> {
 }
 
 /// Returns the keys of a model with layers such as `spec`, of which it has `layers`.
-pub fn keys_for(spec: &LayerSpec, architecture: &str, layers: usize) -> Vec<(String, Value)> {
-    let int = |value: usize| Value::Int(value as i64);
+pub fn keys_for(spec: &LayerSpec, architecture: &str, layers: usize) -> Vec<(String, GgufValue)> {
+    let int = |value: usize| GgufValue::Int(value as i64);
     let shape = &spec.shape;
     let score = match spec.router.score {
         Score::Sigmoid => 2,
@@ -66,12 +66,12 @@ pub fn keys_for(spec: &LayerSpec, architecture: &str, layers: usize) -> Vec<(Str
         ("expert_gating_func", int(score)),
     ];
     match spec.router.renormalize {
-        Renormalize::Sum => own.push(("expert_weights_norm", Value::Bool(true))),
-        Renormalize::None => own.push(("expert_weights_norm", Value::Bool(false))),
+        Renormalize::Sum => own.push(("expert_weights_norm", GgufValue::Bool(true))),
+        Renormalize::None => own.push(("expert_weights_norm", GgufValue::Bool(false))),
         _ => {}
     }
     if spec.router.scale != 1.0 {
-        own.push(("expert_weights_scale", Value::Float(spec.router.scale)));
+        own.push(("expert_weights_scale", GgufValue::Float(spec.router.scale)));
     }
     if let Some(groups) = &spec.router.groups {
         own.push(("expert_group_count", int(groups.count)));
@@ -86,9 +86,9 @@ pub fn keys_for(spec: &LayerSpec, architecture: &str, layers: usize) -> Vec<(Str
     let first = [
         (
             "general.architecture",
-            Value::Text(architecture.to_string()),
+            GgufValue::Text(architecture.to_string()),
         ),
-        ("general.quantization_version", Value::Int(2)),
+        ("general.quantization_version", GgufValue::Int(2)),
     ];
     let first = first.map(|(key, value)| (key.to_string(), value));
     first.into_iter().chain(named).collect()
@@ -102,7 +102,7 @@ pub fn keys_for(spec: &LayerSpec, architecture: &str, layers: usize) -> Vec<(Str
 pub fn check_keys(
     spec: &LayerSpec,
     layer: usize,
-    keys: &[(String, Value)],
+    keys: &[(String, GgufValue)],
 ) -> Result<(), GgufError> {
     let mut metadata = Metadata {
         values: keys.iter().cloned().collect(),

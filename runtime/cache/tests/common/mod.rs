@@ -6,7 +6,7 @@ use moesaic_cache::{KernelKey, KernelRequest, KeyParts, StoredKernel};
 use moesaic_kernel::{
     CpuIsa, DType, Entry, KernelSource, Language, Launch, Param, Size, Stem, Target,
 };
-use moesaic_target::{Artifact, KernelReport, Report};
+use moesaic_target::{Artifact, ArtifactReport, KernelReport};
 use std::path::{Path, PathBuf};
 
 pub fn source(name: &str) -> KernelSource {
@@ -63,7 +63,7 @@ pub fn artifact(name: &str, bytes: usize) -> Artifact {
         code_bytes: Some(99),
         ..KernelReport::default()
     };
-    let report = Report {
+    let report = ArtifactReport {
         compiler: "test 1.0".to_string(),
         compile_ms: 12.25,
         kernels: vec![kernel],

@@ -3,7 +3,7 @@
 use super::{Core, Ended, OpError};
 use crate::CollectiveError;
 use crate::eager::EagerMessage;
-use crate::error::{At, Missing};
+use crate::error::{ErrorSite, Missing};
 use crate::operation::Operation;
 use crate::transport::TransportError;
 use std::time::{Duration, Instant};
@@ -122,7 +122,11 @@ impl Core {
         }
     }
 
-    pub(super) fn transport_error(&self, at: Box<At>, reason: TransportError) -> CollectiveError {
+    pub(super) fn transport_error(
+        &self,
+        at: Box<ErrorSite>,
+        reason: TransportError,
+    ) -> CollectiveError {
         CollectiveError::Transport {
             at,
             transport: self.transport.name(),
@@ -131,9 +135,9 @@ impl Core {
     }
 
     /// Returns the position of an error outside any operation: the oldest one in flight, if any.
-    pub(super) fn nowhere(&self) -> Box<At> {
+    pub(super) fn nowhere(&self) -> Box<ErrorSite> {
         let first = self.operations.values().next().map(Operation::at);
-        first.unwrap_or_else(|| At::outside(self.transport.rank()))
+        first.unwrap_or_else(|| ErrorSite::outside(self.transport.rank()))
     }
 }
 

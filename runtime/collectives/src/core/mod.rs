@@ -7,9 +7,9 @@ mod shared;
 pub(crate) use shared::Shared;
 
 use crate::eager::{
-    Body, Difference, EagerMessage, INLINE_BYTES, Key, OpKind, PartSizes, Signature,
+    Difference, EagerMessage, INLINE_BYTES, MessageBody, MessageKey, OpKind, PartSizes, Signature,
 };
-use crate::error::At;
+use crate::error::ErrorSite;
 use crate::memory::Region;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
 use crate::progress_thread::{Bell, ProgressThread};
@@ -28,7 +28,7 @@ pub(crate) struct Core {
     /// The results, each with the time at which it came.
     outcomes: HashMap<u64, Ended>,
     /// Announcements that arrived before any operation asked for them.
-    arrived: HashMap<Key, (Signature, PartSizes, Body)>,
+    arrived: HashMap<MessageKey, (Signature, PartSizes, MessageBody)>,
     /// The last operation that each rank announced in each group.
     heard: HashMap<(u64, usize), (u64, OpKind)>,
     /// The number of operations started in each group.
@@ -301,11 +301,11 @@ impl Core {
                     // the receiving bundle is known.
                     compare_sizes(operation, bundle, &sizes)?;
                     let tag = match body {
-                        Body::Inline(data) => {
+                        MessageBody::Inline(data) => {
                             spread(&data, &bundle.parts);
                             return Ok(true);
                         }
-                        Body::Rendezvous { tag } => tag,
+                        MessageBody::Rendezvous { tag } => tag,
                     };
                     // SAFETY: the operation owns the memory and outlives the transfer; see `end`.
                     let begun = unsafe { self.transport.receive(bundle.peer, tag, &bundle.parts) };
@@ -360,7 +360,7 @@ impl Core {
         let inline = bundle.sizes.bytes <= INLINE_BYTES as u64;
         let tag = self.tags[bundle.peer];
         let body = if inline {
-            Body::Inline(gathered(&bundle.parts))
+            MessageBody::Inline(gathered(&bundle.parts))
         } else {
             // Tags wrap around. That is safe because two ranks never have as many messages in
             // flight as there are tags.
@@ -369,7 +369,7 @@ impl Core {
             } else {
                 tag + 1
             };
-            Body::Rendezvous { tag }
+            MessageBody::Rendezvous { tag }
         };
         let message = EagerMessage::Message {
             key: operation.key(self.transport.rank()),
@@ -412,10 +412,10 @@ impl Core {
 
     fn message_arrived(
         &mut self,
-        key: Key,
+        key: MessageKey,
         signature: Signature,
         sizes: PartSizes,
-        body: Body,
+        body: MessageBody,
     ) -> Result<(), OpError> {
         let heard = self
             .heard
@@ -447,7 +447,7 @@ impl Core {
 
     /// Compares announcements that arrived before this rank called the operation.
     fn early_mismatch(&self, operation: &Operation) -> Result<(), CollectiveError> {
-        let same = |key: &Key| {
+        let same = |key: &MessageKey| {
             key.context == operation.group.context && key.sequence == operation.sequence
         };
         let mut early = self.arrived.iter().filter(|(key, _)| same(key));
@@ -466,9 +466,9 @@ impl Core {
         }
     }
 
-    fn surplus(&self, key: &Key, signature: &Signature) -> CollectiveError {
+    fn surplus(&self, key: &MessageKey, signature: &Signature) -> CollectiveError {
         CollectiveError::Mismatch {
-            at: Box::new(At {
+            at: Box::new(ErrorSite {
                 operation: signature.kind.name(),
                 sequence: key.sequence,
                 label: signature.label.clone(),

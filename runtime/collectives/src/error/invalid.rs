@@ -1,6 +1,6 @@
 //! The reasons an operation was refused before anything was sent.
 
-use crate::schedules::{Element, ScheduleError};
+use crate::schedules::{CommElement, ScheduleError};
 use moesaic_target::DeviceError;
 
 /// The reason an operation cannot be right, whatever other ranks do.
@@ -18,7 +18,7 @@ pub enum InvalidReason {
         /// The number of elements.
         elements: usize,
         /// Their type.
-        element: Element,
+        element: CommElement,
         /// The bytes of the buffer.
         bytes: usize,
     },

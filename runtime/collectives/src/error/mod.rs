@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// The position of an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct At {
+pub struct ErrorSite {
     /// The operation's kind: `all_to_all`; empty between operations.
     pub operation: &'static str,
     /// Its number within the group, from 0.
@@ -27,10 +27,10 @@ pub struct At {
     pub rank: usize,
 }
 
-impl At {
+impl ErrorSite {
     /// Returns the position of a rank that is in no operation.
-    pub(crate) fn outside(rank: usize) -> Box<At> {
-        Box::new(At {
+    pub(crate) fn outside(rank: usize) -> Box<ErrorSite> {
+        Box::new(ErrorSite {
             operation: "",
             sequence: 0,
             label: String::new(),
@@ -40,7 +40,7 @@ impl At {
     }
 }
 
-impl fmt::Display for At {
+impl fmt::Display for ErrorSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.operation.is_empty() {
             return write!(f, "rank {}, {}", self.rank, self.phase);
@@ -97,7 +97,7 @@ pub enum CollectiveError {
     )]
     Deadline {
         /// The operation.
-        at: Box<At>,
+        at: Box<ErrorSite>,
         /// The time since its start.
         waited: Duration,
         /// The ranks that are waited for.
@@ -110,7 +110,7 @@ pub enum CollectiveError {
     )]
     Mismatch {
         /// The operation.
-        at: Box<At>,
+        at: Box<ErrorSite>,
         /// The other rank, in the world.
         peer: usize,
         /// The property that differs: `the number of elements`.
@@ -124,7 +124,7 @@ pub enum CollectiveError {
     #[error("{at}: rank {peer} {cause}")]
     Peer {
         /// The operation.
-        at: Box<At>,
+        at: Box<ErrorSite>,
         /// The rank that failed, in the world.
         peer: usize,
         /// The reason: `has panicked`, `gave up: ...`.
@@ -134,7 +134,7 @@ pub enum CollectiveError {
     #[error("{at}: {transport} failed: {reason}")]
     Transport {
         /// The operation.
-        at: Box<At>,
+        at: Box<ErrorSite>,
         /// The transport's name and version: `MPI (Open MPI 4.1.4)`.
         transport: String,
         /// The failure.
@@ -145,7 +145,7 @@ pub enum CollectiveError {
     #[error("{at}: {reason}")]
     Device {
         /// The operation.
-        at: Box<At>,
+        at: Box<ErrorSite>,
         /// The device's error.
         #[source]
         reason: Box<DeviceError>,

@@ -1,7 +1,7 @@
 //! The reasons a world of ranks cannot be set up.
 
 use crate::transport::TransportError;
-use crate::world::Launcher;
+use crate::world::RankLauncher;
 use moesaic_dl::DlError;
 use moesaic_target::{DeviceError, SharedError, SystemError};
 use std::net::SocketAddr;
@@ -26,7 +26,7 @@ pub enum SetupError {
         /// The number of ranks.
         size: usize,
         /// The launcher whose variables say so.
-        launcher: Option<Launcher>,
+        launcher: Option<RankLauncher>,
     },
     /// A variable has a value that cannot be read.
     #[error("{name} is `{value}`; it must be {expected}")]
@@ -80,7 +80,7 @@ pub enum SetupError {
     )]
     OtherLauncher {
         /// The launcher.
-        launcher: Option<Launcher>,
+        launcher: Option<RankLauncher>,
         /// Rank and number of ranks by the launcher.
         launched: [usize; 2],
         /// Rank and number of ranks by the library.
@@ -197,9 +197,9 @@ impl From<DeviceError> for SetupError {
 }
 
 /// Returns the option of `srun` by which it speaks a library's process manager.
-fn srun(launcher: Option<Launcher>) -> &'static str {
+fn srun(launcher: Option<RankLauncher>) -> &'static str {
     match launcher {
-        Some(Launcher::Slurm) => {
+        Some(RankLauncher::Slurm) => {
             "\nsrun has to speak the library's process manager: --mpi=pmix for Open MPI, \
              --mpi=pmi2 for MPICH and Intel MPI"
         }

@@ -3,7 +3,7 @@
 
 use super::{pattern, trouble};
 use crate::{
-    Call, CollectiveError, Collectives, Element, InvalidReason, NodeRank, NodeShape, Slice,
+    Call, CollectiveError, Collectives, CommElement, InvalidReason, NodeRank, NodeShape, Slice,
     Topology, Transfer,
 };
 use moesaic_target::Device;
@@ -173,7 +173,7 @@ impl<'a> LevelProbe<'a> {
             let each = peers.iter().enumerate().map(|(i, peer)| {
                 Ok(Transfer {
                     peer: *peer,
-                    slice: Slice::new(&buffer, Element::U8, i * bytes, bytes)?,
+                    slice: Slice::new(&buffer, CommElement::U8, i * bytes, bytes)?,
                 })
             });
             each.collect()

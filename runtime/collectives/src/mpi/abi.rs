@@ -4,14 +4,14 @@
 //! Intel MPI and other descendants. No field of a status is ever read, so one buffer of the
 //! largest size serves all.
 
-use super::table::{Calls, Integers, Pointers};
+use super::table::{Integers, MpiFunctions, Pointers};
 use moesaic_dl::{DlError, Library};
 use std::ffi::{c_int, c_void};
 use std::path::Path;
 
 /// A communicator, request, datatype or error handler: a pointer or an `int`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Handle(pub usize);
+pub struct MpiHandle(pub usize);
 
 /// A buffer for a status of any library; the standard's has 32 bytes and is the largest.
 #[repr(C, align(16))]
@@ -23,9 +23,9 @@ pub struct Status([u64; 8]);
 pub struct Abi {
     /// Its name: `the standard ABI of MPI 5`.
     pub name: &'static str,
-    pub comm_world: Handle,
-    pub byte: Handle,
-    pub errors_return: Handle,
+    pub comm_world: MpiHandle,
+    pub byte: MpiHandle,
+    pub errors_return: MpiHandle,
     pub any_source: c_int,
     pub thread_serialized: c_int,
     pub tag_ub: c_int,
@@ -33,9 +33,9 @@ pub struct Abi {
 
 const STANDARD: Abi = Abi {
     name: "the standard ABI of MPI 5",
-    comm_world: Handle(0x101),
-    byte: Handle(0x247),
-    errors_return: Handle(0x143),
+    comm_world: MpiHandle(0x101),
+    byte: MpiHandle(0x247),
+    errors_return: MpiHandle(0x143),
     any_source: -1,
     thread_serialized: 2048,
     tag_ub: 501,
@@ -47,9 +47,9 @@ pub const OPEN_MPIS_ABI: &str = "Open MPI's ABI";
 /// Handles are `int`.
 const MPICH: Abi = Abi {
     name: "MPICH's ABI",
-    comm_world: Handle(0x4400_0000),
-    byte: Handle(0x4c00_010d),
-    errors_return: Handle(0x5400_0001),
+    comm_world: MpiHandle(0x4400_0000),
+    byte: MpiHandle(0x4c00_010d),
+    errors_return: MpiHandle(0x5400_0001),
     any_source: -2,
     thread_serialized: 2,
     tag_ub: 0x6440_0001,
@@ -61,9 +61,9 @@ fn open_mpi(library: &Library) -> Result<Abi, DlError> {
     let address = |symbol: &str| unsafe { library.symbol::<*const c_void>(symbol) };
     Ok(Abi {
         name: OPEN_MPIS_ABI,
-        comm_world: Handle(address("ompi_mpi_comm_world")?.addr()),
-        byte: Handle(address("ompi_mpi_byte")?.addr()),
-        errors_return: Handle(address("ompi_mpi_errors_return")?.addr()),
+        comm_world: MpiHandle(address("ompi_mpi_comm_world")?.addr()),
+        byte: MpiHandle(address("ompi_mpi_byte")?.addr()),
+        errors_return: MpiHandle(address("ompi_mpi_errors_return")?.addr()),
         any_source: -1,
         thread_serialized: 2,
         tag_ub: 0,
@@ -74,7 +74,7 @@ fn open_mpi(library: &Library) -> Result<Abi, DlError> {
 ///
 /// A file named `libmpi_abi` has the standard interface, whatever other symbols it exports. Among
 /// the others, Open MPI is recognized by its exported objects.
-pub fn load(library: Library) -> Result<(Box<dyn Calls>, Abi), DlError> {
+pub fn load(library: Library) -> Result<(Box<dyn MpiFunctions>, Abi), DlError> {
     let file = Path::new(library.name()).file_name().unwrap_or_default();
     if file.to_string_lossy().starts_with("libmpi_abi") {
         // SAFETY: the signatures are those of the standard, whose handles are pointers.

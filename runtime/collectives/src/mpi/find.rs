@@ -1,7 +1,7 @@
 //! The choice of the MPI library to open.
 
 use super::abi::OPEN_MPIS_ABI;
-use crate::world::{Launcher, World};
+use crate::world::{RankLauncher, World};
 use crate::{CollectiveError, SetupError};
 use moesaic_dl::{DlError, Library};
 use std::ffi::OsString;
@@ -37,7 +37,7 @@ pub fn fits(
     interface: &str,
     (path, version): (&str, &str),
 ) -> Result<(), CollectiveError> {
-    let by_open_mpi = launched.filter(|world| world.launcher == Some(Launcher::OpenMpi));
+    let by_open_mpi = launched.filter(|world| world.launcher == Some(RankLauncher::OpenMpi));
     let (Some(world), false) = (by_open_mpi, interface == OPEN_MPIS_ABI) else {
         return Ok(());
     };
@@ -99,9 +99,9 @@ mod tests {
         };
         let library = ("/mpich/libmpi_abi.so.1", "MPICH Version: 5.0.2");
         let fits = |launcher, abi| fits(Some(&by(launcher)), abi, library);
-        assert_eq!(fits(Launcher::OpenMpi, OPEN_MPIS_ABI), Ok(()));
-        assert_eq!(fits(Launcher::Slurm, "MPICH's ABI"), Ok(()));
-        let error = fits(Launcher::OpenMpi, "MPICH's ABI").unwrap_err();
+        assert_eq!(fits(RankLauncher::OpenMpi, OPEN_MPIS_ABI), Ok(()));
+        assert_eq!(fits(RankLauncher::Slurm, "MPICH's ABI"), Ok(()));
+        let error = fits(RankLauncher::OpenMpi, "MPICH's ABI").unwrap_err();
         let error = error.to_string();
         for words in [
             "OMPI_COMM_WORLD_SIZE=2",

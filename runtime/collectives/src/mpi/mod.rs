@@ -21,7 +21,7 @@ use std::time::Duration;
 
 /// The options of [`start`].
 #[derive(Clone, Debug, Default)]
-pub struct Options {
+pub struct MpiOptions {
     /// The library. `None` selects `MOESAIC_MPI`, else the launcher's library, else any.
     pub library: Option<PathBuf>,
     /// A library to try after those of the machine.
@@ -31,7 +31,7 @@ pub struct Options {
     pub deadline: Option<Duration>,
 }
 
-impl Options {
+impl MpiOptions {
     fn deadline(&self) -> Result<Duration, CollectiveError> {
         match self.deadline {
             Some(deadline) => Ok(deadline),
@@ -75,7 +75,10 @@ fn seconds(text: Option<&str>) -> Result<Duration, CollectiveError> {
 /// `MPI_Init` waits for all processes of the launcher and cannot be cancelled. If it has not
 /// returned by the deadline (at least 5 seconds), the process reports that on standard error and
 /// ends with exit code [`NOT_TOGETHER`].
-pub fn start(options: &Options, device: Arc<dyn Device>) -> Result<Communicator, CollectiveError> {
+pub fn start(
+    options: &MpiOptions,
+    device: Arc<dyn Device>,
+) -> Result<Communicator, CollectiveError> {
     let launched = World::from_environment()?;
     let deadline = options.deadline()?;
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
@@ -99,7 +102,7 @@ pub const NOT_TOGETHER: i32 = watch::CODE;
 ///
 /// # Errors
 /// [`CollectiveError::Setup`] when it cannot be opened or is no MPI.
-pub fn probe(options: &Options) -> Result<MpiLibrary, CollectiveError> {
+pub fn probe(options: &MpiOptions) -> Result<MpiLibrary, CollectiveError> {
     let library = find::open(options.library.as_deref(), options.installed.as_deref())?;
     let (calls, abi) = abi::load(library).map_err(find::no_library)?;
     let version = transport::version(&*calls).map_err(CollectiveError::setup)?;

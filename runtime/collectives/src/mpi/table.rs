@@ -1,10 +1,10 @@
 //! The MPI functions in use, for both sizes of handles.
 
-use super::abi::{Handle, Status};
+use super::abi::{MpiHandle, Status};
 use std::ffi::{c_char, c_int, c_long, c_longlong, c_void};
 
 /// MPI's functions, independent of the handle size. All are unsafe as MPI documents them.
-pub trait Calls: Send {
+pub trait MpiFunctions: Send {
     fn library(&self) -> &str;
     /// Returns whether messages may have more than 2^31 bytes.
     fn large(&self) -> bool;
@@ -14,29 +14,29 @@ pub trait Calls: Send {
     unsafe fn finalize(&self) -> c_int;
     unsafe fn library_version(&self, text: *mut c_char, length: *mut c_int) -> c_int;
     unsafe fn error_string(&self, code: c_int, text: *mut c_char, length: *mut c_int) -> c_int;
-    unsafe fn comm_rank(&self, comm: Handle, rank: *mut c_int) -> c_int;
-    unsafe fn comm_size(&self, comm: Handle, size: *mut c_int) -> c_int;
-    unsafe fn comm_set_errhandler(&self, comm: Handle, handler: Handle) -> c_int;
+    unsafe fn comm_rank(&self, comm: MpiHandle, rank: *mut c_int) -> c_int;
+    unsafe fn comm_size(&self, comm: MpiHandle, size: *mut c_int) -> c_int;
+    unsafe fn comm_set_errhandler(&self, comm: MpiHandle, handler: MpiHandle) -> c_int;
     unsafe fn comm_get_attr(
         &self,
-        comm: Handle,
+        comm: MpiHandle,
         key: c_int,
         value: *mut c_void,
         flag: *mut c_int,
     ) -> c_int;
-    unsafe fn comm_idup(&self, comm: Handle, new: *mut usize, request: &mut usize) -> c_int;
-    unsafe fn isend(&self, from: *const c_void, message: Message, request: &mut usize) -> c_int;
-    unsafe fn irecv(&self, to: *mut c_void, message: Message, request: &mut usize) -> c_int;
+    unsafe fn comm_idup(&self, comm: MpiHandle, new: *mut usize, request: &mut usize) -> c_int;
+    unsafe fn isend(&self, from: *const c_void, message: MpiStatus, request: &mut usize) -> c_int;
+    unsafe fn irecv(&self, to: *mut c_void, message: MpiStatus, request: &mut usize) -> c_int;
     unsafe fn test(&self, request: &mut usize, flag: *mut c_int, status: *mut Status) -> c_int;
-    unsafe fn get_count(&self, status: *const Status, kind: Handle, count: *mut c_int) -> c_int;
+    unsafe fn get_count(&self, status: *const Status, kind: MpiHandle, count: *mut c_int) -> c_int;
     unsafe fn cancel(&self, request: &mut usize) -> c_int;
     /// Creates a datatype of byte ranges, one size for each place; sizes have 31 bits unless
-    /// [`Calls::large`] is true.
+    /// [`MpiFunctions::large`] is true.
     unsafe fn type_hindexed(
         &self,
         sizes: &[usize],
         places: &[isize],
-        kind: Handle,
+        kind: MpiHandle,
         new: &mut usize,
     ) -> c_int;
     unsafe fn type_commit(&self, kind: &mut usize) -> c_int;
@@ -45,13 +45,13 @@ pub trait Calls: Send {
 
 /// The envelope of a message.
 #[derive(Clone, Copy, Debug)]
-pub struct Message {
+pub struct MpiStatus {
     /// The number of elements of `kind`: bytes, or one datatype that lists parts.
     pub bytes: usize,
-    pub kind: Handle,
+    pub kind: MpiHandle,
     pub peer: c_int,
     pub tag: c_int,
-    pub comm: Handle,
+    pub comm: MpiHandle,
 }
 
 macro_rules! functions {
@@ -102,7 +102,7 @@ macro_rules! functions {
             // SAFETY of all blocks here: the arguments are passed on, and the contract of each
             // function is the caller's.
             // of each function is the caller's.
-            impl Calls for $Table {
+            impl MpiFunctions for $Table {
                 fn library(&self) -> &str {
                     $Table::library(self)
                 }
@@ -142,27 +142,27 @@ macro_rules! functions {
                     unsafe { $Table::error_string(self, code, text, length) }
                 }
 
-                unsafe fn comm_rank(&self, comm: Handle, rank: *mut c_int) -> c_int {
+                unsafe fn comm_rank(&self, comm: MpiHandle, rank: *mut c_int) -> c_int {
                     // SAFETY: see above.
                     unsafe { $Table::comm_rank(self, comm.0 as Native, rank) }
                 }
 
-                unsafe fn comm_size(&self, comm: Handle, size: *mut c_int) -> c_int {
+                unsafe fn comm_size(&self, comm: MpiHandle, size: *mut c_int) -> c_int {
                     // SAFETY: see above.
                     unsafe { $Table::comm_size(self, comm.0 as Native, size) }
                 }
 
-                unsafe fn comm_set_errhandler(&self, comm: Handle, handler: Handle) -> c_int {
+                unsafe fn comm_set_errhandler(&self, comm: MpiHandle, handler: MpiHandle) -> c_int {
                     // SAFETY: see above.
                     unsafe { $Table::comm_set_errhandler(self, comm.0 as Native, handler.0 as Native) }
                 }
 
-                unsafe fn comm_get_attr(&self, comm: Handle, key: c_int, value: *mut c_void, flag: *mut c_int) -> c_int {
+                unsafe fn comm_get_attr(&self, comm: MpiHandle, key: c_int, value: *mut c_void, flag: *mut c_int) -> c_int {
                     // SAFETY: see above.
                     unsafe { $Table::comm_get_attr(self, comm.0 as Native, key, value, flag) }
                 }
 
-                unsafe fn comm_idup(&self, comm: Handle, new: *mut usize, request: &mut usize) -> c_int {
+                unsafe fn comm_idup(&self, comm: MpiHandle, new: *mut usize, request: &mut usize) -> c_int {
                     // MPI may write the communicator at any time until the request is done, so it
                     // gets the caller's memory and not a temporary. Supported machines are
                     // little-endian, so an `int` is the low half of the word.
@@ -172,7 +172,7 @@ macro_rules! functions {
                     })
                 }
 
-                unsafe fn isend(&self, from: *const c_void, m: Message, request: &mut usize) -> c_int {
+                unsafe fn isend(&self, from: *const c_void, m: MpiStatus, request: &mut usize) -> c_int {
                     let (kind, comm) = (m.kind.0 as Native, m.comm.0 as Native);
                     with_native(request, |request| match self.isend_large {
                         // SAFETY: see above.
@@ -186,7 +186,7 @@ macro_rules! functions {
                     })
                 }
 
-                unsafe fn irecv(&self, to: *mut c_void, m: Message, request: &mut usize) -> c_int {
+                unsafe fn irecv(&self, to: *mut c_void, m: MpiStatus, request: &mut usize) -> c_int {
                     let (kind, comm) = (m.kind.0 as Native, m.comm.0 as Native);
                     with_native(request, |request| match self.irecv_large {
                         // SAFETY: see above.
@@ -205,7 +205,7 @@ macro_rules! functions {
                     with_native(request, |request| unsafe { $Table::test(self, request, flag, status) })
                 }
 
-                unsafe fn get_count(&self, status: *const Status, kind: Handle, count: *mut c_int) -> c_int {
+                unsafe fn get_count(&self, status: *const Status, kind: MpiHandle, count: *mut c_int) -> c_int {
                     // SAFETY: see above.
                     unsafe { $Table::get_count(self, status, kind.0 as Native, count) }
                 }
@@ -215,7 +215,7 @@ macro_rules! functions {
                     with_native(request, |request| unsafe { $Table::cancel(self, request) })
                 }
 
-                unsafe fn type_hindexed(&self, sizes: &[usize], places: &[isize], kind: Handle, new: &mut usize) -> c_int {
+                unsafe fn type_hindexed(&self, sizes: &[usize], places: &[isize], kind: MpiHandle, new: &mut usize) -> c_int {
                     let kind = kind.0 as Native;
                     with_native(new, |new| match self.type_hindexed_large {
                         Some(large) => {

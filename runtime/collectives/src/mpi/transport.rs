@@ -1,9 +1,9 @@
 //! MPI as a transport: non-blocking point-to-point messages and nothing else.
 
-use super::abi::{Abi, Handle, Status};
+use super::abi::{Abi, MpiHandle, Status};
 use super::messages::{joined, messages};
-use super::table::{Calls, Message, TagBound};
-use super::watch::Watch;
+use super::table::{MpiFunctions, MpiStatus, TagBound};
+use super::watch::Watchdog;
 use crate::transport::{MAX_EAGER_BYTES, MemoryRange, Request, Transport, TransportError};
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -20,9 +20,9 @@ const CLOSING: Duration = Duration::from_secs(10);
 
 /// The transport of a process under MPI.
 pub struct Mpi {
-    calls: Box<dyn Calls>,
+    calls: Box<dyn MpiFunctions>,
     abi: Abi,
-    comm: Handle,
+    comm: MpiHandle,
     rank: usize,
     size: usize,
     last_tag: u32,
@@ -44,7 +44,7 @@ pub struct Mpi {
 impl Mpi {
     /// Initializes MPI unless that is done, and duplicates its world communicator.
     pub fn start(
-        calls: Box<dyn Calls>,
+        calls: Box<dyn MpiFunctions>,
         abi: Abi,
         deadline: Duration,
     ) -> Result<Mpi, TransportError> {
@@ -98,7 +98,7 @@ impl Mpi {
         self.owner = flag == 0;
         let code = if self.owner {
             // Dropped at the end of the block, which disarms the watchdog.
-            let _watched = Watch::begin(deadline, &self.version)?;
+            let _watched = Watchdog::begin(deadline, &self.version)?;
             // SAFETY: called once, by whoever finds it not called; the pointer is to an int.
             unsafe { self.calls.init_thread(wanted, &mut provided) }
         } else {
@@ -142,7 +142,7 @@ impl Mpi {
     }
 
     /// Duplicates the world communicator, because others may use it for messages of their own.
-    fn duplicate(&self, deadline: Duration) -> Result<Handle, TransportError> {
+    fn duplicate(&self, deadline: Duration) -> Result<MpiHandle, TransportError> {
         // Leaked on purpose: MPI may still write here after the deadline has passed.
         let cell = Box::leak(Box::new([0usize; 2]));
         let [comm, request] = cell;
@@ -161,7 +161,7 @@ impl Mpi {
             }
             std::thread::yield_now();
         }
-        let comm = Handle(*comm);
+        let comm = MpiHandle(*comm);
         // SAFETY: the communicator is there, and the handler is the library's own.
         let code = unsafe { self.calls.comm_set_errhandler(comm, self.abi.errors_return) };
         self.check("MPI_Comm_set_errhandler", code)?;
@@ -196,8 +196,8 @@ impl Mpi {
         Ok(flag != 0)
     }
 
-    fn message(&self, peer: c_int, tag: c_int, bytes: usize) -> Message {
-        Message {
+    fn message(&self, peer: c_int, tag: c_int, bytes: usize) -> MpiStatus {
+        MpiStatus {
             bytes,
             kind: self.abi.byte,
             peer,
@@ -244,7 +244,7 @@ impl Mpi {
         peer: usize,
         tag: u32,
         parts: &[MemoryRange],
-        begin: impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), TransportError>,
+        begin: impl Fn(&Mpi, *mut c_void, MpiStatus, &mut usize) -> Result<(), TransportError>,
     ) -> Result<Request, TransportError> {
         self.next += 1;
         let id = self.next;
@@ -264,7 +264,7 @@ impl Mpi {
         peer: usize,
         tag: u32,
         parts: &[MemoryRange],
-        begin: &impl Fn(&Mpi, *mut c_void, Message, &mut usize) -> Result<(), TransportError>,
+        begin: &impl Fn(&Mpi, *mut c_void, MpiStatus, &mut usize) -> Result<(), TransportError>,
         request: &mut usize,
     ) -> Result<(), TransportError> {
         let address = parts[0].address.cast();
@@ -273,7 +273,7 @@ impl Mpi {
             return begin(self, address, message, request);
         }
         let mut kind = self.layout(parts)?;
-        (message.bytes, message.kind) = (1, Handle(kind));
+        (message.bytes, message.kind) = (1, MpiHandle(kind));
         let begun = begin(self, address, message, request);
         // SAFETY: made above; MPI keeps what messages in flight need of it.
         let code = unsafe { self.calls.type_free(&mut kind) };
@@ -302,7 +302,7 @@ impl Mpi {
 }
 
 /// Returns the first line of the library's own name and version.
-pub fn version(calls: &dyn Calls) -> Result<String, TransportError> {
+pub fn version(calls: &dyn MpiFunctions) -> Result<String, TransportError> {
     let mut text = [0 as c_char; 8192 + 1];
     let mut length = 0;
     // SAFETY: allowed at any time; the buffer has the standard's maximum size.

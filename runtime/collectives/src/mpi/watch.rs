@@ -25,13 +25,13 @@ unsafe extern "C" {
 }
 
 /// A guard that ends the process unless it is dropped in time.
-pub struct Watch {
+pub struct Watchdog {
     _alive: Sender<()>,
 }
 
-impl Watch {
+impl Watchdog {
     /// Starts the watchdog; `version` is the library's.
-    pub fn begin(deadline: Duration, version: &str) -> Result<Watch, TransportError> {
+    pub fn begin(deadline: Duration, version: &str) -> Result<Watchdog, TransportError> {
         let limit = deadline.max(LEAST);
         let world = World::from_environment().ok().flatten();
         let rank = world.map(|world| format!("rank {} on {}: ", world.rank, host_name()));
@@ -59,7 +59,7 @@ impl Watch {
             kind: error.kind(),
             message: error.to_string(),
         })?;
-        Ok(Watch { _alive: alive })
+        Ok(Watchdog { _alive: alive })
     }
 }
 
@@ -95,6 +95,6 @@ mod tests {
     /// The thread ends with the guard.
     #[test]
     fn what_has_returned_is_left_alone() {
-        drop(Watch::begin(Duration::ZERO, "").unwrap());
+        drop(Watchdog::begin(Duration::ZERO, "").unwrap());
     }
 }

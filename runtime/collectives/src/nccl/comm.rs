@@ -1,7 +1,7 @@
 //! A communicator of the library, and how to abort it while it may be in use.
 
 use super::find::Api;
-use super::table::{Code, Config, IN_PROGRESS, NO_COLOR, RawComm, SUCCESS, UniqueId};
+use super::table::{IN_PROGRESS, NO_COLOR, NcclConfig, NcclResult, RawComm, SUCCESS, UniqueId};
 use crate::transport::TransportError;
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -37,7 +37,7 @@ impl Entered<'_> {
     }
 
     /// Returns the library's asynchronous state: in progress, done or failed.
-    pub fn state(&self) -> Result<Code, TransportError> {
+    pub fn state(&self) -> Result<NcclResult, TransportError> {
         let mut state = SUCCESS;
         // SAFETY: the communicator is live, the pointer valid for a write.
         let code = unsafe { self.api().table.async_error(self.raw(), &mut state) };
@@ -54,14 +54,14 @@ impl Entered<'_> {
     }
 
     /// Checks a return code; a call in progress is no failure.
-    pub fn check(&self, function: &'static str, code: Code) -> Result<(), TransportError> {
+    pub fn check(&self, function: &'static str, code: NcclResult) -> Result<(), TransportError> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
             failed => Err(self.failure(function, failed)),
         }
     }
 
-    fn failure(&self, function: &'static str, code: Code) -> TransportError {
+    fn failure(&self, function: &'static str, code: NcclResult) -> TransportError {
         // SAFETY: the communicator is live.
         unsafe { failure(self.api(), self.raw(), function, code) }
     }
@@ -77,7 +77,12 @@ impl Drop for Entered<'_> {
 ///
 /// # Safety
 /// The communicator is live, or null.
-unsafe fn failure(api: &Api, raw: RawComm, function: &'static str, code: Code) -> TransportError {
+unsafe fn failure(
+    api: &Api,
+    raw: RawComm,
+    function: &'static str,
+    code: NcclResult,
+) -> TransportError {
     // SAFETY: as the caller promises.
     let message = unsafe { api.table.words(code, raw) };
     TransportError::Call {
@@ -105,7 +110,7 @@ impl Comm {
         ranks: usize,
     ) -> Result<Comm, TransportError> {
         let comm = Comm::new(api);
-        let (raw, mut config) = (comm.raw.as_ptr(), Config::non_blocking());
+        let (raw, mut config) = (comm.raw.as_ptr(), NcclConfig::non_blocking());
         // SAFETY: both pointers are valid; the configuration is that of the version in it.
         let code = unsafe {
             api.table
@@ -132,7 +137,7 @@ impl Comm {
         new.begun("ncclCommSplit", code)
     }
 
-    fn begun(self, function: &'static str, code: Code) -> Result<Comm, TransportError> {
+    fn begun(self, function: &'static str, code: NcclResult) -> Result<Comm, TransportError> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(self),
             failed => {

@@ -1,6 +1,6 @@
 //! The choice of the NCCL or RCCL library to open.
 
-use super::table::{OLDEST, Table, Version};
+use super::table::{NcclTable, OLDEST, Version};
 use crate::{CollectiveError, SetupError};
 use moesaic_dl::{DlError, Library};
 use moesaic_kernel::Target;
@@ -12,7 +12,7 @@ const RCCL: [&str; 2] = ["librccl.so.1", "librccl.so"];
 
 /// NCCL or RCCL, opened and checked for its version.
 pub struct Api {
-    pub table: Table,
+    pub table: NcclTable,
     pub version: Version,
     family: &'static str,
 }
@@ -40,7 +40,7 @@ impl Api {
         let library = Library::open(family, &candidates).map_err(missing)?;
         // SAFETY: the signatures are those of nccl.h since 2.18, and tests compare them with
         // cudarc's. A file that is neither library lacks the functions.
-        let table = unsafe { Table::load(library) }.map_err(missing)?;
+        let table = unsafe { NcclTable::load(library) }.map_err(missing)?;
         let mut version = Version(0);
         // SAFETY: the pointer is valid for a write.
         let code = unsafe { table.version(&mut version.0) };

@@ -1,6 +1,6 @@
 //! Reductions in rank order, on a device.
 
-use crate::{Element, Reduction, Slice, reduce};
+use crate::{CommElement, Reduction, Slice, reduce};
 use moesaic_kernel::{
     Access, DType, Entry, KernelSource, Language, Launch, Param, SimArch, Size, Stem, Target,
 };
@@ -10,7 +10,7 @@ use std::sync::Arc;
 /// A reduction of rows, one per rank, to one row.
 pub struct Folding {
     /// The element type.
-    pub element: Element,
+    pub element: CommElement,
     /// The operator.
     pub reduction: Reduction,
     /// The rows in rank order. They may be overwritten.
@@ -32,7 +32,7 @@ pub trait Fold: Send + Sync {
 
     /// Returns whether the host waits for rows of this type; such a fold cannot be captured in a
     /// graph.
-    fn waits(&self, element: Element) -> bool;
+    fn waits(&self, element: CommElement) -> bool;
 }
 
 /// Folds on the host after a copy: correct for every device, and slow.
@@ -65,7 +65,7 @@ impl Fold for OnHost {
             .upload(&bytes[..folding.row_bytes], to.buffer(), to.offset())
     }
 
-    fn waits(&self, _: Element) -> bool {
+    fn waits(&self, _: CommElement) -> bool {
         true
     }
 }
@@ -78,12 +78,12 @@ pub struct Kernels {
 }
 
 /// The types that have a kernel.
-const TYPES: [(Element, DType); 5] = [
-    (Element::F32, DType::F32),
-    (Element::Bf16, DType::Bf16),
-    (Element::F16, DType::F16),
-    (Element::I32, DType::I32),
-    (Element::I64, DType::I64),
+const TYPES: [(CommElement, DType); 5] = [
+    (CommElement::F32, DType::F32),
+    (CommElement::Bf16, DType::Bf16),
+    (CommElement::F16, DType::F16),
+    (CommElement::I32, DType::I32),
+    (CommElement::I64, DType::I64),
 ];
 const THREADS: u32 = 256;
 
@@ -198,7 +198,7 @@ impl Fold for Kernels {
         unsafe { self.module.run(self.functions[place], dims, &args) }
     }
 
-    fn waits(&self, element: Element) -> bool {
+    fn waits(&self, element: CommElement) -> bool {
         TYPES.iter().all(|(own, _)| *own != element)
     }
 }

@@ -2,21 +2,21 @@
 
 use super::Sums;
 use super::comm::Comm;
-use super::launch::{Launch, Operands, done};
+use super::launch::{Operands, StreamLaunch, done};
 use super::table::{BYTE, kind_of, op_of};
 use super::watch::DeviceOperation;
-use super::world::{OnStream, World, overhear, report_failure};
+use super::world::{NcclWorld, OnStream, overhear, report_failure};
 use crate::api::{Call, Collectives, Transfer};
 use crate::checks::{self, Counted, Parts};
 use crate::communicator::Communicator;
 use crate::eager::{OpKind, Signature};
-use crate::error::At;
+use crate::error::ErrorSite;
 use crate::groups::numbers;
 use crate::handle::Handle;
 use crate::operation::{Group, Next};
 use crate::schedules::Algorithm;
-use crate::schedules::{self, GroupRank, HopCounts, HopOrder, Plan, Schedule};
-use crate::{CollectiveError, Element, InvalidReason, Reduction, Slice, hierarchical};
+use crate::schedules::{self, CollectivePlan, GroupRank, HopCounts, HopOrder, Schedule};
+use crate::{CollectiveError, CommElement, InvalidReason, Reduction, Slice, hierarchical};
 use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 /// A group of ranks with a GPU each, over NCCL or RCCL.
 pub struct Nccl {
-    pub(super) world: Arc<World>,
+    pub(super) world: Arc<NcclWorld>,
     pub(super) comm: Arc<Comm>,
     /// The same ranks over eager messages, where a transport carries them.
     pub(super) control: Option<Communicator>,
@@ -42,7 +42,7 @@ pub(super) struct Task<'a> {
     pub(super) call: &'a Call,
     pub(super) signature: Signature,
     /// The plan by which ranks compare the operation; `None` compares only the signature.
-    pub(super) agreement: Option<Plan>,
+    pub(super) agreement: Option<CollectivePlan>,
     pub(super) keep: Vec<Slice>,
     /// The reason why the host has to wait in the middle of the operation, if it has to.
     pub(super) waits: Option<&'static str>,
@@ -123,8 +123,8 @@ impl Nccl {
         board.usable(kind.name())
     }
 
-    fn at(&self, kind: OpKind, call: &Call) -> Box<At> {
-        Box::new(At {
+    fn at(&self, kind: OpKind, call: &Call) -> Box<ErrorSite> {
+        Box::new(ErrorSite {
             operation: kind.name(),
             sequence: self.sequence(),
             label: call.label.clone(),
@@ -138,7 +138,7 @@ impl Nccl {
     pub(super) fn start(
         &mut self,
         task: Task<'_>,
-        launch: impl FnOnce(&Launch<'_>) -> Done,
+        launch: impl FnOnce(&StreamLaunch<'_>) -> Done,
     ) -> BegunHandle {
         self.usable(task.kind)?;
         let capturing = self.world.device.capturing();
@@ -195,9 +195,9 @@ impl Nccl {
 
     fn launch(
         &self,
-        at: &At,
+        at: &ErrorSite,
         (overlapped, capturing): (Option<&dyn StreamDevice>, bool),
-        launch: impl FnOnce(&Launch<'_>) -> Done,
+        launch: impl FnOnce(&StreamLaunch<'_>) -> Done,
     ) -> Result<Option<Arc<dyn moesaic_target::Event>>, CollectiveError> {
         let device = |error: DeviceError| CollectiveError::Device {
             at: Box::new(at.clone()),
@@ -220,7 +220,7 @@ impl Nccl {
             self.world.board.usable(at.operation)?;
             return Ok(None);
         };
-        launch(&Launch {
+        launch(&StreamLaunch {
             world: &self.world,
             comm,
             gpu,
@@ -244,7 +244,7 @@ impl Nccl {
         task: Task<'_>,
         inputs: &[&Slice],
         outputs: &[&Slice],
-        plan: Plan,
+        plan: CollectivePlan,
     ) -> BegunHandle {
         self.start_plans(task, inputs, outputs, plan, None)
     }
@@ -254,7 +254,7 @@ impl Nccl {
         mut task: Task<'_>,
         inputs: &[&Slice],
         outputs: &[&Slice],
-        plan: Plan,
+        plan: CollectivePlan,
         next: Option<Next>,
     ) -> BegunHandle {
         let own = |list: &[&Slice]| -> Vec<Slice> { list.iter().map(|s| (*s).clone()).collect() };
@@ -291,9 +291,9 @@ impl Nccl {
         self.world.sums == Sums::InOrder || elements == 0
     }
 
-    fn fold_waits(&self, element: Element) -> Option<&'static str> {
+    fn fold_waits(&self, element: CommElement) -> Option<&'static str> {
         let waits = self.world.fold.waits(element);
-        waits.then_some("its rows are folded on the host; give `Options::fold` a device's")
+        waits.then_some("its rows are folded on the host; give `NcclOptions::fold` a device's")
     }
 }
 
@@ -394,7 +394,7 @@ impl Collectives for Nccl {
             Some(hops) => {
                 task.waits = Some("its second phase follows from what the first has brought");
                 let (first, next) = hierarchical::counted(hops, rank, sends, receives);
-                let next: Next = Box::new(|scratch| next(scratch).map(Plan::packed));
+                let next: Next = Box::new(|scratch| next(scratch).map(CollectivePlan::packed));
                 self.start_plans(task, &[input], &[output], first.packed(), Some(next))
             }
         }
@@ -544,7 +544,7 @@ impl Collectives for Nccl {
         let mut task = self.task(OpKind::Barrier, call);
         task.keep = vec![self.world.token.clone()];
         let at = self.world.token.address();
-        let (number, op) = (kind_of(Element::I32), op_of(Reduction::Max));
+        let (number, op) = (kind_of(CommElement::I32), op_of(Reduction::Max));
         self.start(task, |launch| {
             launch.together(|table, comm, stream| {
                 // SAFETY: the memory is the world's, which outlives its operations.

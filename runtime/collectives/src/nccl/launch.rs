@@ -2,11 +2,13 @@
 
 use super::comm::{Comm, Entered};
 use super::fold::Folding;
-use super::table::{BYTE, RawComm, RawStream, Table};
-use super::world::World;
-use crate::error::At;
+use super::table::{BYTE, NcclTable, RawComm, RawStream};
+use super::world::NcclWorld;
+use crate::error::ErrorSite;
 use crate::operation::{Next, Unequal};
-use crate::schedules::{BufferRef, Copy, Expected, Message, Plan, Span, Step};
+use crate::schedules::{
+    BufferRef, CollectivePlan, Copy, ExpectedCount, Message, ScheduleStep, Span,
+};
 use crate::transport::TransportError;
 use crate::{CollectiveError, Slice};
 use moesaic_target::{DeviceCopy, DeviceError, StreamDevice};
@@ -16,12 +18,12 @@ use std::time::Duration;
 const PAUSE: Duration = Duration::from_micros(20);
 
 /// An operation that is being put on the stream.
-pub struct Launch<'a> {
-    pub world: &'a World,
+pub struct StreamLaunch<'a> {
+    pub world: &'a NcclWorld,
     pub comm: Entered<'a>,
     pub gpu: &'a dyn StreamDevice,
     pub stream: RawStream,
-    pub at: &'a At,
+    pub at: &'a ErrorSite,
     /// The ranks in the world, by rank in the group.
     pub members: &'a [usize],
 }
@@ -35,11 +37,11 @@ pub struct Operands {
 
 type Done = Result<(), CollectiveError>;
 
-impl Launch<'_> {
+impl StreamLaunch<'_> {
     /// Issues library calls as one group. On return they are on the stream and have not run.
     pub fn together(
         &self,
-        calls: impl FnOnce(&Table, RawComm, RawStream) -> Result<(), (&'static str, c_int)>,
+        calls: impl FnOnce(&NcclTable, RawComm, RawStream) -> Result<(), (&'static str, c_int)>,
     ) -> Done {
         let table = &self.comm.api().table;
         // SAFETY: no arguments; each start has its end below.
@@ -103,7 +105,7 @@ impl Launch<'_> {
     }
 
     /// Executes a plan, then the plan that follows from what its exchanges brought.
-    pub fn plan(&self, plan: &Plan, next: Option<Next>, operands: &mut Operands) -> Done {
+    pub fn plan(&self, plan: &CollectivePlan, next: Option<Next>, operands: &mut Operands) -> Done {
         for step in &plan.steps {
             self.step(step, operands)?;
         }
@@ -121,9 +123,9 @@ impl Launch<'_> {
             .try_for_each(|step| self.step(step, operands))
     }
 
-    fn step(&self, step: &Step, operands: &Operands) -> Done {
+    fn step(&self, step: &ScheduleStep, operands: &Operands) -> Done {
         match step {
-            Step::Exchange {
+            ScheduleStep::Exchange {
                 sends,
                 receives,
                 copies,
@@ -132,8 +134,8 @@ impl Launch<'_> {
                 self.copies(copies, operands)?;
                 self.exchange(sends, receives, operands)
             }
-            Step::Repack(copies) => self.copies(copies, operands),
-            Step::Write(offset, numbers) => {
+            ScheduleStep::Repack(copies) => self.copies(copies, operands),
+            ScheduleStep::Write(offset, numbers) => {
                 let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
                 let scratch = &operands.scratch;
                 let written =
@@ -142,8 +144,8 @@ impl Launch<'_> {
                         .upload(&bytes, scratch.buffer(), scratch.offset() + offset);
                 written.map_err(|error| self.device(error))
             }
-            Step::Check { what, numbers } => self.check(what, numbers, operands),
-            Step::Reduce {
+            ScheduleStep::Check { what, numbers } => self.check(what, numbers, operands),
+            ScheduleStep::Reduce {
                 element,
                 reduction,
                 rows,
@@ -240,7 +242,7 @@ impl Launch<'_> {
         })
     }
 
-    fn check(&self, what: &'static str, numbers: &[Expected], operands: &Operands) -> Done {
+    fn check(&self, what: &'static str, numbers: &[ExpectedCount], operands: &Operands) -> Done {
         let end = numbers.iter().map(|number| number.offset + 8).max();
         let bytes = self.read(&operands.scratch, end.unwrap_or(0))?;
         for expected in numbers {
@@ -292,7 +294,7 @@ impl Launch<'_> {
     }
 }
 
-/// Converts a return code for [`Launch::together`].
+/// Converts a return code for [`StreamLaunch::together`].
 pub fn done(function: &'static str, code: c_int) -> Result<(), (&'static str, c_int)> {
     match code {
         0 => Ok(()),

@@ -35,7 +35,7 @@ use moesaic_target::{Device, DeviceError};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use world::Parts;
+use world::WorldParts;
 
 /// The comparison of operations across ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub enum Sums {
 
 /// The options of [`start`] and [`over`].
 #[derive(Clone, Default)]
-pub struct Options {
+pub struct NcclOptions {
     /// The library. `None` selects `MOESAIC_NCCL`, else the loader's search path.
     pub library: Option<PathBuf>,
     /// The time in which all ranks must have started, and the deadline of operations. `None`
@@ -88,7 +88,7 @@ pub struct Options {
     pub job: Option<String>,
 }
 
-impl Options {
+impl NcclOptions {
     fn deadline(&self) -> Result<Duration, CollectiveError> {
         match self.deadline {
             Some(deadline) => Ok(deadline),
@@ -104,7 +104,7 @@ impl Options {
 /// # Errors
 /// The errors of [`over`], [`World::from_environment`] and [`Meeting::from_variables`];
 /// [`CollectiveError::Setup`] for ranks that do not come in time.
-pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, CollectiveError> {
+pub fn start(device: Arc<dyn Device>, options: &NcclOptions) -> Result<Nccl, CollectiveError> {
     let variable = |name: &str| std::env::var(name).ok();
     let world = match options.world {
         Some(world) => world,
@@ -117,10 +117,10 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
     let deadline = options.deadline()?;
     match meeting {
         Meeting::Mpi => {
-            let mpi = crate::mpi::Options {
+            let mpi = crate::mpi::MpiOptions {
                 deadline: Some(deadline),
                 installed: options.installed_mpi.clone(),
-                ..crate::mpi::Options::default()
+                ..crate::mpi::MpiOptions::default()
             };
             crate::mpi::probe(&mpi).map_err(|error| {
                 CollectiveError::setup(SetupError::NoMpi {
@@ -157,7 +157,7 @@ pub fn start(device: Arc<dyn Device>, options: &Options) -> Result<Nccl, Collect
 pub fn over(
     mut control: Communicator,
     device: Arc<dyn Device>,
-    options: &Options,
+    options: &NcclOptions,
 ) -> Result<Nccl, CollectiveError> {
     let (rank, size) = (control.rank(), control.size());
     let deadline = options.deadline()?;
@@ -181,7 +181,7 @@ pub struct NcclLibrary {
 ///
 /// # Errors
 /// [`CollectiveError::Setup`] when it cannot be opened, or is too old.
-pub fn probe(target: Target, options: &Options) -> Result<NcclLibrary, CollectiveError> {
+pub fn probe(target: Target, options: &NcclOptions) -> Result<NcclLibrary, CollectiveError> {
     let api = find::Api::open(options.library.as_deref(), target)?;
     Ok(NcclLibrary {
         version: api.name(),
@@ -195,7 +195,7 @@ struct Begin<'a> {
     size: usize,
     api: Arc<find::Api>,
     device: Arc<dyn Device>,
-    options: &'a Options,
+    options: &'a NcclOptions,
 }
 
 impl Begin<'_> {
@@ -203,7 +203,7 @@ impl Begin<'_> {
         rank: usize,
         size: usize,
         device: Arc<dyn Device>,
-        options: &Options,
+        options: &NcclOptions,
     ) -> Result<Begin<'_>, CollectiveError> {
         let api = find::Api::open(options.library.as_deref(), device.info().target)?;
         Ok(Begin {
@@ -262,7 +262,7 @@ impl Begin<'_> {
         let comm = Arc::new(comm.map_err(CollectiveError::setup)?);
         self.wait_for(&comm, deadline)?;
         let on_host = || -> Arc<dyn Fold> { Arc::new(OnHost::new(&self.device)) };
-        let world = world::World::new(Parts {
+        let world = world::NcclWorld::new(WorldParts {
             fold: self.options.fold.clone().unwrap_or_else(on_host),
             api: self.api,
             device: self.device,

@@ -5,7 +5,7 @@ use crate::api::{Call, Collectives};
 use crate::communicator::Communicator;
 use crate::eager::OpKind;
 use crate::operation::Group;
-use crate::{CollectiveError, Element, InvalidReason, Slice, checks};
+use crate::{CollectiveError, CommElement, InvalidReason, Slice, checks};
 use moesaic_target::DeviceError;
 use std::sync::Arc;
 
@@ -48,8 +48,8 @@ impl Nccl {
         let (from, to) = (allocate(own.len())?, allocate(own.len() * self.size())?);
         device.upload(own, &from, 0).map_err(failed)?;
         let (from, to) = (
-            Slice::whole(&from, Element::U8),
-            Slice::whole(&to, Element::U8),
+            Slice::whole(&from, CommElement::U8),
+            Slice::whole(&to, CommElement::U8),
         );
         self.all_gather(&from, &to, call)?.wait()?;
         let mut all = vec![0; to.bytes()];

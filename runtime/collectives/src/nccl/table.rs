@@ -1,15 +1,15 @@
 //! The functions of NCCL and RCCL in use. Both libraries export the same names, except for
 //! all-to-all.
 
-use crate::{Element, Reduction};
+use crate::{CommElement, Reduction};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 
 /// A return code.
-pub type Code = c_int;
+pub type NcclResult = c_int;
 
-pub const SUCCESS: Code = 0;
-pub const IN_PROGRESS: Code = 7;
+pub const SUCCESS: NcclResult = 0;
+pub const IN_PROGRESS: NcclResult = 7;
 
 /// A communicator of the library.
 pub type RawComm = *mut c_void;
@@ -28,7 +28,7 @@ pub struct UniqueId(pub [u8; ID_BYTES]);
 /// the rest, so the oldest version's structure serves all.
 #[derive(Debug)]
 #[repr(C)]
-pub struct Config {
+pub struct NcclConfig {
     pub size: usize,
     pub magic: c_uint,
     pub version: c_uint,
@@ -46,11 +46,11 @@ const MAGIC: c_uint = 0xcafe_beef;
 /// The value of an unset field.
 const UNDEFINED: c_int = c_int::MIN;
 
-impl Config {
+impl NcclConfig {
     /// Returns the configuration in which calls return at once.
-    pub fn non_blocking() -> Config {
-        Config {
-            size: size_of::<Config>(),
+    pub fn non_blocking() -> NcclConfig {
+        NcclConfig {
+            size: size_of::<NcclConfig>(),
             magic: MAGIC,
             version: OLDEST.0 as c_uint,
             blocking: 0,
@@ -89,14 +89,14 @@ pub const NO_COLOR: c_int = -1;
 pub const BYTE: c_int = 1;
 
 /// Returns the library's constant for a type.
-pub fn kind_of(element: Element) -> c_int {
+pub fn kind_of(element: CommElement) -> c_int {
     match element {
-        Element::U8 => BYTE,
-        Element::I32 => 2,
-        Element::I64 => 4,
-        Element::F16 => 6,
-        Element::F32 => 7,
-        Element::Bf16 => 9,
+        CommElement::U8 => BYTE,
+        CommElement::I32 => 2,
+        CommElement::I64 => 4,
+        CommElement::F16 => 6,
+        CommElement::F32 => 7,
+        CommElement::Bf16 => 9,
     }
 }
 
@@ -111,41 +111,42 @@ pub fn op_of(reduction: Reduction) -> c_int {
 
 moesaic_dl::dl_table! {
     /// The functions by their names. Addresses are device memory.
-    pub struct Table {
-        version: fn(version: *mut c_int) -> Code = "ncclGetVersion";
-        unique_id: fn(id: *mut UniqueId) -> Code = "ncclGetUniqueId";
-        init: fn(comm: *mut RawComm, ranks: c_int, id: UniqueId, rank: c_int, config: *mut Config) -> Code = "ncclCommInitRankConfig";
-        split: fn(comm: RawComm, color: c_int, key: c_int, new: *mut RawComm, config: *mut Config) -> Code = "ncclCommSplit";
-        finalize: fn(comm: RawComm) -> Code = "ncclCommFinalize";
-        destroy: fn(comm: RawComm) -> Code = "ncclCommDestroy";
-        abort: fn(comm: RawComm) -> Code = "ncclCommAbort";
-        async_error: fn(comm: RawComm, code: *mut Code) -> Code = "ncclCommGetAsyncError";
-        count: fn(comm: RawComm, ranks: *mut c_int) -> Code = "ncclCommCount";
-        user_rank: fn(comm: RawComm, rank: *mut c_int) -> Code = "ncclCommUserRank";
-        error_string: fn(code: Code) -> *const c_char = "ncclGetErrorString";
+    pub struct NcclTable {
+        version: fn(version: *mut c_int) -> NcclResult = "ncclGetVersion";
+        unique_id: fn(id: *mut UniqueId) -> NcclResult = "ncclGetUniqueId";
+        init: fn(comm: *mut RawComm, ranks: c_int, id: UniqueId, rank: c_int, config: *mut NcclConfig) -> NcclResult = "ncclCommInitRankConfig";
+        split: fn(comm: RawComm, color: c_int, key: c_int, new: *mut RawComm, config: *mut NcclConfig) -> NcclResult = "ncclCommSplit";
+        finalize: fn(comm: RawComm) -> NcclResult = "ncclCommFinalize";
+        destroy: fn(comm: RawComm) -> NcclResult = "ncclCommDestroy";
+        abort: fn(comm: RawComm) -> NcclResult = "ncclCommAbort";
+        async_error: fn(comm: RawComm, code: *mut NcclResult) -> NcclResult = "ncclCommGetAsyncError";
+        count: fn(comm: RawComm, ranks: *mut c_int) -> NcclResult = "ncclCommCount";
+        user_rank: fn(comm: RawComm, rank: *mut c_int) -> NcclResult = "ncclCommUserRank";
+        error_string: fn(code: NcclResult) -> *const c_char = "ncclGetErrorString";
         last_error: fn(comm: RawComm) -> *const c_char = "ncclGetLastError";
-        group_start: fn() -> Code = "ncclGroupStart";
-        group_end: fn() -> Code = "ncclGroupEnd";
-        send: fn(from: u64, count: usize, kind: c_int, peer: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclSend";
-        receive: fn(to: u64, count: usize, kind: c_int, peer: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclRecv";
-        all_gather: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclAllGather";
-        broadcast: fn(from: u64, to: u64, count: usize, kind: c_int, root: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclBroadcast";
-        all_reduce: fn(from: u64, to: u64, count: usize, kind: c_int, op: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclAllReduce";
-        reduce_scatter: fn(from: u64, to: u64, count: usize, kind: c_int, op: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclReduceScatter";
+        group_start: fn() -> NcclResult = "ncclGroupStart";
+        group_end: fn() -> NcclResult = "ncclGroupEnd";
+        send: fn(from: u64, count: usize, kind: c_int, peer: c_int, comm: RawComm, stream: RawStream) -> NcclResult = "ncclSend";
+        receive: fn(to: u64, count: usize, kind: c_int, peer: c_int, comm: RawComm, stream: RawStream) -> NcclResult = "ncclRecv";
+        all_gather: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> NcclResult = "ncclAllGather";
+        broadcast: fn(from: u64, to: u64, count: usize, kind: c_int, root: c_int, comm: RawComm, stream: RawStream) -> NcclResult = "ncclBroadcast";
+        all_reduce: fn(from: u64, to: u64, count: usize, kind: c_int, op: c_int, comm: RawComm, stream: RawStream) -> NcclResult = "ncclAllReduce";
+        reduce_scatter: fn(from: u64, to: u64, count: usize, kind: c_int, op: c_int, comm: RawComm, stream: RawStream) -> NcclResult = "ncclReduceScatter";
     }
     optional {
-        all_to_all_nccl: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclAlltoAll";
-        all_to_all_rccl: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> Code = "ncclAllToAll";
-        revoke: fn(comm: RawComm, flags: c_int) -> Code = "ncclCommRevoke";
+        all_to_all_nccl: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> NcclResult = "ncclAlltoAll";
+        all_to_all_rccl: fn(from: u64, to: u64, count: usize, kind: c_int, comm: RawComm, stream: RawStream) -> NcclResult = "ncclAllToAll";
+        revoke: fn(comm: RawComm, flags: c_int) -> NcclResult = "ncclCommRevoke";
     }
 }
 
 /// The type of the all-to-all function.
-pub type AllToAll = unsafe extern "C" fn(u64, u64, usize, c_int, RawComm, RawStream) -> Code;
+pub type AllToAllFn =
+    unsafe extern "C" fn(u64, u64, usize, c_int, RawComm, RawStream) -> NcclResult;
 
-impl Table {
+impl NcclTable {
     /// Returns the all-to-all function, where the library has one: NCCL since 2.28, RCCL.
-    pub fn all_to_all(&self) -> Option<AllToAll> {
+    pub fn all_to_all(&self) -> Option<AllToAllFn> {
         self.all_to_all_nccl.or(self.all_to_all_rccl)
     }
 
@@ -153,7 +154,7 @@ impl Table {
     ///
     /// # Safety
     /// `comm` is null or a communicator that is not destroyed.
-    pub unsafe fn words(&self, code: Code, comm: RawComm) -> String {
+    pub unsafe fn words(&self, code: NcclResult, comm: RawComm) -> String {
         let text = |words: *const c_char| {
             if words.is_null() {
                 return String::new();
@@ -189,29 +190,35 @@ mod tests {
     #[test]
     fn structures_are_those_of_the_header() {
         type Theirs = sys::ncclConfig_t;
-        assert_eq!(size_of::<Config>(), 48);
-        assert_eq!(align_of::<Config>(), align_of::<Theirs>());
+        assert_eq!(size_of::<NcclConfig>(), 48);
+        assert_eq!(align_of::<NcclConfig>(), align_of::<Theirs>());
         for (ours, theirs) in [
-            (offset_of!(Config, size), offset_of!(Theirs, size)),
-            (offset_of!(Config, magic), offset_of!(Theirs, magic)),
-            (offset_of!(Config, version), offset_of!(Theirs, version)),
-            (offset_of!(Config, blocking), offset_of!(Theirs, blocking)),
+            (offset_of!(NcclConfig, size), offset_of!(Theirs, size)),
+            (offset_of!(NcclConfig, magic), offset_of!(Theirs, magic)),
+            (offset_of!(NcclConfig, version), offset_of!(Theirs, version)),
             (
-                offset_of!(Config, cluster_blocks),
+                offset_of!(NcclConfig, blocking),
+                offset_of!(Theirs, blocking),
+            ),
+            (
+                offset_of!(NcclConfig, cluster_blocks),
                 offset_of!(Theirs, cgaClusterSize),
             ),
             (
-                offset_of!(Config, least_blocks),
+                offset_of!(NcclConfig, least_blocks),
                 offset_of!(Theirs, minCTAs),
             ),
-            (offset_of!(Config, most_blocks), offset_of!(Theirs, maxCTAs)),
-            (offset_of!(Config, network), offset_of!(Theirs, netName)),
             (
-                offset_of!(Config, split_share),
+                offset_of!(NcclConfig, most_blocks),
+                offset_of!(Theirs, maxCTAs),
+            ),
+            (offset_of!(NcclConfig, network), offset_of!(Theirs, netName)),
+            (
+                offset_of!(NcclConfig, split_share),
                 offset_of!(Theirs, splitShare),
             ),
             (
-                offset_of!(Config, traffic_class),
+                offset_of!(NcclConfig, traffic_class),
                 offset_of!(Theirs, trafficClass),
             ),
         ] {
@@ -225,12 +232,12 @@ mod tests {
     fn numbers_are_those_of_the_header() {
         use sys::ncclDataType_t as OpKind;
         for (element, kind) in [
-            (Element::F32, OpKind::ncclFloat32),
-            (Element::Bf16, OpKind::ncclBfloat16),
-            (Element::F16, OpKind::ncclFloat16),
-            (Element::I32, OpKind::ncclInt32),
-            (Element::I64, OpKind::ncclInt64),
-            (Element::U8, OpKind::ncclUint8),
+            (CommElement::F32, OpKind::ncclFloat32),
+            (CommElement::Bf16, OpKind::ncclBfloat16),
+            (CommElement::F16, OpKind::ncclFloat16),
+            (CommElement::I32, OpKind::ncclInt32),
+            (CommElement::I64, OpKind::ncclInt64),
+            (CommElement::U8, OpKind::ncclUint8),
         ] {
             assert_eq!(kind_of(element), kind as c_int, "{element}");
         }
@@ -241,8 +248,8 @@ mod tests {
         ] {
             assert_eq!(op_of(reduction), op as c_int, "{reduction}");
         }
-        assert_eq!(SUCCESS, sys::ncclResult_t::ncclSuccess as Code);
-        assert_eq!(IN_PROGRESS, sys::ncclResult_t::ncclInProgress as Code);
+        assert_eq!(SUCCESS, sys::ncclResult_t::ncclSuccess as NcclResult);
+        assert_eq!(IN_PROGRESS, sys::ncclResult_t::ncclInProgress as NcclResult);
     }
 
     /// A compile-time check that cudarc's functions take the arguments that ours take. Never

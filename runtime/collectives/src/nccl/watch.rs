@@ -7,7 +7,7 @@
 
 use super::comm::Comm;
 use crate::core::OpError;
-use crate::error::{At, Missing};
+use crate::error::{ErrorSite, Missing};
 use crate::operation::Group;
 use crate::{CollectiveError, SetupError, Slice};
 use moesaic_target::Event;
@@ -25,7 +25,7 @@ const SLACK: Duration = Duration::from_millis(300);
 
 /// An operation on the device.
 pub struct DeviceOperation {
-    pub at: Box<At>,
+    pub at: Box<ErrorSite>,
     pub group: Arc<Group>,
     pub comm: Arc<Comm>,
     pub started: Instant,
@@ -306,7 +306,7 @@ impl Board {
     fn at(
         &self,
         id: u64,
-        error: impl FnOnce(Box<At>) -> CollectiveError,
+        error: impl FnOnce(Box<ErrorSite>) -> CollectiveError,
     ) -> Option<CollectiveError> {
         let state = self.lock();
         state.work.get(&id).map(|work| error(work.at.clone()))

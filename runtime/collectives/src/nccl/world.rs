@@ -6,7 +6,7 @@ use super::watch::{Board, Standing};
 use super::{Checks, Sums};
 use crate::core::Shared;
 use crate::handle::{Handle, InFlight, Polled, lock};
-use crate::{CollectiveError, Element, SetupError, Slice};
+use crate::{CollectiveError, CommElement, SetupError, Slice};
 use moesaic_target::{Buffer, Device, DeviceError, Event, StreamDevice};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// The time for which a rank that gives up waits for the library to release its device.
 const BURIAL: Duration = Duration::from_secs(2);
 
-pub struct World {
+pub struct NcclWorld {
     pub api: Arc<Api>,
     pub device: Arc<dyn Device>,
     pub board: Arc<Board>,
@@ -48,7 +48,7 @@ struct Scratch {
 }
 
 /// The constituents of a world.
-pub struct Parts {
+pub struct WorldParts {
     pub api: Arc<Api>,
     pub device: Arc<dyn Device>,
     pub fold: Arc<dyn Fold>,
@@ -56,19 +56,19 @@ pub struct Parts {
     pub checks: Checks,
 }
 
-impl World {
-    pub fn new(parts: Parts) -> Result<World, CollectiveError> {
+impl NcclWorld {
+    pub fn new(parts: WorldParts) -> Result<NcclWorld, CollectiveError> {
         let device = |error: DeviceError| CollectiveError::setup(error);
         let buffer = Arc::new(parts.device.alloc(4).map_err(device)?);
         parts.device.upload(&[0; 4], &buffer, 0).map_err(device)?;
-        Ok(World {
+        Ok(NcclWorld {
             api: parts.api,
             device: parts.device,
             board: Board::new()?,
             fold: parts.fold,
             sums: parts.sums,
             checks: parts.checks,
-            token: Slice::whole(&buffer, Element::I32),
+            token: Slice::whole(&buffer, CommElement::I32),
             scratch: Mutex::default(),
             overlapped: Mutex::default(),
         })
@@ -156,11 +156,11 @@ impl World {
         if self.device.capturing().is_some() && !scratch.captured.iter().any(known) {
             scratch.captured.push(Arc::clone(&buffer));
         }
-        Ok(Slice::whole(&buffer, Element::U8))
+        Ok(Slice::whole(&buffer, CommElement::U8))
     }
 }
 
-impl Drop for World {
+impl Drop for NcclWorld {
     /// Fails everything, because kernels may still wait for other ranks.
     fn drop(&mut self) {
         if !self.board.is_closed() {
@@ -174,7 +174,7 @@ impl Drop for World {
 
 /// An operation on the stream, and its comparison across ranks.
 pub struct OnStream {
-    pub world: Arc<World>,
+    pub world: Arc<NcclWorld>,
     pub id: u64,
     /// The transport of the comparison, and the comparison until it is complete.
     pub control: Option<Arc<Shared>>,

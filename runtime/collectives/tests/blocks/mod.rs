@@ -4,7 +4,7 @@
 use crate::interpreter::{Ends, carry, delivered};
 use crate::{algorithms, bytes, carried, hop_counts, hops, shapes, size};
 use moesaic_collectives::Algorithm;
-use moesaic_collectives::schedules::{self, Block, HopCounts};
+use moesaic_collectives::schedules::{self, HopCounts, RowBlock};
 use std::ops::Range;
 
 const DEGREES: [usize; 5] = [1, 2, 3, 4, 8];
@@ -93,7 +93,7 @@ impl Drawn {
         let single = single.map(|number| number..number + 1);
         for parts in single.chain(std::iter::once(0..self.degree.min(2))) {
             let chunk_rows =
-                |number: usize, block: Block| self.chunk_rows(number, block.units as usize);
+                |number: usize, block: RowBlock| self.chunk_rows(number, block.units as usize);
             let counts = counts
                 .iter()
                 .map(|all| all.in_parts(parts.clone(), &chunk_rows));
@@ -107,7 +107,7 @@ impl Drawn {
     fn check_parts(&self, counts: &[HopCounts], parts: &Range<usize>, back: bool) {
         // Returned rows may have another width.
         let row = self.row + usize::from(back);
-        let scale = |block: Block| block.units as usize * row;
+        let scale = |block: RowBlock| block.units as usize * row;
         let ends: Vec<Ends> = (0..self.ranks)
             .map(|rank| [back, !back].map(|gets| self.messages(rank, gets, parts, row)))
             .collect();

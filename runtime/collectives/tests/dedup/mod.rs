@@ -5,9 +5,9 @@
 use crate::interpreter::{Ends, carry, delivered};
 use crate::{bytes, carried, hop_counts, shapes};
 use moesaic_collectives::schedules::{
-    self, AddendRow, Block, DedupMap, GroupRank, HopOrder, Plan, RowBytes, Schedule,
+    self, AddendRow, CollectivePlan, DedupMap, GroupRank, HopOrder, RowBlock, RowBytes, Schedule,
 };
-use moesaic_collectives::{Element, NodeRank, NodeShape};
+use moesaic_collectives::{CommElement, NodeRank, NodeShape};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -138,7 +138,7 @@ impl Rows {
             schedules::dedup_indices(tokens.map(|token| *token as u32))
         };
         let chunk_rows =
-            |_: usize, block: Block| self.chunk_rows(block.units as usize, block.from, block.to);
+            |_: usize, block: RowBlock| self.chunk_rows(block.units as usize, block.from, block.to);
         let dedup = |(rank, hop_counts)| {
             let NodeRank { node, place } = shape.split(rank);
             let nodes = 0..shape.nodes;
@@ -205,10 +205,10 @@ impl Rows {
                 .collect()
         };
         let ends = self.ends(&answer);
-        let once = |rank: usize, sends: &[_], gets: &[_]| -> Plan {
+        let once = |rank: usize, sends: &[_], gets: &[_]| -> CollectivePlan {
             let sums = maps[rank].summed(
                 AddendRow {
-                    element: Element::U8,
+                    element: CommElement::U8,
                     bytes: self.row,
                 },
                 &answers,
@@ -222,7 +222,7 @@ impl Rows {
         let (plans, found) = carry(&ends, &once);
         let (_, straight) = carry(&ends, &schedules::exchange);
         // One row returns for each token that a node has an answer for.
-        let cross = |(q, plan): (usize, &Plan)| plan.bytes_to(|peer| self.far(peer, q));
+        let cross = |(q, plan): (usize, &CollectivePlan)| plan.bytes_to(|peer| self.far(peer, q));
         let crossed: usize = plans.iter().enumerate().map(cross).sum();
         let tokens: usize = (0..ranks).map(|p| self.crossings(p, answers)).sum();
         assert_eq!(crossed, tokens * self.row, "{self:?}");

@@ -1,7 +1,9 @@
 //! An interpreter that executes the plans of all ranks in memory: no transport, no device.
 #![allow(dead_code)]
 
-use moesaic_collectives::schedules::{BufferRef, Copy, Message, Plan, Span, Step};
+use moesaic_collectives::schedules::{
+    BufferRef, CollectivePlan, Copy, Message, ScheduleStep, Span,
+};
 use std::collections::{HashMap, VecDeque};
 
 /// A rank's memory.
@@ -49,7 +51,7 @@ impl Memory {
 pub type Mail = HashMap<(u32, usize, usize), VecDeque<Vec<u8>>>;
 
 /// Executes all plans; the ranks take turns, each going as far as it can.
-pub fn replay(plans: &[Plan], memories: &mut [Memory]) {
+pub fn replay(plans: &[CollectivePlan], memories: &mut [Memory]) {
     let mut mail = Mail::new();
     let mut at = vec![(0, false); plans.len()];
     for (memory, plan) in memories.iter_mut().zip(plans) {
@@ -92,10 +94,10 @@ fn sizes(list: &[(usize, Vec<u8>)]) -> Vec<(usize, usize)> {
 /// stay unchanged, and returns each rank's received messages together with the plans.
 pub fn carry(
     ends: &[Ends],
-    plan: &dyn Fn(usize, Sizes<'_>, Sizes<'_>) -> Plan,
-) -> (Vec<Plan>, Vec<Vec<Vec<u8>>>) {
+    plan: &dyn Fn(usize, Sizes<'_>, Sizes<'_>) -> CollectivePlan,
+) -> (Vec<CollectivePlan>, Vec<Vec<Vec<u8>>>) {
     let planned = |(rank, [sends, gets]): (usize, &Ends)| plan(rank, &sizes(sends), &sizes(gets));
-    let plans: Vec<Plan> = ends.iter().enumerate().map(planned).collect();
+    let plans: Vec<CollectivePlan> = ends.iter().enumerate().map(planned).collect();
     let memory = |[sends, gets]: &Ends| Memory {
         inputs: sends.iter().map(|(_, data)| data.clone()).collect(),
         outputs: gets
@@ -125,13 +127,13 @@ pub fn delivered(ends: &[Ends], found: &[Vec<Vec<u8>>]) -> bool {
 /// Executes a step as far as possible; returns whether it is complete.
 pub fn advance(
     rank: usize,
-    step: &Step,
+    step: &ScheduleStep,
     sent: &mut bool,
     memory: &mut Memory,
     mail: &mut Mail,
 ) -> bool {
     match step {
-        Step::Exchange {
+        ScheduleStep::Exchange {
             phase,
             sends,
             receives,
@@ -161,12 +163,12 @@ pub fn advance(
                 memory.write(span.buffer, span.offset, &bytes);
             }
         }
-        Step::Repack(copies) => memory.copy(copies),
-        Step::Write(offset, numbers) => {
+        ScheduleStep::Repack(copies) => memory.copy(copies),
+        ScheduleStep::Write(offset, numbers) => {
             let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
             memory.write(BufferRef::Scratch, *offset, &bytes);
         }
-        Step::Reduce {
+        ScheduleStep::Reduce {
             rows,
             row_bytes,
             to,
@@ -184,7 +186,7 @@ pub fn advance(
             let sums: Vec<u8> = (0..*row_bytes).map(sum).collect();
             memory.write(*to, *offset, &sums);
         }
-        Step::Check { numbers, .. } => {
+        ScheduleStep::Check { numbers, .. } => {
             for number in numbers {
                 let at = number.offset;
                 let bytes = memory.scratch[at..at + 8].try_into().unwrap();

@@ -3,8 +3,8 @@
 use crate::nccl_fake::Lab;
 use crate::support::{call, every_operation, part, read, slice, unset};
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Communicator, Element, Slice, Topology, agree,
-    mpi,
+    Algorithm, Call, CollectiveError, Collectives, CommElement, Communicator, Slice, Topology,
+    agree, mpi,
 };
 use moesaic_cpu::CpuDevice;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ fn a_rank() {
         return nccl_over_mpi();
     }
     let device = Arc::new(CpuDevice::with_threads(1).unwrap());
-    let world = match mpi::start(&mpi::Options::default(), device) {
+    let world = match mpi::start(&mpi::MpiOptions::default(), device) {
         Ok(world) => world,
         Err(error) => {
             eprintln!("{error}");
@@ -51,7 +51,7 @@ fn operations(mut world: Communicator) {
     let shape = topology.shape.unwrap();
     assert_eq!((shape.nodes, shape.per_node), (1, world.size()));
     agree(&mut world, &[("spec", "s"), ("plan", "p")], &call("agree")).unwrap();
-    let found = mpi::probe(&mpi::Options::default()).unwrap();
+    let found = mpi::probe(&mpi::MpiOptions::default()).unwrap();
     println!(
         "{} did every operation by {}",
         world.transport(),
@@ -67,8 +67,8 @@ fn short(label: &str) -> Call {
 fn dispatch(world: &mut Communicator, call: &Call) -> Result<(), CollectiveError> {
     let device = Arc::clone(world.device());
     let (from, to) = (
-        unset(&device, Element::U8, 120_000),
-        unset(&device, Element::U8, 120_000),
+        unset(&device, CommElement::U8, 120_000),
+        unset(&device, CommElement::U8, 120_000),
     );
     world
         .all_to_all(&from, &to, Algorithm::Direct, call)?
@@ -120,8 +120,8 @@ fn wrong_counts(world: &mut Communicator) -> Result<(), CollectiveError> {
     let counts = [100_000, 100_000];
     let receives = [100_000 + world.rank(), 100_000];
     let (from, to) = (
-        unset(&device, Element::F32, 200_000),
-        unset(&device, Element::F32, 200_001),
+        unset(&device, CommElement::F32, 200_000),
+        unset(&device, CommElement::F32, 200_001),
     );
     let direct = Algorithm::Direct;
     world
@@ -136,8 +136,8 @@ fn skipped(world: &mut Communicator) -> Result<(), CollectiveError> {
             continue;
         }
         let device = Arc::clone(world.device());
-        let own = slice(&device, Element::U8, &part(world.rank(), 0, 10));
-        let to = unset(&device, Element::U8, 20);
+        let own = slice(&device, CommElement::U8, &part(world.rank(), 0, 10));
+        let to = unset(&device, CommElement::U8, 20);
         world
             .all_gather(&own, &to, &short(&format!("step {step}")))?
             .wait()?;
@@ -150,7 +150,7 @@ fn large(mut world: Communicator) {
     let device = Arc::clone(world.device());
     let bytes = 2_200_000_000;
     let buffer: Arc<moesaic_target::Buffer> = Arc::new(device.alloc(bytes).unwrap());
-    let ends = |at| Slice::new(&buffer, Element::U8, at, 1000).unwrap();
+    let ends = |at| Slice::new(&buffer, CommElement::U8, at, 1000).unwrap();
     let places = [0, 1 << 30, (1 << 31) - 500, bytes - 1000];
     if world.rank() == 0 {
         for place in places {
@@ -159,7 +159,7 @@ fn large(mut world: Communicator) {
                 .unwrap();
         }
     }
-    let data = Slice::whole(&buffer, Element::U8);
+    let data = Slice::whole(&buffer, CommElement::U8);
     let patient = Call::new("large").within(Duration::from_secs(45));
     world.broadcast(&data, 0, &patient).unwrap().wait().unwrap();
     for place in places {
@@ -177,7 +177,7 @@ fn large(mut world: Communicator) {
 fn nccl_over_mpi() {
     let lab = Lab::new();
     let device = lab.device_at(0, "0000:17:00");
-    let options = moesaic_collectives::nccl::Options {
+    let options = moesaic_collectives::nccl::NcclOptions {
         meeting: Some(moesaic_collectives::nccl::Meeting::Mpi),
         ..lab.options()
     };

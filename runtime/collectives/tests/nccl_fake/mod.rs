@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use moesaic_collectives::nccl::{self, Fold, Folding, Nccl};
-use moesaic_collectives::{CollectiveError, Communicator, Element, Reduction, threads};
+use moesaic_collectives::{CollectiveError, CommElement, Communicator, Reduction, threads};
 use moesaic_dl::{Library, dl_table};
 use moesaic_kernel::Entry;
 use moesaic_target::{
@@ -153,10 +153,10 @@ impl Lab {
         })
     }
 
-    pub fn options(&self) -> nccl::Options {
-        nccl::Options {
+    pub fn options(&self) -> nccl::NcclOptions {
+        nccl::NcclOptions {
             library: Some(self.library.clone()),
-            ..nccl::Options::default()
+            ..nccl::NcclOptions::default()
         }
     }
 
@@ -164,7 +164,7 @@ impl Lab {
     pub fn run<T: Send>(
         &self,
         ranks: usize,
-        options: impl Fn(usize, &Arc<Gpu>) -> nccl::Options + Sync,
+        options: impl Fn(usize, &Arc<Gpu>) -> nccl::NcclOptions + Sync,
         body: impl Fn(Result<Nccl, CollectiveError>) -> T + Sync,
     ) -> Vec<Option<T>> {
         let gpus: Vec<Arc<Gpu>> = (0..ranks).map(|rank| self.device(rank)).collect();
@@ -528,18 +528,18 @@ impl Fold for OnStream {
         let (count, bytes) = (rows.bytes() / folding.row_bytes, folding.row_bytes);
         let (element, reduction) = (folding.element, folding.reduction);
         self.0.push(move || match element {
-            Element::F32 => fold::<f32>(from, to, count, bytes, |a, b| match reduction {
+            CommElement::F32 => fold::<f32>(from, to, count, bytes, |a, b| match reduction {
                 Reduction::Sum => a + b,
                 Reduction::Max => a.max(b),
                 Reduction::Min => a.min(b),
             }),
-            Element::I64 => fold::<i64>(from, to, count, bytes, |a, b| a.wrapping_add(b)),
+            CommElement::I64 => fold::<i64>(from, to, count, bytes, |a, b| a.wrapping_add(b)),
             other => panic!("no test folds {other}"),
         });
         Ok(())
     }
 
-    fn waits(&self, _: Element) -> bool {
+    fn waits(&self, _: CommElement) -> bool {
         false
     }
 }

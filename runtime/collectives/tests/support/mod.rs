@@ -1,10 +1,10 @@
 //! The tests that every transport must pass, as ranks see it.
 #![allow(dead_code)]
 
-use moesaic_collectives::schedules::Block;
+use moesaic_collectives::schedules::RowBlock;
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Element, Levels, NodeShape, Reduction, Slice,
-    Transfer,
+    Algorithm, Call, CollectiveError, Collectives, CommElement, Levels, NodeShape, Reduction,
+    Slice, Transfer,
 };
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
@@ -21,13 +21,13 @@ pub fn filled(device: &Arc<dyn Device>, bytes: &[u8]) -> Arc<Buffer> {
     Arc::new(buffer)
 }
 
-pub fn slice(device: &Arc<dyn Device>, element: Element, bytes: &[u8]) -> Slice {
+pub fn slice(device: &Arc<dyn Device>, element: CommElement, bytes: &[u8]) -> Slice {
     let buffer = filled(device, bytes);
     Slice::new(&buffer, element, 0, bytes.len() / element.size()).unwrap()
 }
 
 /// Returns memory of nonzero elements.
-pub fn unset(device: &Arc<dyn Device>, element: Element, elements: usize) -> Slice {
+pub fn unset(device: &Arc<dyn Device>, element: CommElement, elements: usize) -> Slice {
     slice(device, element, &vec![0xAB; elements * element.size()])
 }
 
@@ -98,8 +98,8 @@ fn equal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, bytes: 
     let input: Vec<u8> = (0..ranks).flat_map(|q| part(rank, q, bytes)).collect();
     let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, rank, bytes)).collect();
     for algorithm in algorithms(ranks) {
-        let from = slice(device, Element::U8, &input);
-        let to = unset(device, Element::U8, ranks * bytes);
+        let from = slice(device, CommElement::U8, &input);
+        let to = unset(device, CommElement::U8, ranks * bytes);
         let handle = world.all_to_all(&from, &to, algorithm, &call("equal"));
         handle.unwrap().wait().unwrap();
         assert!(
@@ -131,7 +131,7 @@ fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: 
                 bytes(rank, peer, i)
             };
             let data = if filled { data } else { vec![0xAB; data.len()] };
-            let slice = slice(device, Element::U8, &data);
+            let slice = slice(device, CommElement::U8, &data);
             (slice.bytes() > 0).then_some(Transfer { peer, slice })
         };
         pairs().filter_map(transfer).collect()
@@ -145,7 +145,7 @@ fn over_other_ranks(world: &mut dyn Collectives, device: &Arc<dyn Device>, row: 
             hop_counts.received().iter().copied().eq(expected),
             "{algorithm:?}"
         );
-        let scale = |block: Block| block.units as usize * row;
+        let scale = |block: RowBlock| block.units as usize * row;
         for back in [false, true] {
             let schedule = if back {
                 hop_counts.back(&scale)
@@ -182,8 +182,8 @@ fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale
         .flat_map(|p| part(p, rank, 4 * count(p, rank)))
         .collect();
     for algorithm in algorithms(ranks) {
-        let from = slice(device, Element::I32, &input);
-        let to = unset(device, Element::I32, receives.iter().sum());
+        let from = slice(device, CommElement::I32, &input);
+        let to = unset(device, CommElement::I32, receives.iter().sum());
         let handle = world.all_to_all_v(&from, &sends, &to, &receives, algorithm, &call("counts"));
         handle.unwrap().wait().unwrap();
         assert!(
@@ -196,8 +196,8 @@ fn unequal_exchange(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale
 fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, bytes: usize) {
     let (rank, ranks) = (world.rank(), world.size());
     let expected: Vec<u8> = (0..ranks).flat_map(|p| part(p, 0, bytes)).collect();
-    let to = unset(device, Element::U8, ranks * bytes);
-    let from = slice(device, Element::U8, &part(rank, 0, bytes));
+    let to = unset(device, CommElement::U8, ranks * bytes);
+    let from = slice(device, CommElement::U8, &part(rank, 0, bytes));
     world
         .all_gather(&from, &to, &call("gather"))
         .unwrap()
@@ -205,8 +205,8 @@ fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, b
         .unwrap();
     assert!(read(device, &to) == expected, "{bytes} bytes");
     // In place.
-    let place = unset(device, Element::U8, ranks * bytes);
-    let own = Slice::new(place.buffer(), Element::U8, rank * bytes, bytes).unwrap();
+    let place = unset(device, CommElement::U8, ranks * bytes);
+    let own = Slice::new(place.buffer(), CommElement::U8, rank * bytes, bytes).unwrap();
     device
         .upload(&part(rank, 0, bytes), own.buffer(), own.offset())
         .unwrap();
@@ -218,7 +218,7 @@ fn gather_and_broadcast(world: &mut dyn Collectives, device: &Arc<dyn Device>, b
     assert!(read(device, &place) == expected, "{bytes} bytes in place");
     gather_to_hosts(world, bytes);
     for root in 0..ranks {
-        let data = slice(device, Element::U8, &part(rank, 9, bytes));
+        let data = slice(device, CommElement::U8, &part(rank, 9, bytes));
         world
             .broadcast(&data, root, &call("broadcast"))
             .unwrap()
@@ -263,8 +263,8 @@ fn reductions(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: u
     for (reduction, join) in join {
         let total = |i: usize| (1..ranks).fold(value(0, i), |sum, p| join(sum, value(p, i)));
         let input = f32_bytes((0..elements).map(|i| value(rank, i)));
-        let data = slice(device, Element::F32, &input);
-        let to = unset(device, Element::F32, elements);
+        let data = slice(device, CommElement::F32, &input);
+        let to = unset(device, CommElement::F32, elements);
         let apart = world.all_reduce(&data, &to, reduction, &call("apart"));
         apart.unwrap().wait().unwrap();
         let expected = f32_bytes((0..elements).map(total));
@@ -276,7 +276,7 @@ fn reductions(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: u
             "{reduction} of {elements} in place"
         );
         let input = f32_bytes((0..ranks * elements).map(|i| value(rank, i)));
-        let data = slice(device, Element::F32, &input);
+        let data = slice(device, CommElement::F32, &input);
         let scattered = world.reduce_scatter(&data, &to, reduction, &call("scatter"));
         scattered.unwrap().wait().unwrap();
         let own = f32_bytes((rank * elements..(rank + 1) * elements).map(total));
@@ -289,10 +289,10 @@ fn reductions(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: u
         let all = counts.iter().sum();
         let data = slice(
             device,
-            Element::F32,
+            CommElement::F32,
             &f32_bytes((0..all).map(|i| value(rank, i))),
         );
-        let to = unset(device, Element::F32, counts[rank]);
+        let to = unset(device, CommElement::F32, counts[rank]);
         let call = call("scatter unequally");
         let scattered = world.reduce_scatter_v(&data, &counts, &to, reduction, &call);
         scattered.unwrap().wait().unwrap();
@@ -311,7 +311,7 @@ fn integers(world: &mut dyn Collectives, device: &Arc<dyn Device>, elements: usi
     let input: Vec<u8> = (0..elements)
         .flat_map(|i| value(rank, i).to_ne_bytes())
         .collect();
-    let data = slice(device, Element::I64, &input);
+    let data = slice(device, CommElement::I64, &input);
     let reduced = world.all_reduce(&data, &data, Reduction::Sum, &call("integers"));
     reduced.unwrap().wait().unwrap();
     let sum = |i: usize| (0..ranks).map(|p| value(p, i)).sum::<i64>();
@@ -330,17 +330,17 @@ fn messages(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let transfer = |peer, slice| Transfer { peer, slice };
     let mut sends: Vec<Transfer> = lengths
         .iter()
-        .map(|n| transfer(next, slice(device, Element::U8, &part(rank, next, *n))))
+        .map(|n| transfer(next, slice(device, CommElement::U8, &part(rank, next, *n))))
         .collect();
     let mut receives: Vec<Transfer> = lengths
         .iter()
-        .map(|n| transfer(last, unset(device, Element::U8, *n)))
+        .map(|n| transfer(last, unset(device, CommElement::U8, *n)))
         .collect();
     sends.push(transfer(
         rank,
-        slice(device, Element::F32, &part(rank, rank, 8)),
+        slice(device, CommElement::F32, &part(rank, rank, 8)),
     ));
-    receives.push(transfer(rank, unset(device, Element::F32, 2)));
+    receives.push(transfer(rank, unset(device, CommElement::F32, 2)));
     if ranks == 1 {
         // All are to oneself and keep their order.
         assert_eq!(next, rank);
@@ -369,16 +369,16 @@ fn rows_apart(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usiz
     let transfers = |peer, buffer: &Slice, places: [usize; 4]| -> Vec<Transfer> {
         let one = |(size, place)| Transfer {
             peer,
-            slice: Slice::new(buffer.buffer(), Element::U8, place, size).unwrap(),
+            slice: Slice::new(buffer.buffer(), CommElement::U8, place, size).unwrap(),
         };
         sizes.into_iter().zip(places).map(one).collect()
     };
     let row = [0, 3 * scale, 3 * scale, 4 * scale];
     let apart = [7 * scale, 6 * scale, 0, 2 * scale];
-    let own = slice(device, Element::U8, &part(rank, 0, total));
+    let own = slice(device, CommElement::U8, &part(rank, 0, total));
     let (theirs, back) = (
-        unset(device, Element::U8, 10 * scale),
-        unset(device, Element::U8, total),
+        unset(device, CommElement::U8, 10 * scale),
+        unset(device, CommElement::U8, total),
     );
     let (sends, receives) = (
         transfers(next, &own, row),
@@ -392,8 +392,8 @@ fn rows_apart(world: &mut dyn Collectives, device: &Arc<dyn Device>, scale: usiz
     back_again.wait().unwrap();
     assert!(read(device, &back) == part(rank, 0, total), "{scale}");
     // The gap between them was left alone.
-    let gap = Slice::new(theirs.buffer(), Element::U8, scale, scale).unwrap();
-    let whole = unset(device, Element::U8, scale);
+    let gap = Slice::new(theirs.buffer(), CommElement::U8, scale, scale).unwrap();
+    let whole = unset(device, CommElement::U8, scale);
     assert!(read(device, &gap) == read(device, &whole), "{scale}");
 }
 
@@ -403,8 +403,8 @@ fn several_at_once(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let mut started = Vec::new();
     for round in 0..5 {
         let bytes = 1 + round * 3000;
-        let from = slice(device, Element::U8, &part(rank, round, bytes));
-        let to = unset(device, Element::U8, ranks * bytes);
+        let from = slice(device, CommElement::U8, &part(rank, round, bytes));
+        let to = unset(device, CommElement::U8, ranks * bytes);
         let handle = world.all_gather(&from, &to, &call("together")).unwrap();
         assert_eq!(handle.sequence() + 1, world.sequence());
         started.push((handle, to, bytes, round));
@@ -427,10 +427,10 @@ fn groups(world: &mut dyn Collectives, device: &Arc<dyn Device>) {
     let members: Vec<usize> = (0..ranks).rev().filter(|p| p % 2 == rank % 2).collect();
     assert_eq!(group.members(), members);
     assert_eq!(members[group.rank()], rank);
-    let own = slice(device, Element::U8, &part(rank, 3, 6000));
+    let own = slice(device, CommElement::U8, &part(rank, 3, 6000));
     let (inner, outer) = (
-        unset(device, Element::U8, 6000 * members.len()),
-        unset(device, Element::U8, 6000 * ranks),
+        unset(device, CommElement::U8, 6000 * members.len()),
+        unset(device, CommElement::U8, 6000 * ranks),
     );
     let one = group.all_gather(&own, &inner, &call("group")).unwrap();
     let two = world.all_gather(&own, &outer, &call("world")).unwrap();

@@ -3,7 +3,7 @@
 use crate::support::{part, read, slice, unset};
 use moesaic_collectives::schedules::{self, AddendRow, DedupMap, RowBytes, Schedule};
 use moesaic_collectives::{
-    Algorithm, Call, Collectives, Communicator, Element, Levels, NodeRank, NodeShape, Slice,
+    Algorithm, Call, Collectives, CommElement, Communicator, Levels, NodeRank, NodeShape, Slice,
     Transfer, threads,
 };
 use moesaic_cpu::CpuDevice;
@@ -77,8 +77,8 @@ fn equal_parts(world: &mut Communicator, algorithm: Algorithm) -> bool {
     let device = Arc::clone(world.device());
     let (rank, ranks) = (world.rank(), world.size());
     let input: Vec<u8> = (0..ranks).flat_map(|q| part(rank, q, 3)).collect();
-    let from = slice(&device, Element::U8, &input);
-    let to = unset(&device, Element::U8, 3 * ranks);
+    let from = slice(&device, CommElement::U8, &input);
+    let to = unset(&device, CommElement::U8, 3 * ranks);
     let begun = world.all_to_all(&from, &to, algorithm, &patient());
     begun.unwrap().wait().unwrap();
     let output = read(&device, &to);
@@ -108,10 +108,10 @@ fn rows(shape: NodeShape, p: usize, q: usize) -> impl Iterator<Item = usize> {
 /// Returns messages by rank, all in one buffer.
 fn transfers(device: &Arc<dyn Device>, all: &[(usize, Vec<u8>)]) -> Vec<Transfer> {
     let bytes: Vec<u8> = all.iter().flat_map(|(_, data)| data).copied().collect();
-    let whole = slice(device, Element::U8, &bytes);
+    let whole = slice(device, CommElement::U8, &bytes);
     let mut at = 0;
     let transfer = |(peer, data): &(usize, Vec<u8>)| {
-        let slice = Slice::new(whole.buffer(), Element::U8, at, data.len()).unwrap();
+        let slice = Slice::new(whole.buffer(), CommElement::U8, at, data.len()).unwrap();
         at += data.len();
         Transfer { peer: *peer, slice }
     };
@@ -156,7 +156,7 @@ fn tokens_once(world: &mut Communicator, shape: NodeShape) -> bool {
     let unset = unset_messages(&device, &to);
     let back = dedup.summed(
         AddendRow {
-            element: Element::U8,
+            element: CommElement::U8,
             bytes: ROW,
         },
         &|_, _| true,

@@ -5,10 +5,10 @@ use super::rows::{Rows, SendCounts};
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::schedules::{
-    self, AddendRow, Block, DedupCombine, DedupMap, HopCounts, RowBytes, Schedule,
+    self, AddendRow, DedupCombine, DedupMap, HopCounts, RowBlock, RowBytes, Schedule,
 };
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Collectives, Element, InvalidReason, NodeRank, NodeShape,
+    Algorithm, Call, CollectiveError, Collectives, CommElement, InvalidReason, NodeRank, NodeShape,
     Slice, Transfer,
 };
 use moesaic_dist::{CollectiveOp, Payload};
@@ -37,7 +37,7 @@ pub(super) struct RowContent {
     pub op: CollectiveOp,
     pub payload: Payload,
     /// The element type of the rows.
-    pub element: Element,
+    pub element: CommElement,
 }
 
 impl Mesh {
@@ -166,14 +166,14 @@ impl Rows {
         crosses: &dyn Fn(usize, usize) -> bool,
     ) -> Option<Box<dyn Schedule>> {
         let hop_counts = self.hop_counts_of(chunks)?;
-        let row = |block: Block| {
+        let row = |block: RowBlock| {
             if crosses(block.from, block.to) {
                 bytes.far
             } else {
                 bytes.near
             }
         };
-        let size = |block: Block| block.units as usize * row(block);
+        let size = |block: RowBlock| block.units as usize * row(block);
         let RowContent {
             op,
             payload,
@@ -221,7 +221,7 @@ impl Rows {
     }
 
     /// Returns the units of a block that belong to a chunk.
-    fn blocks_of_chunk(&self) -> impl Fn(usize, Block) -> Range<usize> {
+    fn blocks_of_chunk(&self) -> impl Fn(usize, RowBlock) -> Range<usize> {
         |number, block| self.part_of(number, block.units as usize, (block.from, block.to))
     }
 
@@ -277,7 +277,7 @@ impl Rows {
                 .enumerate()
                 .filter(|(_, edge)| edge[1] > edge[0]);
             let transfer = |(other, edge): (usize, &[usize])| {
-                let slice = Slice::new(buffer, Element::I32, edge[0], edge[1] - edge[0])?;
+                let slice = Slice::new(buffer, CommElement::I32, edge[0], edge[1] - edge[0])?;
                 let peer = shape.rank(other, place);
                 Ok::<_, EngineError>(Transfer { peer, slice })
             };

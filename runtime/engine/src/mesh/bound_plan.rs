@@ -12,7 +12,7 @@ use crate::texts::Texts;
 use crate::trace::Recorder;
 use moesaic_plan::TensorId;
 use moesaic_plan::{
-    self as plan, LayerPlan, Overlap, PlanForm, RankPlan, RankStep, Role, Step, Strategy,
+    self as plan, LayerPlan, Overlap, PlanForm, RankPlan, RankStep, Step, Strategy, TensorRole,
 };
 use moesaic_tensor::{Tensors, WeightSource};
 use std::collections::{BTreeSet, HashMap};
@@ -261,7 +261,7 @@ pub(super) fn sharing(
     own: &dyn WeightSource,
     common: fn(&str) -> bool,
 ) -> Result<DeviceLayer, EngineError> {
-    let named = |buffers: &Buffers, role: fn(Role) -> bool| {
+    let named = |buffers: &Buffers, role: fn(TensorRole) -> bool| {
         let tensors = of.plan().tensors.iter();
         let tensors = tensors.filter(|tensor| role(tensor.role) && common(&tensor.name));
         let buffer = |name: &String| {
@@ -275,11 +275,13 @@ pub(super) fn sharing(
             .collect::<HashMap<_, _>>()
     };
     let weights = named(&of.weights, |role| {
-        matches!(role, Role::Weight | Role::Packed)
+        matches!(role, TensorRole::Weight | TensorRole::Packed)
     });
     let layer = engine.device_layer_sharing(texts, own, weights)?;
     if of.plan().training.is_some() {
-        let gradients = named(of.gradient_buffers()?, |role| role == Role::WeightGradient);
+        let gradients = named(of.gradient_buffers()?, |role| {
+            role == TensorRole::WeightGradient
+        });
         layer.share_gradients(gradients)?;
     }
     Ok(layer.taking_turns(of.turn()))

@@ -22,7 +22,7 @@ use crate::into::{check_output, raw_into};
 use crate::pass::Pass;
 use crate::training::DeviceSaved;
 use moesaic_collectives::Call;
-use moesaic_plan::{Both, CommDtype, LayerPlan, PlanForm, Role, SATURATED, Strategy};
+use moesaic_plan::{Both, CommDtype, LayerPlan, PlanForm, SATURATED, Strategy, TensorRole};
 use moesaic_target::Ptr;
 use moesaic_tensor::{Element, Tensor};
 use std::borrow::Cow;
@@ -377,7 +377,7 @@ impl<'l> MeshCall<'l> {
         match given {
             CallArgs::Host(_, names) => layer.check_outputs(pass, &of_layer(names))?,
             CallArgs::Raw(call) => {
-                let ports = [Role::Input, Role::Output];
+                let ports = [TensorRole::Input, TensorRole::Output];
                 self.take(tokens, call.tensors, layer.inputs(pass), ports)?;
             }
         }
@@ -423,7 +423,10 @@ impl<'l> MeshCall<'l> {
         let (layer, tokens) = (self.parts.tokens.layer, saved.tokens());
         layer.check_saved(&saved.tokens)?;
         if let BackwardArgs::Raw(tensors) = dy {
-            let (inputs, ports) = (layer.id("dy"), [Role::OutputGradient, Role::InputGradient]);
+            let (inputs, ports) = (
+                layer.id("dy"),
+                [TensorRole::OutputGradient, TensorRole::InputGradient],
+            );
             self.take(tokens, tensors, inputs.as_slice(), ports)?;
         }
         self.take_gathered_workspace(true)?;
@@ -497,7 +500,7 @@ fn inputs_of<'c>(plan: &LayerPlan, args: &CallArgs<'c>) -> Vec<(&'c str, Ptr)> {
     };
     let is_input = |(name, _): &&(&str, Ptr)| {
         let tensor = plan.tensor(name);
-        tensor.is_some_and(|tensor| tensor.role == Role::Input)
+        tensor.is_some_and(|tensor| tensor.role == TensorRole::Input)
     };
     call.tensors.iter().filter(is_input).copied().collect()
 }

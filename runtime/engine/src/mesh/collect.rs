@@ -6,7 +6,7 @@ use super::shard;
 use super::sharding::Sharding;
 use crate::error::EngineError;
 use crate::reason::SaveReason;
-use moesaic_collectives::{Call, Element, Slice, Transfer};
+use moesaic_collectives::{Call, CommElement, Slice, Transfer};
 use moesaic_plan::{Parallel, Placement, RankCoords};
 use moesaic_tensor::{Described, SourceError, Tensor, Tensors, WeightSink};
 use std::ops::Range;
@@ -178,14 +178,14 @@ impl Ranks {
         let mut sends = Vec::new();
         if ranks.contains(&(ep * mesh.expert_tp + tp)) {
             let buffer = self.buffer(&tensor.data[at..at + bytes])?;
-            let slice = Slice::new(&buffer, Element::U8, 0, bytes)?;
+            let slice = Slice::new(&buffer, CommElement::U8, 0, bytes)?;
             sends.push(Transfer { peer: 0, slice });
         }
         let first = self.mesh().rank() == 0;
         let workspace = if first { ranks.len() * bytes } else { 0 };
         let buffer = self.buffer(&vec![0; workspace])?;
         let from = ranks.filter(|_| first).enumerate().map(|(at, peer)| {
-            let slice = Slice::new(&buffer, Element::U8, at * bytes, bytes)?;
+            let slice = Slice::new(&buffer, CommElement::U8, at * bytes, bytes)?;
             Ok(Transfer { peer, slice })
         });
         let receives = from.collect::<Result<Vec<_>, EngineError>>()?;

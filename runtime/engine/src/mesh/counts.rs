@@ -8,7 +8,7 @@ use super::settings::{CountWord, Settings};
 use super::tp_peers::TpPeers;
 use crate::error::EngineError;
 use bytemuck::cast_slice;
-use moesaic_collectives::{Algorithm, Call, Element, Slice, agree};
+use moesaic_collectives::{Algorithm, Call, CommElement, Slice, agree};
 use moesaic_dist::{CollectiveOp, OpGroup};
 use moesaic_plan::{AllToAll, Exchange, TensorId, TokenScope};
 use moesaic_target::Buffer;
@@ -123,7 +123,7 @@ impl MeshCall<'_> {
         let buffer = |count: usize| Ok::<_, EngineError>(Arc::new(device.alloc(8 * count.max(8))?));
         let (input, output) = (buffer(sent.counts.len())?, buffer(counted.len())?);
         device.upload(cast_slice(&sent.counts), &input, 0)?;
-        let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, Element::I64, 0, count);
+        let slice = |buffer: &Arc<Buffer>, count| Slice::new(buffer, CommElement::I64, 0, count);
         let (input, output) = (
             slice(&input, sent.counts.len())?,
             slice(&output, counted.len())?,

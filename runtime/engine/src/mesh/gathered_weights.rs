@@ -6,9 +6,9 @@ use super::transfers::element;
 use super::workspace_pool::clear;
 use crate::error::EngineError;
 use crate::memory::Buffers;
-use moesaic_collectives::{Call, Element, Reduction, Slice, Transfer};
+use moesaic_collectives::{Call, CommElement, Reduction, Slice, Transfer};
 use moesaic_dist::OpGroup;
-use moesaic_plan::{CollectiveOp, LayerPlan, RankStep, Role, ShardRegion, TensorId};
+use moesaic_plan::{CollectiveOp, LayerPlan, RankStep, ShardRegion, TensorId, TensorRole};
 use moesaic_target::{Buffer, RowCopy};
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ impl MeshCall<'_> {
             let plan = self.plan;
             let of = &plan.experts;
             self.parts.experts.borrowed = self.take_workspace(of, |id| {
-                let is_gradient = gradients && of[id].role == Role::WeightGradient;
+                let is_gradient = gradients && of[id].role == TensorRole::WeightGradient;
                 is_gradient || of.is_multiplied(id)
             })?;
         }
@@ -182,17 +182,17 @@ impl MeshCall<'_> {
         let chunks = if in_order(&regions) {
             None
         } else {
-            Some(self.take_buffer(elements * Element::F32.size())?)
+            Some(self.take_buffer(elements * CommElement::F32.size())?)
         };
         let mut first = 0;
         for region in regions.iter().filter(|_| chunks.is_some()) {
             let to = chunks.as_ref().unwrap_or(&from);
             let places = [(&from, spread(region)), (to, packed(region, first))];
-            self.copy(region, Element::F32, places)?;
+            self.copy(region, CommElement::F32, places)?;
             first += region.elements();
         }
         let input = chunks.as_ref().unwrap_or(&from);
-        let input = Slice::new(input, Element::F32, 0, elements)?;
+        let input = Slice::new(input, CommElement::F32, 0, elements)?;
         let own = Arc::clone(self.own(gradient, self.parts.owned.gradient_buffers()?)?);
         let mine: Vec<&ShardRegion> = regions.iter().filter(|region| region.owner == me).collect();
         // A replica that another group owns leaves a gap between this rank's regions, but the sum
@@ -200,10 +200,10 @@ impl MeshCall<'_> {
         let sums = if without_gaps(&mine) {
             None
         } else {
-            Some(self.take_buffer(counts[me] * Element::F32.size())?)
+            Some(self.take_buffer(counts[me] * CommElement::F32.size())?)
         };
         let output = sums.as_ref().unwrap_or(&own);
-        let output = Slice::new(output, Element::F32, 0, counts[me])?;
+        let output = Slice::new(output, CommElement::F32, 0, counts[me])?;
         let block = self.group(OpGroup::GatherGroup);
         let sum = block.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
@@ -214,7 +214,7 @@ impl MeshCall<'_> {
                 (from, packed(region, first)),
                 (&own, packed(region, region.own)),
             ];
-            self.copy(region, Element::F32, places)?;
+            self.copy(region, CommElement::F32, places)?;
             first += region.elements();
         }
         self.groups.workspaces.give(chunks.into_iter().chain(sums));
@@ -257,7 +257,7 @@ impl MeshCall<'_> {
             for region in regions.iter().filter(|region| region.owner == me) {
                 self.copy(
                     region,
-                    Element::F32,
+                    CommElement::F32,
                     [(own, packed(region, region.own)), (&to, spread(region))],
                 )?;
             }
@@ -285,7 +285,7 @@ impl MeshCall<'_> {
     fn copy(
         &self,
         region: &ShardRegion,
-        element: Element,
+        element: CommElement,
         [from, to]: [(&Arc<Buffer>, Rows); 2],
     ) -> Result<(), EngineError> {
         let size = element.size();

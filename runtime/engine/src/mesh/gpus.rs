@@ -3,14 +3,14 @@
 use crate::engine::Engine;
 use crate::error::EngineError;
 use moesaic_collectives::nccl::{self, Fold, Folding, Kernels, Nccl};
-use moesaic_collectives::{Call, CollectiveError, Communicator, Element, with_heartbeat};
+use moesaic_collectives::{Call, CollectiveError, CommElement, Communicator, with_heartbeat};
 use moesaic_target::DeviceError;
 use std::sync::{Arc, OnceLock};
 
 impl Engine {
     /// Starts this process as one of the ranks that a launcher started. `moesaic::Engine` documents
     /// this and what follows.
-    pub fn nccl(&self, options: nccl::Options) -> Result<Nccl, EngineError> {
+    pub fn nccl(&self, options: nccl::NcclOptions) -> Result<Nccl, EngineError> {
         self.folding(options, |options| {
             nccl::start(self.device().clone(), options)
         })
@@ -20,7 +20,7 @@ impl Engine {
     pub fn nccl_over(
         &self,
         control: Communicator,
-        options: nccl::Options,
+        options: nccl::NcclOptions,
     ) -> Result<Nccl, EngineError> {
         self.folding(options, |options| {
             nccl::over(control, self.device().clone(), options)
@@ -31,8 +31,8 @@ impl Engine {
     /// would keep the others waiting where they join.
     fn folding(
         &self,
-        mut options: nccl::Options,
-        start: impl FnOnce(&nccl::Options) -> Result<Nccl, CollectiveError>,
+        mut options: nccl::NcclOptions,
+        start: impl FnOnce(&nccl::NcclOptions) -> Result<Nccl, CollectiveError>,
     ) -> Result<Nccl, EngineError> {
         let source = Kernels::source(self.target()).filter(|_| options.fold.is_none());
         let Some(source) = source else {
@@ -68,7 +68,7 @@ impl Fold for LateFold {
     }
 
     // Until the kernels are here the answer must be the careful one.
-    fn waits(&self, element: Element) -> bool {
+    fn waits(&self, element: CommElement) -> bool {
         self.0.get().is_none_or(|kernels| kernels.waits(element))
     }
 }

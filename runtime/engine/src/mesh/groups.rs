@@ -6,7 +6,7 @@ use super::workspace_pool::WorkspacePool;
 use crate::error::EngineError;
 use moesaic_collectives::topology::host_name;
 use moesaic_collectives::{
-    Call, Collectives, Element, ProgressThread, Slice, Topology, Transfer, with_heartbeat,
+    Call, Collectives, CommElement, ProgressThread, Slice, Topology, Transfer, with_heartbeat,
 };
 use moesaic_dist::OpGroup;
 use moesaic_plan::{AdaptiveMesh, Parallel, Placement, PlanError, RankCoords, TokenScope};
@@ -289,7 +289,7 @@ impl Mesh {
         let sizes: Vec<usize> = sizes.into_iter().map(|size| size as usize).collect();
         let buffer = |bytes: usize| Ok::<_, EngineError>(Arc::new(device.alloc(bytes.max(64))?));
         let slice =
-            |buffer: &Arc<Buffer>, first, bytes| Slice::new(buffer, Element::U8, first, bytes);
+            |buffer: &Arc<Buffer>, first, bytes| Slice::new(buffer, CommElement::U8, first, bytes);
         let sent = buffer(own.len())?;
         device.upload(own, &sent, 0)?;
         let to_first = Transfer {

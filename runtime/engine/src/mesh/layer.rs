@@ -17,7 +17,7 @@ use crate::trace::Recorder;
 use moesaic_cache::hash_source;
 use moesaic_collectives::{Call, agree};
 use moesaic_plan::{
-    AdaptiveMesh, Both, CommDtype, Role, ShadowModel, SharedExperts, Sharing, StrategyError,
+    AdaptiveMesh, Both, CommDtype, ShadowModel, SharedExperts, Sharing, StrategyError, TensorRole,
 };
 use moesaic_plan::{
     LayerPlan, PlanError, PlanForm, PlanOptions, RankPlan, Strategy, Training, plan_rank,
@@ -464,7 +464,7 @@ impl RankLayer {
         let mut weights = held
             .tensors
             .iter()
-            .filter(|tensor| tensor.role == Role::Weight);
+            .filter(|tensor| tensor.role == TensorRole::Weight);
         // Only the packed form is in memory, in the layout of one rank's kernels, and other ranks
         // could not use it. Codes are packed alike in every plan of a layer.
         let codes = held.spec.precision.experts.is_some();

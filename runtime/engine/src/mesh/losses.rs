@@ -3,7 +3,7 @@
 use super::mesh_call::MeshCall;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::{Call, Element, Reduction, Slice};
+use moesaic_collectives::{Call, CommElement, Reduction, Slice};
 use moesaic_plan::{PlanPart, TensorId};
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ impl MeshCall<'_> {
         // must still take part.
         let workspace = Arc::new(device.alloc((4 * width).max(64))?);
         device.upload(cast_slice(&sums), &workspace, 0)?;
-        let data = Slice::new(&workspace, Element::F32, 0, width)?;
+        let data = Slice::new(&workspace, CommElement::F32, 0, width)?;
         let world = &mut self.groups.world;
         world
             .all_reduce(&data, &data, Reduction::Sum, call)?

@@ -6,7 +6,7 @@ use crate::engine::Engine;
 use crate::error::EngineError;
 use bytemuck::{cast_slice, cast_slice_mut};
 use moesaic_collectives::{
-    Algorithm, Call, CollectiveError, Element, Handle, Reduction, Slice, Transfer,
+    Algorithm, Call, CollectiveError, CommElement, Handle, Reduction, Slice, Transfer,
 };
 use moesaic_target::{Buffer, Device};
 use std::sync::Arc;
@@ -63,7 +63,7 @@ impl Ranks {
             return Ok(());
         }
         let buffer = self.buffer(cast_slice(values))?;
-        let data = Slice::new(&buffer, Element::F32, 0, values.len())?;
+        let data = Slice::new(&buffer, CommElement::F32, 0, values.len())?;
         let sum = group.all_reduce(&data, &data, Reduction::Sum, &Call::new(what))?;
         sum.wait()?;
         Ok(self.device.download(&buffer, 0, cast_slice_mut(values))?)
@@ -142,8 +142,8 @@ impl Ranks {
         let first = group.rank() * own.len();
         all[first..first + own.len()].copy_from_slice(own);
         let buffer = self.buffer(cast_slice(&all))?;
-        let input = Slice::new(&buffer, Element::F32, first, own.len())?;
-        let output = Slice::new(&buffer, Element::F32, 0, all.len())?;
+        let input = Slice::new(&buffer, CommElement::F32, first, own.len())?;
+        let output = Slice::new(&buffer, CommElement::F32, 0, all.len())?;
         group
             .all_gather(&input, &output, &Call::new(what))?
             .wait()?;
@@ -175,8 +175,8 @@ impl Ranks {
         let mut part = vec![0.0f32; own.len() / group.size()];
         let from = self.buffer(cast_slice(own))?;
         let to = self.buffer(cast_slice(&part))?;
-        let input = Slice::new(&from, Element::F32, 0, own.len())?;
-        let output = Slice::new(&to, Element::F32, 0, part.len())?;
+        let input = Slice::new(&from, CommElement::F32, 0, own.len())?;
+        let output = Slice::new(&to, CommElement::F32, 0, part.len())?;
         group
             .reduce_scatter(&input, &output, Reduction::Sum, &Call::new(what))?
             .wait()?;
@@ -225,8 +225,8 @@ impl Ranks {
         let (sent, arriving) = (parts.concat(), sizes.iter().sum::<usize>());
         let from = self.buffer(&sent)?;
         let to = Arc::new(self.device.alloc(arriving.max(4))?);
-        let input = Slice::new(&from, Element::U8, 0, sent.len())?;
-        let output = Slice::new(&to, Element::U8, 0, arriving)?;
+        let input = Slice::new(&from, CommElement::U8, 0, sent.len())?;
+        let output = Slice::new(&to, CommElement::U8, 0, arriving)?;
         let mut groups = self.mesh.groups();
         let group = groups.process_group(in_group);
         let call = Call::new(what);
@@ -309,7 +309,7 @@ impl Ranks {
             return Ok(());
         }
         let buffer = self.buffer(bytes)?;
-        let data = Slice::new(&buffer, Element::U8, 0, bytes.len())?;
+        let data = Slice::new(&buffer, CommElement::U8, 0, bytes.len())?;
         group.broadcast(&data, 0, &Call::new(what))?.wait()?;
         Ok(self.device.download(&buffer, 0, bytes)?)
     }
@@ -375,7 +375,7 @@ fn transfers(
     let mut first = 0;
     let transfer = |(peer, bytes)| {
         first += bytes;
-        let slice = Slice::new(buffer, Element::U8, first - bytes, bytes)?;
+        let slice = Slice::new(buffer, CommElement::U8, first - bytes, bytes)?;
         Ok(Transfer { peer, slice })
     };
     sizes.map(transfer).collect()

@@ -8,7 +8,7 @@
 use super::mesh_call::{Bytes, MeshCall};
 use crate::error::EngineError;
 use crate::reason::InputReason;
-use moesaic_plan::{Role, SATURATED, TensorId};
+use moesaic_plan::{SATURATED, TensorId, TensorRole};
 use moesaic_target::{Buffer, Ptr};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ impl MeshCall<'_> {
         tokens: usize,
         tensors: &[(&str, Ptr)],
         inputs: &[TensorId],
-        roles: [Role; 2],
+        roles: [TensorRole; 2],
     ) -> Result<(), EngineError> {
         let layer = self.parts.tokens.layer;
         self.refuse_weights(tensors)?;
@@ -59,7 +59,10 @@ impl MeshCall<'_> {
     fn refuse_weights(&self, tensors: &[(&str, Ptr)]) -> Result<(), EngineError> {
         let is_weight = |name: &str| {
             let mut parts = self.plan.parts();
-            parts.any(|plan| plan.tensor(name).is_some_and(|t| t.role == Role::Weight))
+            parts.any(|plan| {
+                plan.tensor(name)
+                    .is_some_and(|t| t.role == TensorRole::Weight)
+            })
         };
         for (name, _) in tensors {
             let reason = match name.strip_prefix("grad.") {
@@ -74,7 +77,7 @@ impl MeshCall<'_> {
 
     /// Copies inputs that exchanges move to the layer's memory, once it is reserved.
     pub(super) fn copy_inputs(&self) -> Result<(), EngineError> {
-        let inputs = self.caller([Role::Input, Role::OutputGradient]);
+        let inputs = self.caller([TensorRole::Input, TensorRole::OutputGradient]);
         inputs
             .into_iter()
             .try_for_each(|[own, theirs]| self.copy_whole(theirs, own, theirs.bytes()))
@@ -82,7 +85,7 @@ impl MeshCall<'_> {
 
     /// Copies results that exchanges move to the caller's memory, once the pass is launched.
     pub(super) fn copy_results(&self) -> Result<(), EngineError> {
-        let results = self.caller([Role::Output, Role::InputGradient]);
+        let results = self.caller([TensorRole::Output, TensorRole::InputGradient]);
         results
             .into_iter()
             .try_for_each(|[own, theirs]| self.copy_whole(own, theirs, theirs.bytes()))?;
@@ -99,7 +102,7 @@ impl MeshCall<'_> {
     }
 
     /// Returns the tensors of some roles: the layer's memory and the caller's.
-    fn caller(&self, roles: [Role; 2]) -> Vec<[&Arc<Buffer>; 2]> {
+    fn caller(&self, roles: [TensorRole; 2]) -> Vec<[&Arc<Buffer>; 2]> {
         let plan = self.parts.tokens.layer.plan();
         let tensors = self.transfers.caller.tensors.iter();
         let tensors = tensors.filter(|(id, _)| roles.contains(&plan[*id].role));

@@ -8,7 +8,7 @@ use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::router::is_of_router;
 use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::{Call, Collectives, Element, Reduction, Slice};
+use moesaic_collectives::{Call, Collectives, CommElement, Reduction, Slice};
 use moesaic_plan::TensorId;
 
 impl RankLayer {
@@ -116,7 +116,7 @@ fn sum(
             continue;
         }
         let buffer = buffers.handle(tensor).expect("it was just listed");
-        let data = Slice::new(buffer, Element::F32, 0, plan.elements(0) as usize)?;
+        let data = Slice::new(buffer, CommElement::F32, 0, plan.elements(0) as usize)?;
         let call = Call::new(&plan.name);
         handles.push(group.all_reduce(&data, &data, Reduction::Sum, &call)?);
     }

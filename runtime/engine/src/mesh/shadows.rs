@@ -15,10 +15,10 @@ use super::workspace_pool::clear;
 use crate::error::EngineError;
 use crate::memory::Buffers;
 use bytemuck::cast_slice;
-use moesaic_collectives::{Call, Element, Reduction, Slice};
+use moesaic_collectives::{Call, CommElement, Reduction, Slice};
 use moesaic_dist::{CollectiveOp, OpGroup};
 use moesaic_plan::{
-    self as plan, FromTo, LayerPlan, RankStep, Role, ShadowModel, TensorId, shadows,
+    self as plan, FromTo, LayerPlan, RankStep, ShadowModel, TensorId, TensorRole, shadows,
 };
 use std::sync::Arc;
 
@@ -92,7 +92,7 @@ impl MeshCall<'_> {
         };
         let borrowed = self.take_workspace(of, |id| {
             let is_weight = stayed.is_none() && of.is_multiplied(id);
-            is_weight || of[id].role == Role::WeightGradient
+            is_weight || of[id].role == TensorRole::WeightGradient
         })?;
         let part = self.parts.shadows.as_mut().expect(SHADOWED);
         part.borrowed = borrowed;
@@ -195,7 +195,7 @@ impl MeshCall<'_> {
         for FromTo { from, to } in shadow_gradients(&self.plan.backward) {
             let gradient = self.shadow_part().buffer(from);
             let own = self.own(to, self.parts.owned.gradient_buffers()?)?;
-            let bytes = self.of_expert(to).1 * Element::F32.size();
+            let bytes = self.of_expert(to).1 * CommElement::F32.size();
             let owners = self.owners();
             clear(&*self.parts.owned.device, gradient, owners.len() * bytes)?;
             for (number, slot) in self.mine(&owners) {
@@ -222,15 +222,15 @@ impl MeshCall<'_> {
         owners
             .iter()
             .for_each(|[owner, _]| counts[*owner] += elements);
-        let sums = self.take_buffer(counts[me] * Element::F32.size())?;
+        let sums = self.take_buffer(counts[me] * CommElement::F32.size())?;
         let from = Arc::clone(self.shadow_part().buffer(from));
-        let input = Slice::new(&from, Element::F32, 0, counts.iter().sum())?;
-        let output = Slice::new(&sums, Element::F32, 0, counts[me])?;
+        let input = Slice::new(&from, CommElement::F32, 0, counts.iter().sum())?;
+        let output = Slice::new(&sums, CommElement::F32, 0, counts[me])?;
         let group = self.group(OpGroup::Ep);
         let sum = group.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
         let own = self.own(to, self.parts.owned.gradient_buffers()?)?;
-        let bytes = elements * Element::F32.size();
+        let bytes = elements * CommElement::F32.size();
         for (number, (_, slot)) in self.mine(&owners).enumerate() {
             self.copy_bytes(
                 Bytes::at(&sums, number * bytes),
@@ -261,7 +261,7 @@ impl MeshCall<'_> {
     }
 
     /// Returns the element type of a tensor of the expert part and the elements of one expert.
-    fn of_expert(&self, tensor: TensorId) -> (Element, usize) {
+    fn of_expert(&self, tensor: TensorId) -> (CommElement, usize) {
         let tensor = &self.plan.experts[tensor];
         let each = tensor.shape[1..].iter().map(|size| size.eval(0) as usize);
         (element(tensor.dtype), each.product())

@@ -3,7 +3,7 @@
 use super::all_to_all::RowContent;
 use super::rows::RowRange;
 use crate::error::EngineError;
-use moesaic_collectives::{Element, Slice, Transfer};
+use moesaic_collectives::{CommElement, Slice, Transfer};
 use moesaic_kernel::DType;
 use moesaic_plan::{self as plan, TensorId};
 use moesaic_target::Buffer;
@@ -40,19 +40,19 @@ pub(super) fn transfers(
             peer: chunk.peer,
             // Bytes, whatever the dtype, because an exchange only moves rows. A schedule that sums
             // some of them knows their element type itself.
-            slice: Slice::new(buffer, Element::U8, first, size)?,
+            slice: Slice::new(buffer, CommElement::U8, first, size)?,
         })
     };
     chunks.iter().map(transfer).collect()
 }
 
 /// Returns the element type of collectives for a dtype.
-pub(super) fn element(dtype: DType) -> Element {
+pub(super) fn element(dtype: DType) -> CommElement {
     match dtype {
-        DType::F32 => Element::F32,
-        DType::F16 => Element::F16,
-        DType::Bf16 => Element::Bf16,
-        DType::I32 => Element::I32,
-        DType::I64 => Element::I64,
+        DType::F32 => CommElement::F32,
+        DType::F16 => CommElement::F16,
+        DType::Bf16 => CommElement::Bf16,
+        DType::I32 => CommElement::I32,
+        DType::I64 => CommElement::I64,
     }
 }

@@ -8,7 +8,7 @@ use super::sharding::Sharding;
 use crate::call::shape_for;
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
-use moesaic_plan::{LayerPlan, Role, TensorId};
+use moesaic_plan::{LayerPlan, TensorId, TensorRole};
 use moesaic_spec::canonical_tensors;
 use moesaic_target::Buffer;
 use moesaic_tensor::{Tensors, WeightSource};
@@ -89,7 +89,8 @@ impl RankLayer {
         let shard = (!share.is_everywhere()).then_some(mesh.place().tp);
         // Ranks of other targets pack weights in other ways, and ranks of one target in equal ones,
         // but for the number of experts.
-        let packed = (plan[tensor].role == Role::Packed).then_some((plan.target, shape.get(1..)));
+        let packed =
+            (plan[tensor].role == TensorRole::Packed).then_some((plan.target, shape.get(1..)));
         let form = format!("{shard:?} {packed:?}");
         let experts = share.counts_experts().then(|| self.own_experts());
         let mut digests = match &experts {

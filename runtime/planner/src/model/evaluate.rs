@@ -6,7 +6,7 @@ use super::collective::{Peers, gather, message};
 use super::layer::{LayerChoices, LayerCosts, LayerKey, PassCosts, Strategies, choices};
 use super::memory::{LayerMemory, RankParameters};
 use super::scenario::{
-    ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule, StageMemory, StepPhase,
+    ModelMesh, ModelPrediction, ModelScenario, RecomputeLevel, StageMemory, StepOrder, StepPhase,
 };
 use super::stages::{LayerSeconds, StageLayers, split};
 use moesaic_plan::Strategy;
@@ -16,7 +16,7 @@ use moesaic_plan::Strategy;
 pub fn predict_model(
     model: &ModelScenario,
     mesh: ModelMesh,
-    schedule: Schedule,
+    schedule: StepOrder,
     strategy: Option<Strategy>,
 ) -> Option<ModelPrediction> {
     let key = layer_key(model, mesh, schedule.micro_batch)?;
@@ -58,7 +58,7 @@ pub(super) fn micro_batches(
 pub(super) fn evaluate(
     model: &ModelScenario,
     mesh: ModelMesh,
-    schedule: Schedule,
+    schedule: StepOrder,
     choices: &LayerChoices,
 ) -> Option<ModelPrediction> {
     let micro_batches = micro_batches(model, mesh, schedule.micro_batch)?;
@@ -115,7 +115,7 @@ pub(super) fn evaluate(
 struct Work<'a> {
     model: &'a ModelScenario,
     mesh: ModelMesh,
-    schedule: Schedule,
+    schedule: StepOrder,
     costs: &'a LayerCosts,
     around: Around,
     /// The tokens of a rank in a micro-batch.
@@ -194,10 +194,10 @@ impl Work<'_> {
         // micro-batch already hides those of the backward pass.
         turn.again = trained
             * match self.schedule.recompute {
-                Recompute::None => 0.0,
-                Recompute::Projections => layers * around.projections.forward,
-                Recompute::Attention => turn.attention[0] + tp[0],
-                Recompute::Layer => turn.passes()[0] - turn.head[0],
+                RecomputeLevel::None => 0.0,
+                RecomputeLevel::Projections => layers * around.projections.forward,
+                RecomputeLevel::Attention => turn.attention[0] + tp[0],
+                RecomputeLevel::Layer => turn.passes()[0] - turn.head[0],
             };
         if self.schedule.overlap_batches {
             turn.hide(self.model.machine.overlap.compute_slowdown);

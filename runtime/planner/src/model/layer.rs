@@ -1,8 +1,8 @@
 //! Layers with experts: the simulated passes of one micro-batch.
 
 use super::scenario::ModelScenario;
-use crate::memory::Memory;
-use crate::{PassTime, Prediction, Routing, Scenario, Simulator, Space, search};
+use crate::memory::MemoryUse;
+use crate::{PassEstimate, Prediction, RoutedRows, Scenario, Simulator, Space, search};
 use moesaic_plan::{CommDtype, Parallel, ShadowModel, SharedExperts, Strategy};
 use moesaic_spec::ExpertForm;
 
@@ -21,7 +21,7 @@ pub(super) struct LayerCosts {
     pub strategy: Strategy,
     pub forward: PassCosts,
     pub backward: PassCosts,
-    pub memory: Memory,
+    pub memory: MemoryUse,
 }
 
 /// The seconds of one pass.
@@ -118,11 +118,11 @@ fn casts(model: &ModelScenario, key: LayerKey) -> [f64; 2] {
     [input + hidden, output + gated * hidden].map(|values| model.cast(rows * values))
 }
 
-fn routing(model: &ModelScenario, tokens: usize) -> Option<Routing> {
+fn routing(model: &ModelScenario, tokens: usize) -> Option<RoutedRows> {
     let (experts, top_k) = (model.layer.shape.experts, model.layer.shape.top_k);
     match model.skew {
-        0.0 => Some(Routing::even(tokens as u64, experts, top_k)),
-        skew => Routing::zipf_of(&model.layer, tokens as u64, skew).ok(),
+        0.0 => Some(RoutedRows::even(tokens as u64, experts, top_k)),
+        skew => RoutedRows::zipf_of(&model.layer, tokens as u64, skew).ok(),
     }
 }
 
@@ -152,7 +152,7 @@ impl LayerCosts {
 }
 
 impl PassCosts {
-    fn of(pass: &PassTime) -> PassCosts {
+    fn of(pass: &PassEstimate) -> PassCosts {
         let sum = |exchanges: bool| {
             let phases = pass.phases.iter();
             let own = phases.filter(|phase| (phase.whose == "ranks") == exchanges);

@@ -1,7 +1,7 @@
 //! The memory of a rank of a pipeline stage.
 
 use super::layer::LayerCosts;
-use super::scenario::{ModelMesh, ModelScenario, Recompute, Schedule, StageMemory};
+use super::scenario::{ModelMesh, ModelScenario, RecomputeLevel, StageMemory, StepOrder};
 use super::stages::StageLayers;
 
 /// The parameters that a rank of a stage has.
@@ -73,7 +73,7 @@ pub(super) struct LayerMemory {
 impl LayerMemory {
     pub fn of(
         model: &ModelScenario,
-        recompute: Recompute,
+        recompute: RecomputeLevel,
         costs: &LayerCosts,
         tokens: f64,
     ) -> LayerMemory {
@@ -90,18 +90,18 @@ impl LayerMemory {
         // itself keeps its type, and its output is kept once, for the GEMM behind it, too.
         let kept = match recompute {
             _ if !trained => 0.0,
-            Recompute::None => {
+            RecomputeLevel::None => {
                 token(2 * shape.width + heads) + multiplied(shape.width + attention.latent)
             }
             // Megatron's `mla_up_proj`: the output stays, for the GEMM behind it.
-            Recompute::Projections => {
+            RecomputeLevel::Projections => {
                 token(2 * shape.width + attention.outputs)
                     + multiplied(shape.width + attention.latent)
             }
-            Recompute::Attention | Recompute::Layer => token(shape.width),
+            RecomputeLevel::Attention | RecomputeLevel::Layer => token(shape.width),
         };
         let (moe, dense) = match recompute {
-            Recompute::Layer => (0.0, 0.0),
+            RecomputeLevel::Layer => (0.0, 0.0),
             _ if !trained => (0.0, 0.0),
             _ => (
                 memory.saved - memory.inputs * (1.0 - model.kept_bytes() / element),
@@ -122,7 +122,7 @@ impl LayerMemory {
         &self,
         (stage, at): (StageLayers, usize),
         mesh: ModelMesh,
-        schedule: Schedule,
+        schedule: StepOrder,
         micro_batches: usize,
     ) -> [f64; 2] {
         // Buffers are one layer's, because layers run one after another.
@@ -139,7 +139,7 @@ impl LayerMemory {
 }
 
 /// Returns the micro-batches whose activations a stage has at most, as 1F1B orders them.
-fn in_flight(stage: usize, stages: usize, schedule: Schedule, micro_batches: usize) -> f64 {
+fn in_flight(stage: usize, stages: usize, schedule: StepOrder, micro_batches: usize) -> f64 {
     let parts = schedule.virtual_stages as f64;
     let behind = (stages - 1 - stage) as f64;
     let warm = match schedule.virtual_stages {

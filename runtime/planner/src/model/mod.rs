@@ -20,8 +20,8 @@ mod timeline;
 pub use check::{ModelMeshError, check_mesh};
 pub use evaluate::predict_model;
 pub use scenario::{
-    Batch, ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule, StageMemory, StateBytes,
-    StepPhase, default_reserve,
+    Batch, ModelMesh, ModelPrediction, ModelScenario, RecomputeLevel, StageMemory, StateBytes,
+    StepOrder, StepPhase, default_reserve,
 };
 pub use search::{ModelRanked, ModelSpace, search_model};
 pub use sensitivity::{Doubled, Faster, doubled, faster};

@@ -118,7 +118,7 @@ impl fmt::Display for ModelMesh {
 
 /// The activations that backward computes again, from fewer to more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Recompute {
+pub enum RecomputeLevel {
     /// None.
     None,
     /// Queries, keys and values, from the narrow vectors of latent attention.
@@ -129,27 +129,27 @@ pub enum Recompute {
     Layer,
 }
 
-impl fmt::Display for Recompute {
+impl fmt::Display for RecomputeLevel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Recompute::None => "none",
-            Recompute::Projections => "projections",
-            Recompute::Attention => "attention",
-            Recompute::Layer => "layer",
+            RecomputeLevel::None => "none",
+            RecomputeLevel::Projections => "projections",
+            RecomputeLevel::Attention => "attention",
+            RecomputeLevel::Layer => "layer",
         })
     }
 }
 
 /// The order of a step's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Schedule {
+pub struct StepOrder {
     /// The sequences of a micro-batch.
     pub micro_batch: usize,
     /// The parts of the model that each stage has, in turns with the other stages (interleaved
     /// 1F1B); 1 for plain 1F1B.
     pub virtual_stages: usize,
     /// The activations that backward computes again.
-    pub recompute: Recompute,
+    pub recompute: RecomputeLevel,
     /// Whether exchanges of one micro-batch run while another computes.
     pub overlap_batches: bool,
 }
@@ -160,7 +160,7 @@ pub struct ModelPrediction {
     /// The degrees.
     pub mesh: ModelMesh,
     /// The order of work.
-    pub schedule: Schedule,
+    pub schedule: StepOrder,
     /// The strategy of the layers with experts.
     pub strategy: Strategy,
     /// The seconds of a step.

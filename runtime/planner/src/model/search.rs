@@ -3,7 +3,7 @@
 use super::evaluate::{evaluate, layer_key};
 use super::layer::{LayerChoices, LayerKey, Strategies, choices};
 use super::memory::RankParameters;
-use super::scenario::{ModelMesh, ModelPrediction, ModelScenario, Recompute, Schedule};
+use super::scenario::{ModelMesh, ModelPrediction, ModelScenario, RecomputeLevel, StepOrder};
 use super::stages::StageLayers;
 use moesaic_plan::CommDtype;
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ pub struct ModelSpace {
     /// The parts of the model that a stage may have.
     pub virtual_stages: Vec<usize>,
     /// The activations that may be computed again.
-    pub recompute: Vec<Recompute>,
+    pub recompute: Vec<RecomputeLevel>,
     /// The types of rows between nodes.
     pub comm_dtypes: Vec<CommDtype>,
     /// Whether exchanges run while another micro-batch computes.
@@ -33,10 +33,10 @@ impl Default for ModelSpace {
             micro_batches: vec![1, 2, 4, 8],
             virtual_stages: vec![1, 2, 3, 4, 6, 8, 12],
             recompute: vec![
-                Recompute::None,
-                Recompute::Projections,
-                Recompute::Attention,
-                Recompute::Layer,
+                RecomputeLevel::None,
+                RecomputeLevel::Projections,
+                RecomputeLevel::Attention,
+                RecomputeLevel::Layer,
             ],
             comm_dtypes: vec![CommDtype::Unchanged],
             overlap_batches: false,
@@ -206,7 +206,7 @@ fn schedules(
     space: &ModelSpace,
     mesh: ModelMesh,
     micro_batch: usize,
-) -> Vec<Schedule> {
+) -> Vec<StepOrder> {
     let micro_batches = super::evaluate::micro_batches(model, mesh, micro_batch).unwrap_or(0);
     let layers = model.shape.layers();
     // Interleaved stages take turns, which needs whole rounds of micro-batches.
@@ -217,17 +217,17 @@ fn schedules(
                 && micro_batches.is_multiple_of(mesh.pp)
                 && model.training.is_some()
     };
-    let recompute: &[Recompute] = match model.training {
+    let recompute: &[RecomputeLevel] = match model.training {
         Some(_) => &space.recompute,
-        None => &[Recompute::None],
+        None => &[RecomputeLevel::None],
     };
     // Where queries come from the token itself, there is nothing narrower to keep.
     let latent = model.shape.attention.latent > 0;
     let recompute = recompute.iter();
-    let recompute = recompute.filter(|again| latent || **again != Recompute::Projections);
+    let recompute = recompute.filter(|again| latent || **again != RecomputeLevel::Projections);
     let mut list = Vec::new();
     for virtual_stages in space.virtual_stages.iter().copied().filter(turns) {
-        list.extend(recompute.clone().map(|&recompute| Schedule {
+        list.extend(recompute.clone().map(|&recompute| StepOrder {
             micro_batch,
             virtual_stages,
             recompute,

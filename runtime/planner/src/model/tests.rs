@@ -52,10 +52,10 @@ const MESH: ModelMesh = ModelMesh {
     expert_tp: 1,
 };
 
-const PLAIN: Schedule = Schedule {
+const PLAIN: StepOrder = StepOrder {
     micro_batch: 1,
     virtual_stages: 1,
-    recompute: Recompute::None,
+    recompute: RecomputeLevel::None,
     overlap_batches: false,
 };
 
@@ -90,7 +90,7 @@ fn phases_add_up_and_the_timeline_takes_as_long() {
 #[test]
 fn interleaved_stages_run_every_pass_once_and_wait_less() {
     let model = model("h100-ib", 32);
-    let schedule = Schedule {
+    let schedule = StepOrder {
         virtual_stages: 2,
         ..PLAIN
     };
@@ -109,10 +109,15 @@ fn interleaved_stages_run_every_pass_once_and_wait_less() {
 fn what_backward_computes_again_is_not_kept() {
     let model = model("h100-ib", 32);
     let with = |recompute| {
-        let schedule = Schedule { recompute, ..PLAIN };
+        let schedule = StepOrder { recompute, ..PLAIN };
         predict_model(&model, MESH, schedule, None).unwrap()
     };
-    let all = [Recompute::None, Recompute::Attention, Recompute::Layer].map(with);
+    let all = [
+        RecomputeLevel::None,
+        RecomputeLevel::Attention,
+        RecomputeLevel::Layer,
+    ]
+    .map(with);
     assert!(all.windows(2).all(|pair| pair[0].seconds < pair[1].seconds));
     let kept = all.map(|found| found.memory.activations);
     assert!(kept.windows(2).all(|pair| pair[0] > pair[1]), "{kept:?}");
@@ -125,14 +130,14 @@ fn projections_alone_are_computed_again() {
     model.shape.attention.latent = 512;
     model.shape.attention.latent_parameters = 512.0 * 3.0 * 4096.0;
     let with = |recompute| {
-        let schedule = Schedule { recompute, ..PLAIN };
+        let schedule = StepOrder { recompute, ..PLAIN };
         let mesh = ModelMesh { pp: 1, ..MESH };
         predict_model(&model, mesh, schedule, None).unwrap()
     };
     let [none, projections, attention] = [
-        Recompute::None,
-        Recompute::Projections,
-        Recompute::Attention,
+        RecomputeLevel::None,
+        RecomputeLevel::Projections,
+        RecomputeLevel::Attention,
     ]
     .map(with);
     let kept = none.memory.activations - projections.memory.activations;
@@ -180,7 +185,7 @@ fn inputs_of_gemms_are_kept_in_fp8() {
     };
     let mesh = ModelMesh { pp: 1, ..MESH };
     let kept = |scenario: &ModelScenario, recompute| {
-        let schedule = Schedule { recompute, ..PLAIN };
+        let schedule = StepOrder { recompute, ..PLAIN };
         let found = predict_model(scenario, mesh, schedule, None).unwrap();
         found.memory.activations
     };
@@ -190,9 +195,9 @@ fn inputs_of_gemms_are_kept_in_fp8() {
     let inputs = 4096.0 * (7.0 * 4.0 * 4096.0 + 12288.0);
     let attention = 8.0 * 4096.0 * 4096.0;
     let less = 2.0 - 33.0 / 32.0;
-    assert_eq!(saved(Recompute::None), less * (inputs + attention));
-    assert_eq!(saved(Recompute::Attention), less * inputs);
-    assert_eq!(saved(Recompute::Layer), 0.0);
+    assert_eq!(saved(RecomputeLevel::None), less * (inputs + attention));
+    assert_eq!(saved(RecomputeLevel::Attention), less * inputs);
+    assert_eq!(saved(RecomputeLevel::Layer), 0.0);
 }
 
 #[test]
@@ -211,7 +216,7 @@ fn a_mesh_that_ranks_cannot_make_says_what_they_can() {
             predict_model(
                 &model,
                 mesh,
-                Schedule {
+                StepOrder {
                     micro_batch,
                     ..PLAIN
                 },
@@ -265,7 +270,7 @@ fn a_mesh_that_ranks_cannot_make_says_what_they_can() {
 fn another_micro_batch_hides_exchanges() {
     let model = model("h100-ib", 32);
     let mesh = ModelMesh { ep: 16, ..MESH };
-    let hidden = Schedule {
+    let hidden = StepOrder {
         overlap_batches: true,
         ..PLAIN
     };

@@ -1,7 +1,7 @@
 //! The simulator against the plan's own numbers and against independent calculations.
 
 use super::*;
-use crate::{AllToAllFactor, Bound, Routing, Space, published, search};
+use crate::{AllToAllFactor, Bottleneck, RoutedRows, Space, published, search};
 use moesaic_plan::{CommDtype, OverlapBy, Training};
 use moesaic_spec::{CapacityMode, LayerSpec};
 
@@ -11,7 +11,7 @@ const LAYER: &str = "shape = { model_dim = 256, hidden_dim = 512, experts = 16, 
 fn scenario(world: usize, tokens: u64, training: bool) -> Scenario {
     let spec = LayerSpec::from_toml(LAYER).unwrap();
     Scenario {
-        routing: Routing::even(tokens, spec.shape.experts, spec.shape.top_k),
+        routing: RoutedRows::even(tokens, spec.shape.experts, spec.shape.top_k),
         placement: None,
         shadow_model: ShadowModel::of(&spec),
         spec,
@@ -73,7 +73,7 @@ fn equal_counts_of_every_rank_are_as_good_as_one_class() {
     other[3][2] = 201;
     for (counts, tolerance) in [(counts, 1e-9), (other, 1e-2)] {
         let mut counted = even.clone();
-        counted.routing = Routing::counted(16, 16, 2, &counts).unwrap();
+        counted.routing = RoutedRows::counted(16, 16, 2, &counts).unwrap();
         let [a, b] = [&even, &counted].map(Simulator::new);
         for text in [
             "default",
@@ -228,7 +228,7 @@ fn chunks_by_ranks_have_no_more_messages_than_one() {
 #[test]
 fn a_hot_expert_takes_no_more_than_its_capacity() {
     let mut scenario = scenario(16, 65536, true);
-    scenario.routing = Routing::zipf(65536, 16, 2, 1.2).unwrap();
+    scenario.routing = RoutedRows::zipf(65536, 16, 2, 1.2).unwrap();
     let seconds = |scenario: &Scenario| {
         let found = Simulator::new(scenario).predict(mesh(16, 1, 1), Strategy::default());
         found.unwrap().seconds
@@ -238,7 +238,7 @@ fn a_hot_expert_takes_no_more_than_its_capacity() {
     (capacity.mode, capacity.factor) = (CapacityMode::Factor, 1.0);
     let capped = seconds(&scenario);
     let mut even = scenario.clone();
-    even.routing = Routing::even(65536, 16, 2);
+    even.routing = RoutedRows::even(65536, 16, 2);
     assert!(capped < 0.6 * all, "{capped} {all}");
     assert!(capped < 1.05 * seconds(&even) && capped > 0.5 * seconds(&even));
 }
@@ -247,7 +247,7 @@ fn a_hot_expert_takes_no_more_than_its_capacity() {
 fn skew_makes_the_rank_of_a_hot_expert_the_slowest() {
     let even = scenario(16, 65536, false);
     let mut skewed = even.clone();
-    skewed.routing = Routing::zipf(65536, 16, 2, 1.5).unwrap();
+    skewed.routing = RoutedRows::zipf(65536, 16, 2, 1.5).unwrap();
     let time = |q: &Scenario| {
         let found = Simulator::new(q).predict(mesh(16, 1, 1), Strategy::default());
         found.unwrap().seconds
@@ -320,7 +320,7 @@ fn groups_limit_the_nodes_that_tokens_cross_to() {
         );
         let spec = LayerSpec::from_toml(&layer).unwrap();
         let scenario = Scenario {
-            routing: Routing::even(4096, 256, 8),
+            routing: RoutedRows::even(4096, 256, 8),
             machine: published("h100-ib").unwrap().with_per_node(per_node),
             shadow_model: ShadowModel::of(&spec),
             placement: None,
@@ -426,14 +426,14 @@ fn the_best_that_is_found_is_the_best_of_all() {
             assert!(best.seconds <= found.seconds + 1e-9, "{best:?} {found:?}");
         }
     }
-    assert!(best.bound_part > 0.0 && best.bound != Bound::Waiting);
+    assert!(best.bound_part > 0.0 && best.bound != Bottleneck::Waiting);
 }
 
 /// 16 ranks of one expert each, one of which has most rows.
 fn hot(tokens: u64, zipf: f64) -> Scenario {
     let scenario = scenario(16, tokens, true);
     Scenario {
-        routing: Routing::zipf(tokens, 16, 2, zipf).unwrap(),
+        routing: RoutedRows::zipf(tokens, 16, 2, zipf).unwrap(),
         ..scenario
     }
 }

@@ -85,7 +85,7 @@ fn every_row_takes_the_messages_that_are_counted() {
         let machine = published("h800").unwrap().with_per_node(node);
         let placement = Placement::contiguous(ep, experts);
         for counts in &counts(mesh.ranks(), experts) {
-            let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
+            let routing = RoutedRows::counted(mesh.ranks(), experts, 2, counts).unwrap();
             for start in [0, mesh.group()] {
                 let group = MeshGroup::new(&machine, mesh, start, &routing, &placement);
                 for all_to_all in ALGORITHMS {
@@ -137,7 +137,7 @@ fn a_row_stays_with_ranks_of_its_place() {
         let machine = published("h800").unwrap().with_per_node(node);
         let placement = Placement::contiguous(ep, experts);
         for counts in &counts(mesh.ranks(), experts) {
-            let routing = Routing::counted(mesh.ranks(), experts, 2, counts).unwrap();
+            let routing = RoutedRows::counted(mesh.ranks(), experts, 2, counts).unwrap();
             let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement).at_r(adaptive_r);
             let rows = |from: usize, to: usize| {
                 let own = mesh.experts(to / expert_tp, experts);
@@ -187,7 +187,7 @@ fn a_token_crosses_to_a_node_once() {
         ep: 16,
         ..Parallel::default()
     };
-    let routing = Routing::even(1000, 64, 8);
+    let routing = RoutedRows::even(1000, 64, 8);
     let placement = Placement::contiguous(16, 64);
     let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
     let once = sums(&group.traffic(AllToAll::Dedup));
@@ -204,7 +204,7 @@ fn a_token_goes_to_a_rank_once() {
         ep: 16,
         ..Parallel::default()
     };
-    let routing = Routing::even(1000, 64, 8);
+    let routing = RoutedRows::even(1000, 64, 8);
     let placement = Placement::contiguous(16, 64);
     let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
     let once = sums(&group.traffic(AllToAll::DedupRanks));
@@ -221,7 +221,7 @@ fn links_that_are_shared_carry_what_all_send() {
     let mut machine = published("h800").unwrap().with_per_node(2);
     machine.levels[1].shared = 2;
     let counts = vec![vec![9, 0, 0, 9], vec![0; 4], vec![0; 4], vec![0; 4]];
-    let routing = Routing::counted(4, 4, 1, &counts).unwrap();
+    let routing = RoutedRows::counted(4, 4, 1, &counts).unwrap();
     let mesh = Parallel {
         ep: 4,
         ..Parallel::default()
@@ -273,7 +273,7 @@ fn replicas_get_what_ranks_send_them() {
             let counts: Vec<Vec<u64>> = (counts.iter())
                 .map(|rows| rows.iter().map(|n| 6 * n).collect())
                 .collect();
-            let routing = Routing::counted(mesh.ranks(), experts, 2, &counts).unwrap();
+            let routing = RoutedRows::counted(mesh.ranks(), experts, 2, &counts).unwrap();
             let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
             let share = |from: usize, to: usize| {
                 let source = RowSource {
@@ -312,7 +312,7 @@ fn sums_of_replicas_go_to_owners() {
         ..Parallel::default()
     };
     let machine = published("h800").unwrap().with_per_node(2);
-    let routing = Routing::even(8, 4, 1);
+    let routing = RoutedRows::even(8, 4, 1);
     let placement: Placement = "0-1 | 2,+0,+1 | 3,+0".parse().unwrap();
     let group = MeshGroup::new(&machine, mesh, 0, &routing, &placement);
     let moved = |rows: &LevelLoads| {

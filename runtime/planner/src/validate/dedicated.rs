@@ -1,6 +1,8 @@
 //! Published exchanges of libraries with dedicated kernels.
 
-use super::{Check, Report, Role, Row, Table, errors, held_out, percent};
+use super::{
+    Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, held_out, percent,
+};
 use crate::exchange::{LevelLoad, Phase};
 use crate::fit::{Fit, Point, fit};
 use crate::{Machine, ReadError, expected_groups, published, read};
@@ -52,7 +54,7 @@ enum Model {
 struct Published {
     ranks: usize,
     value: f64,
-    role: Role,
+    role: PointRole,
 }
 
 const PER_NODE: f64 = 8.0;
@@ -148,7 +150,7 @@ impl Set {
         let points = self
             .point
             .iter()
-            .filter(|point| point.role == Role::Calibration);
+            .filter(|point| point.role == PointRole::Calibration);
         let points: Vec<Point> = points.map(of).collect();
         match self.model {
             Model::Direct => fit(&[30e-6, 1.0 / 45e9], &points, |c, terms| {
@@ -191,7 +193,7 @@ impl Set {
     }
 }
 
-pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
+pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
     let text = include_str!("../../data/dedicated.toml");
     let data: Data = read::toml("the table of dedicated exchanges", text)?;
     let mut all = Vec::new();
@@ -200,7 +202,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         let machine = set.machine(&found.constants)?;
         let row = |point: &Published| {
             let seconds = set.predicted(&machine, point.ranks);
-            Row {
+            PublishedRow {
                 point: format!("{} GPUs", point.ranks),
                 role: point.role,
                 measured: point.value,
@@ -210,7 +212,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
                 },
             }
         };
-        let rows: Vec<Row> = set.point.iter().map(row).collect();
+        let rows: Vec<PublishedRow> = set.point.iter().map(row).collect();
         let (mean, worst) = errors(held_out(&rows));
         let found_text = format!("mean {}, worst {}", percent(mean), percent(worst));
         let most = set.most();
@@ -225,7 +227,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         if set.known_miss.is_none() && set.constants_of.is_none() {
             all.extend(held_out(&rows).cloned());
         }
-        report.tables.push(Table {
+        report.tables.push(PublishedTable {
             name: set.name.clone(),
             unit: set.unit.clone(),
             constants: set.constants(&found.constants),

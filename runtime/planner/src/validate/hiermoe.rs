@@ -1,6 +1,9 @@
 //! Published exchanges over PCIe and one NIC per node, in up to four dimensions.
 
-use super::{Check, Report, Role, Row, Table, errors, even, held_out, percent};
+use super::{
+    Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, even, held_out,
+    percent,
+};
 use crate::{ReadError, expected_groups, published, read};
 use moesaic_plan::AllToAll;
 use serde::Deserialize;
@@ -41,28 +44,28 @@ impl Data {
 const RANKS: usize = 32;
 const MIB: f64 = 1048576.0;
 
-pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
+pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
     let text = include_str!("../../data/hiermoe.toml");
     let data: Data = read::toml("HierMoE's lines", text)?;
     let machine = published("hiermoe-a6000")?;
     let ms = |bytes, all_to_all| even(&machine, RANKS, bytes, all_to_all).time.seconds * 1e3;
     let sizes = [8.0, 32.0, 128.0, 512.0].map(|mib| mib * MIB);
-    let row = |bytes: f64| Row {
+    let row = |bytes: f64| PublishedRow {
         point: format!("standard, {} MiB", bytes / MIB),
-        role: Role::HeldOut,
+        role: PointRole::HeldOut,
         measured: data.standard.ms(bytes),
         predicted: ms(bytes, AllToAll::Linear),
     };
-    let mut rows: Vec<Row> = sizes.iter().map(|bytes| row(*bytes)).collect();
+    let mut rows: Vec<PublishedRow> = sizes.iter().map(|bytes| row(*bytes)).collect();
     let (mean, worst) = errors(held_out(&rows));
     report.checks.push(Check::new(
         "HierMoE's standard exchange from its other lines: at most 10 %",
         worst <= 0.10,
         format!("mean {}, worst {}", percent(mean), percent(worst)),
     ));
-    let lines = sizes.map(|bytes| Row {
+    let lines = sizes.map(|bytes| PublishedRow {
         point: format!("two levels, {} MiB", bytes / MIB),
-        role: Role::Calibration,
+        role: PointRole::Calibration,
         measured: data.inter[0].ms(bytes) + data.intra[0].ms(bytes),
         predicted: ms(bytes, AllToAll::TwoDhInterFirst),
     });
@@ -104,7 +107,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
                 .any(|(_, _, gain)| (low..=data.gain[1]).contains(gain)),
         format!("(top-k, dimensions, gain) {gains:.2?}"),
     ));
-    report.tables.push(Table {
+    report.tables.push(PublishedTable {
         name: "HierMoE, 32 A6000".to_string(),
         unit: "ms".to_string(),
         constants: "the lines inter-1 and intra-1".to_string(),

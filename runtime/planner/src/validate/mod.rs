@@ -16,14 +16,14 @@ pub use models::{MeshRank, mesh_ranks};
 use crate::collective_ops::{ExchangedRows, OpCost};
 use crate::exchange::MOST_LEVELS;
 use crate::geometry;
-use crate::{Machine, Routing};
+use crate::{Machine, RoutedRows};
 use moesaic_plan::{AllToAll, Parallel, Placement};
 use serde::Deserialize;
 use std::fmt::Write;
 
 /// The role of a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
-pub enum Role {
+pub enum PointRole {
     /// The constants are fitted to it.
     #[serde(rename = "calibration")]
     Calibration,
@@ -34,18 +34,18 @@ pub enum Role {
 
 /// A published number and the model's prediction.
 #[derive(Clone, Debug)]
-pub struct Row {
+pub struct PublishedRow {
     /// The name of the point.
     pub point: String,
     /// Its role.
-    pub role: Role,
+    pub role: PointRole,
     /// The published number.
     pub measured: f64,
     /// The model's number.
     pub predicted: f64,
 }
 
-impl Row {
+impl PublishedRow {
     /// Returns the signed relative error.
     pub fn error(&self) -> f64 {
         self.predicted / self.measured - 1.0
@@ -54,7 +54,7 @@ impl Row {
 
 /// The numbers of one source.
 #[derive(Clone, Debug)]
-pub struct Table {
+pub struct PublishedTable {
     /// The source.
     pub name: String,
     /// The unit of its numbers: `us`, `GB/s`.
@@ -62,7 +62,7 @@ pub struct Table {
     /// The fitted constants.
     pub constants: String,
     /// Its points.
-    pub rows: Vec<Row>,
+    pub rows: Vec<PublishedRow>,
 }
 
 /// A claim about the model.
@@ -96,9 +96,9 @@ impl Check {
 
 /// The complete comparison.
 #[derive(Clone, Debug, Default)]
-pub struct Report {
+pub struct ValidationReport {
     /// The published and predicted numbers.
-    pub tables: Vec<Table>,
+    pub tables: Vec<PublishedTable>,
     /// The claims.
     pub checks: Vec<Check>,
 }
@@ -107,8 +107,8 @@ pub struct Report {
 ///
 /// # Errors
 /// [`ReadError`](crate::ReadError) of a table that cannot be read.
-pub fn run() -> Result<Report, crate::ReadError> {
-    let mut report = Report::default();
+pub fn run() -> Result<ValidationReport, crate::ReadError> {
+    let mut report = ValidationReport::default();
     dedicated::run(&mut report)?;
     nccl::run(&mut report)?;
     hiermoe::run(&mut report)?;
@@ -118,7 +118,7 @@ pub fn run() -> Result<Report, crate::ReadError> {
     Ok(report)
 }
 
-impl Report {
+impl ValidationReport {
     /// Returns whether every claim holds that is not known to be missed.
     pub fn holds(&self) -> bool {
         self.checks
@@ -133,8 +133,8 @@ impl Report {
             let _ = writeln!(text, "{} [{}]; {}", table.name, table.unit, table.constants);
             for row in &table.rows {
                 let role = match row.role {
-                    Role::Calibration => "calibration",
-                    Role::HeldOut => "held out",
+                    PointRole::Calibration => "calibration",
+                    PointRole::HeldOut => "held out",
                 };
                 let _ = writeln!(
                     text,
@@ -164,14 +164,14 @@ impl Report {
 }
 
 /// Returns the mean and the largest absolute error.
-fn errors<'r>(rows: impl IntoIterator<Item = &'r Row>) -> (f64, f64) {
+fn errors<'r>(rows: impl IntoIterator<Item = &'r PublishedRow>) -> (f64, f64) {
     let errors: Vec<f64> = rows.into_iter().map(|row| row.error().abs()).collect();
     let mean = errors.iter().sum::<f64>() / errors.len().max(1) as f64;
     (mean, errors.into_iter().fold(0.0, f64::max))
 }
 
-fn held_out(rows: &[Row]) -> impl Iterator<Item = &Row> {
-    rows.iter().filter(|row| row.role == Role::HeldOut)
+fn held_out(rows: &[PublishedRow]) -> impl Iterator<Item = &PublishedRow> {
+    rows.iter().filter(|row| row.role == PointRole::HeldOut)
 }
 
 fn percent(part: f64) -> String {
@@ -192,7 +192,7 @@ fn even_in(
     all_to_all: AllToAll,
     chunks: f64,
 ) -> OpCost {
-    let routing = Routing::even(ranks as u64, ranks, 1);
+    let routing = RoutedRows::even(ranks as u64, ranks, 1);
     let mesh = Parallel {
         ep: ranks,
         ..Parallel::default()

@@ -1,9 +1,11 @@
 //! Published training of whole models.
 
-use super::{Check, Report, Role, Row, Table, errors, held_out, percent};
+use super::{
+    Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, held_out, percent,
+};
 use crate::model::{
-    Batch, ModelMesh, ModelPrediction, ModelScenario, ModelSpace, Recompute, Schedule, StateBytes,
-    predict_model, search_model,
+    Batch, ModelMesh, ModelPrediction, ModelScenario, ModelSpace, RecomputeLevel, StateBytes,
+    StepOrder, predict_model, search_model,
 };
 use crate::{ReadError, published, read};
 use moesaic_plan::Training;
@@ -57,7 +59,7 @@ struct Published {
     /// The release, where another than the file's first is compared.
     #[serde(default)]
     release: Option<String>,
-    role: Role,
+    role: PointRole,
     #[serde(default)]
     known_miss: Option<String>,
     /// The FLOP of a token that the source counts, where they are others than ours.
@@ -193,11 +195,11 @@ impl Published {
         }
     }
 
-    fn check(&self, row: &Row) -> Check {
+    fn check(&self, row: &PublishedRow) -> Check {
         let error = row.error();
         let (claim, most) = match self.role {
-            Role::Calibration => ("the file has the factor of this point, to 2 %", 0.02),
-            Role::HeldOut => ("within 15 %", 0.15),
+            PointRole::Calibration => ("the file has the factor of this point, to 2 %", 0.02),
+            PointRole::HeldOut => ("within 15 %", 0.15),
         };
         let claim = format!("{}: {claim}", row.point);
         let check = Check::new(claim, error.abs() <= most, percent(error));
@@ -231,7 +233,7 @@ impl Published {
     fn predict(&self, scenario: &ModelScenario) -> Option<ModelPrediction> {
         let limit = scenario.machine.compute.memory_gib * f64::from(1u32 << 30);
         let with = |recompute| {
-            let schedule = Schedule {
+            let schedule = StepOrder {
                 micro_batch: self.micro_batch,
                 virtual_stages: self.virtual_stages,
                 recompute,
@@ -241,9 +243,9 @@ impl Published {
         };
         let mut all = ModelSpace::default().recompute;
         let latent = scenario.shape.attention.latent > 0;
-        all.retain(|again| latent || *again != Recompute::Projections);
+        all.retain(|again| latent || *again != RecomputeLevel::Projections);
         // A recipe says what is computed again at least; where none is known, memory decides.
-        all.retain(|again| !self.projections_again || *again >= Recompute::Projections);
+        all.retain(|again| !self.projections_again || *again >= RecomputeLevel::Projections);
         let mut fitting = all.into_iter().filter_map(with);
         fitting.find(|found| found.memory.bytes() <= limit)
     }
@@ -254,13 +256,13 @@ fn data() -> Result<Data, ReadError> {
     read::toml("the table of whole models", text)
 }
 
-pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
+pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
     let data = data()?;
     let (mut rows, mut counts) = (Vec::new(), Vec::new());
     for point in &data.point {
         let scenario = point.scenario(&data)?;
         let found = point.predict(&scenario);
-        let row = Row {
+        let row = PublishedRow {
             point: point.name(),
             role: point.role,
             measured: point.tflops(&scenario),
@@ -270,9 +272,9 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         rows.push((row, point.known_miss.is_some()));
         // The published pair of rates says what was counted as FLOP of a token.
         let pair = point.tokens_per_second.zip(point.tflops);
-        counts.extend(pair.map(|(rate, tflops)| Row {
+        counts.extend(pair.map(|(rate, tflops)| PublishedRow {
             point: point.name(),
-            role: Role::HeldOut,
+            role: PointRole::HeldOut,
             measured: tflops,
             predicted: rate * point.counted_flops(&scenario) / 1e12,
         }));
@@ -288,7 +290,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         .iter()
         .filter(|(_, missed)| !missed)
         .map(|(row, _)| row);
-    let own: Vec<Row> = own.cloned().collect();
+    let own: Vec<PublishedRow> = own.cloned().collect();
     let (mean, worst) = errors(held_out(&own));
     report.checks.push(Check::new(
         "whole models together, without those missed: at most 10 % on average",
@@ -300,7 +302,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
         ("whole models, training", rows),
         ("FLOP of their tokens, by published tokens/s", counts),
     ] {
-        report.tables.push(Table {
+        report.tables.push(PublishedTable {
             name: name.to_string(),
             unit: "TFLOP/s".to_string(),
             constants: "one factor of gb200-nvl72 and gb300-nvl72".to_string(),

@@ -1,6 +1,9 @@
 //! Published linear exchanges of NCCL.
 
-use super::{Check, Report, Role, Row, Table, errors, even, held_out, percent};
+use super::{
+    Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, even, held_out,
+    percent,
+};
 use crate::fit::{Point, fit};
 use crate::{Machine, ReadError, published, read};
 use moesaic_plan::AllToAll;
@@ -26,7 +29,7 @@ struct Published {
     nodes: usize,
     mib: f64,
     ms: f64,
-    role: Role,
+    role: PointRole,
 }
 
 impl Published {
@@ -75,12 +78,12 @@ fn closed(machine: &Machine, ranks: usize, bytes: f64) -> f64 {
     machine.phase(&phase).seconds
 }
 
-pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
+pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
     let text = include_str!("../../data/nccl.toml");
     let data: Data = read::toml("the table of NCCL's exchanges", text)?;
     let h800 = published("h800")?;
     let points = data.set.iter().flat_map(|set| &set.point);
-    let points = points.filter(|point| point.role == Role::Calibration);
+    let points = points.filter(|point| point.role == PointRole::Calibration);
     let points: Vec<_> = points
         .map(|point| (point.nodes, point.mib, point.ms))
         .collect();
@@ -106,13 +109,13 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     for set in &data.set {
         let base = published(&set.machine)?;
         let machine = with(base, &found);
-        let row = |point: &Published| Row {
+        let row = |point: &Published| PublishedRow {
             point: format!("{} nodes, {} MiB", point.nodes, point.mib),
             role: point.role,
             measured: point.ms,
             predicted: point.seconds(&machine) * 1e3,
         };
-        let rows: Vec<Row> = set.point.iter().map(row).collect();
+        let rows: Vec<PublishedRow> = set.point.iter().map(row).collect();
         all.extend(held_out(&rows).cloned());
         let (mean, worst) = errors(held_out(&rows));
         report.checks.push(Check::new(
@@ -120,7 +123,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
             worst <= 0.20,
             format!("mean {}, worst {}", percent(mean), percent(worst)),
         ));
-        report.tables.push(Table {
+        report.tables.push(PublishedTable {
             name: set.name.clone(),
             unit: "ms".to_string(),
             constants: format!(

@@ -1,12 +1,12 @@
 //! Published gains that can only be compared in size, because too little is known about the runs.
 
 use super::layers::Layer;
-use super::{Check, Report};
+use super::{Check, ValidationReport};
 use crate::{Machine, ReadError, published};
 use moesaic_kernel::DType;
 use moesaic_plan::AllToAll;
 
-pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
+pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
     fastermoe(report)?;
     comet(report)
 }
@@ -25,7 +25,7 @@ fn v100() -> Result<Machine, ReadError> {
     Ok(machine)
 }
 
-fn fastermoe(report: &mut Report) -> Result<(), ReadError> {
+fn fastermoe(report: &mut ValidationReport) -> Result<(), ReadError> {
     let machine = v100()?;
     let layer = Layer {
         ranks: 16,
@@ -60,7 +60,7 @@ fn hidden(layer: &Layer, machine: &Machine, overlap_degree: usize) -> f64 {
 }
 
 /// The layer of Mixtral 8x7B, one of the measured models, on one node; 8192 tokens are assumed.
-fn comet(report: &mut Report) -> Result<(), ReadError> {
+fn comet(report: &mut ValidationReport) -> Result<(), ReadError> {
     let machine = published("h800")?;
     let layer = Layer {
         ranks: 8,

@@ -1,7 +1,7 @@
 //! Tutel's published tables.
 
 use super::layers::Layer;
-use super::{Check, Report, Role, Row, Table, errors, percent};
+use super::{Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, percent};
 use crate::{Machine, ReadError, published, read};
 use moesaic_kernel::DType;
 use moesaic_plan::{AllToAll, Both, Strategy};
@@ -31,7 +31,7 @@ struct Total {
     total_ms: f64,
     compute_ms: f64,
     exchange_ms: f64,
-    role: Role,
+    role: PointRole,
 }
 
 #[derive(Deserialize)]
@@ -94,7 +94,7 @@ fn layer(ranks: usize, tokens: f64, widths: [f64; 2], experts: f64) -> Layer {
     }
 }
 
-pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
+pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
     let text = include_str!("../../data/tutel.toml");
     let data: Data = read::toml("Tutel's tables", text)?;
     let machine = published("ndm-a100-v4")?;
@@ -104,7 +104,7 @@ pub(super) fn run(report: &mut Report) -> Result<(), ReadError> {
     Ok(())
 }
 
-fn table2(report: &mut Report, data: &Table2, machine: &Machine) {
+fn table2(report: &mut ValidationReport, data: &Table2, machine: &Machine) {
     let mut rows = Vec::new();
     for point in &data.point {
         let widths = [data.width; 2];
@@ -113,7 +113,7 @@ fn table2(report: &mut Report, data: &Table2, machine: &Machine) {
         let all = machine.compute.multiprocessors as f64;
         let compute = 3.0 * layer.products(machine, 1, f64::INFINITY, all) * 1e3;
         let mut row = |what: &str, measured: f64, predicted: f64| {
-            rows.push(Row {
+            rows.push(PublishedRow {
                 point: format!("{} GPUs, {what}", point.ranks),
                 role: point.role,
                 measured,
@@ -130,7 +130,7 @@ fn table2(report: &mut Report, data: &Table2, machine: &Machine) {
         worst <= 0.05,
         format!("mean {}, worst {}", percent(mean), percent(worst)),
     ));
-    report.tables.push(Table {
+    report.tables.push(PublishedTable {
         name: "Tutel, table 2".to_string(),
         unit: "ms".to_string(),
         constants: "those of ndm-a100-v4".to_string(),
@@ -167,7 +167,7 @@ fn means(data: &Table6, machine: &Machine, ranks: usize) -> [f64; 8] {
     sums.map(|sum| sum / layers)
 }
 
-fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
+fn table6(report: &mut ValidationReport, data: &Table6, machine: &Machine) {
     let mut rows = Vec::new();
     let (mut right, mut near) = (Vec::new(), Vec::new());
     for point in &data.point {
@@ -175,9 +175,9 @@ fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
         let measured = point.mean.map(|percent| percent / 100.0);
         // Both means are excesses over the same best choice, which cancels out.
         let ratio = |means: &[f64; 8]| (1.0 + means[4]) / (1.0 + means[0]);
-        rows.push(Row {
+        rows.push(PublishedRow {
             point: format!("{} GPUs, 2DH to linear", point.ranks),
-            role: Role::HeldOut,
+            role: PointRole::HeldOut,
             measured: ratio(&measured),
             predicted: ratio(&predicted),
         });
@@ -235,7 +235,7 @@ fn table6(report: &mut Report, data: &Table6, machine: &Machine) {
             near.iter().map(|far| 100.0 * far).collect::<Vec<_>>()
         ),
     ));
-    report.tables.push(Table {
+    report.tables.push(PublishedTable {
         name: "Tutel, table 6".to_string(),
         unit: "ratio".to_string(),
         constants: "those of table 2".to_string(),
@@ -287,7 +287,7 @@ fn forward(layer: &Layer, machine: &Machine) -> [f64; 5] {
     ]
 }
 
-fn stages(report: &mut Report, data: &Stages, machine: &Machine) {
+fn stages(report: &mut ValidationReport, data: &Stages, machine: &Machine) {
     for point in &data.point {
         let layer = layer(point.ranks, data.tokens, [data.width; 2], data.experts);
         let times = forward(&layer, machine);

@@ -7,12 +7,12 @@ use crate::gate::{slope_of_log, underflows};
 use crate::math::{sigmoid, softmax, softplus};
 use crate::noise::{deviate, input_factors, noise_logits};
 use crate::norm::{denominator, denominator_slopes};
-use crate::{Gate, LossValue, Routed};
+use crate::{GateOutput, LossValue, Routed};
 use moesaic_spec::{Chooser, LayerSpec, LogitsFormula, RouterInput, Score, Select};
 
 impl Pass<'_> {
     /// Propagates the gradient of the gate's weights to the router's tensors and x.
-    pub(super) fn gate(&mut self, gate: &Gate) {
+    pub(super) fn gate(&mut self, gate: &GateOutput) {
         if !self.spec.has_logits() && !self.spec.router.expert_scale {
             return;
         }
@@ -32,7 +32,7 @@ impl Pass<'_> {
     }
 
     /// Returns the auxiliary losses with their coefficients.
-    fn losses(&self, gate: &Gate) -> Option<LossValue> {
+    fn losses(&self, gate: &GateOutput) -> Option<LossValue> {
         let (false, Some(logits), Some(clean)) =
             (self.spec.losses.is_empty(), &gate.logits, &gate.clean)
         else {

@@ -7,9 +7,9 @@ mod expert;
 mod gate;
 
 use crate::expert::{Choices, project_latent, residual_weights, transposed_latent};
-use crate::place::{Placement, kept};
+use crate::place::{AssignmentPlaces, kept};
 use crate::row_norm::{self, normed, normed_back};
-use crate::{Decision, Gate, Input, Tensor, Weights, gate as decide, scan};
+use crate::{Decision, GateOutput, Input, Tensor, Weights, gate as decide, scan};
 use moesaic_spec::{LayerSpec, WeightSite, canonical_tensors};
 use std::collections::BTreeMap;
 
@@ -56,7 +56,7 @@ pub fn router_backward(
     spec: &LayerSpec,
     weights: &Weights,
     input: &Input,
-    gate: &Gate,
+    gate: &GateOutput,
     dweights: &[f64],
 ) -> Gradients {
     let mut pass = Pass::new(spec, weights, input);
@@ -104,7 +104,7 @@ impl<'a> Pass<'a> {
 
     /// Runs the experts and their inputs backward. Returns the gradient of the weights that the
     /// combination used `[T, K]`.
-    fn combine(&mut self, decision: &Decision, placed: &Placement, dy: &[f64]) -> Vec<f64> {
+    fn combine(&mut self, decision: &Decision, placed: &AssignmentPlaces, dy: &[f64]) -> Vec<f64> {
         let (k, out) = (self.spec.shape.top_k, self.spec.output_dim());
         let mut weighed = vec![0.0; decision.ids.len()];
         for t in 0..self.input.tokens {
@@ -166,7 +166,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Turns gradients of weights after dropping into those before it, in place.
-    fn undo_dropping(&self, decision: &Decision, placed: &Placement, weighed: &mut [f64]) {
+    fn undo_dropping(&self, decision: &Decision, placed: &AssignmentPlaces, weighed: &mut [f64]) {
         if !self.spec.capacity.renormalize_after_drop {
             return;
         }

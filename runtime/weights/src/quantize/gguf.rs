@@ -9,7 +9,7 @@ use crate::{LayerReader, TensorRef};
 use moesaic_kernel::DType;
 use moesaic_spec::canonical_tensors;
 use moesaic_spec::format::{Blocks, LARGEST};
-use moesaic_spec::gguf::{self, GgufError, Value};
+use moesaic_spec::gguf::{self, GgufError, GgufValue};
 use moesaic_tensor::{Tensor, WeightSource};
 use std::path::Path;
 use std::sync::Mutex;
@@ -99,7 +99,7 @@ fn check_way(to: &Path, layout: &Layout) -> Result<(), QuantizeError> {
 }
 
 /// Returns the keys of the model, with which every layer reads back as it is.
-fn keys(model: &Model) -> Result<Vec<(String, Value)>, QuantizeError> {
+fn keys(model: &Model) -> Result<Vec<(String, GgufValue)>, QuantizeError> {
     let first = &model.layers[0].import.spec;
     let architecture = gguf::architecture_for(first);
     let architecture = architecture.ok_or_else(|| GgufError::NoArchitectureFor {
@@ -332,7 +332,7 @@ fn numbers(
 }
 
 /// Writes the header, and gives the tensors their places.
-fn place(entries: &mut [Entry<'_>], keys: &[(String, Value)]) -> Layout {
+fn place(entries: &mut [Entry<'_>], keys: &[(String, GgufValue)]) -> Layout {
     let mut header = [b"GGUF", &VERSION.to_le_bytes()[..]].concat();
     let count = |count: usize| (count as u64).to_le_bytes();
     header.extend(count(entries.len()));
@@ -367,25 +367,25 @@ fn put_text(header: &mut Vec<u8>, text: &str) {
 }
 
 /// Writes a value by the types that llama.cpp reads: u32, f32, bool and string.
-fn put_value(header: &mut Vec<u8>, value: &Value) {
+fn put_value(header: &mut Vec<u8>, value: &GgufValue) {
     match value {
-        Value::Int(value) => {
+        GgufValue::Int(value) => {
             header.extend(4u32.to_le_bytes());
             header.extend((*value as u32).to_le_bytes());
         }
-        Value::Float(value) => {
+        GgufValue::Float(value) => {
             header.extend(6u32.to_le_bytes());
             header.extend((*value as f32).to_le_bytes());
         }
-        Value::Bool(value) => {
+        GgufValue::Bool(value) => {
             header.extend(7u32.to_le_bytes());
             header.push(u8::from(*value));
         }
-        Value::Text(text) => {
+        GgufValue::Text(text) => {
             header.extend(8u32.to_le_bytes());
             put_text(header, text);
         }
         // Keys of models have none.
-        Value::List(_) => {}
+        GgufValue::List(_) => {}
     }
 }

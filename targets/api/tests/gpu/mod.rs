@@ -12,8 +12,8 @@ mod streams;
 
 use moesaic_kernel::{Access, DType, Entry, Launch, Param, ParamType, Scalar, Size};
 use moesaic_target::{
-    Arg, Artifact, Buffer, Device, DeviceError, FunctionId, LaunchDims, Module, Ptr, Report,
-    StreamDevice,
+    Arg, Artifact, ArtifactReport, Buffer, Device, DeviceError, FunctionId, LaunchDims, Module,
+    Ptr, StreamDevice,
 };
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
@@ -40,7 +40,7 @@ pub struct Harness {
     /// Compiles the kernel `scale`.
     pub compile: fn() -> Artifact,
     /// Reads the report of a binary.
-    pub read: fn(&[u8]) -> Report,
+    pub read: fn(&[u8]) -> ArtifactReport,
     /// The vendor's wording in errors.
     pub words: Words,
     /// Cases that only this target has.

@@ -1,6 +1,6 @@
 //! The part of the device that only CUDA has.
 
-use crate::driver::{Copy2d, LaunchAttribute, LaunchConfig, Side2d, Table};
+use crate::driver::{Copy2d, DriverTable, LaunchAttribute, LaunchConfig, Side2d};
 use cudarc::driver::CudaContext;
 use moesaic_kernel::{Launch, TensorMap};
 use moesaic_target::gpu::{
@@ -34,7 +34,7 @@ const NOT_SUPPORTED: c_int = 801;
 /// A GPU of the CUDA driver.
 #[derive(Clone)]
 pub struct Cuda {
-    pub table: &'static Table,
+    pub table: &'static DriverTable,
     pub context: Arc<CudaContext>,
     /// Whether the GPU has clusters and tensor maps: sm_90 and later.
     pub clusters: bool,

@@ -13,7 +13,7 @@ const FOLDERS: [&str; 3] = ["lib64", "lib", "targets/x86_64-linux/lib"];
 
 /// A place to look for NVRTC, in the order in which the user expects it to win.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum NvrtcPlace {
     /// A library file, or a folder with one.
     Path(PathBuf),
     /// A name for the system's loader.
@@ -23,14 +23,17 @@ pub enum Place {
 /// Returns every place to look. A set `MOESAIC_NVRTC` is binding, so nothing
 /// else is tried then. Otherwise the order is the toolchain registry, an
 /// installation named by the usual variables, and the system's loader.
-pub fn places(registered: Option<&Path>, var: impl Fn(&str) -> Option<OsString>) -> Vec<Place> {
+pub fn places(
+    registered: Option<&Path>,
+    var: impl Fn(&str) -> Option<OsString>,
+) -> Vec<NvrtcPlace> {
     let set = |name| {
         var(name)
             .filter(|value| !value.is_empty())
             .map(PathBuf::from)
     };
     if let Some(path) = set("MOESAIC_NVRTC") {
-        return vec![Place::Path(path)];
+        return vec![NvrtcPlace::Path(path)];
     }
     let installations = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(set);
     let folders = installations.flat_map(|root| FOLDERS.map(|folder| root.join(folder)));
@@ -38,14 +41,14 @@ pub fn places(registered: Option<&Path>, var: impl Fn(&str) -> Option<OsString>)
         .map(Path::to_path_buf)
         .into_iter()
         .chain(folders)
-        .map(Place::Path)
-        .chain(NAMES.map(|name| Place::Name(name.to_string())))
+        .map(NvrtcPlace::Path)
+        .chain(NAMES.map(|name| NvrtcPlace::Name(name.to_string())))
         .collect()
 }
 
 /// Opens the first place that holds a working NVRTC; an error lists the answer
 /// of each place.
-pub fn open_first(places: &[Place]) -> Result<Nvrtc, Vec<Attempt>> {
+pub fn open_first(places: &[NvrtcPlace]) -> Result<Nvrtc, Vec<Attempt>> {
     let mut attempts = Vec::new();
     for place in places {
         match open(place) {
@@ -56,10 +59,10 @@ pub fn open_first(places: &[Place]) -> Result<Nvrtc, Vec<Attempt>> {
     Err(attempts)
 }
 
-fn open(place: &Place) -> Result<Nvrtc, Attempt> {
+fn open(place: &NvrtcPlace) -> Result<Nvrtc, Attempt> {
     match place {
-        Place::Name(name) => finish(name, Library::open("NVRTC", &[name])),
-        Place::Path(path) => open_path(path),
+        NvrtcPlace::Name(name) => finish(name, Library::open("NVRTC", &[name])),
+        NvrtcPlace::Path(path) => open_path(path),
     }
 }
 
@@ -127,10 +130,10 @@ fn loader_words(error: DlError) -> String {
 mod tests {
     use super::*;
 
-    fn paths(places: &[Place]) -> Vec<String> {
-        let text = |place: &Place| match place {
-            Place::Path(path) => path.display().to_string(),
-            Place::Name(name) => name.clone(),
+    fn paths(places: &[NvrtcPlace]) -> Vec<String> {
+        let text = |place: &NvrtcPlace| match place {
+            NvrtcPlace::Path(path) => path.display().to_string(),
+            NvrtcPlace::Name(name) => name.clone(),
         };
         places.iter().map(text).collect()
     }
@@ -164,9 +167,9 @@ mod tests {
     fn every_place_says_why_it_was_refused() {
         let folder = tempfile::tempdir().unwrap();
         let places = [
-            Place::Path(PathBuf::from("/no/such/place")),
-            Place::Path(folder.path().to_path_buf()),
-            Place::Name("libmoesaic_no_nvrtc.so".to_string()),
+            NvrtcPlace::Path(PathBuf::from("/no/such/place")),
+            NvrtcPlace::Path(folder.path().to_path_buf()),
+            NvrtcPlace::Name("libmoesaic_no_nvrtc.so".to_string()),
         ];
         let Err(attempts) = open_first(&places) else {
             panic!("opened an empty folder")

@@ -8,13 +8,13 @@ use crate::cubin::read_cubin;
 use moesaic_dl::Attempt;
 use moesaic_kernel::{CudaArch, KernelSource, Language, Target};
 use moesaic_target::{
-    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, KernelReport,
-    Report, SharedError,
+    Artifact, ArtifactReport, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason,
+    KernelReport, SharedError,
 };
 use std::fmt;
 use std::path::Path;
 use std::time::Instant;
-use table::{Compiled, Failure, Nvrtc, NvrtcError};
+use table::{Compiled, Nvrtc, NvrtcError, NvrtcFailure};
 
 /// Flags of every compile. Fast math is off; only the fusion of a product and a
 /// sum into one rounding, NVRTC's default, stays on. The assembler is asked to
@@ -61,7 +61,7 @@ impl NvrtcCompiler {
     /// # Errors
     /// [`CompileError::NoCompiler`] says why it cannot be used.
     pub fn open(path: &Path) -> Result<NvrtcCompiler, CompileError> {
-        let place = find::Place::Path(path.to_path_buf());
+        let place = find::NvrtcPlace::Path(path.to_path_buf());
         let nvrtc = find::open_first(&[place]).map_err(|attempts| no_compiler(&attempts))?;
         NvrtcCompiler::new(nvrtc)
     }
@@ -151,16 +151,16 @@ impl NvrtcCompiler {
             .collect()
     }
 
-    fn error(&self, source: &KernelSource, failure: Failure) -> CompileError {
+    fn error(&self, source: &KernelSource, failure: NvrtcFailure) -> CompileError {
         let (compiler, kernel) = (self.name(), source.name.clone());
         match failure {
-            Failure::Rejected(log) => CompileError::Rejected {
+            NvrtcFailure::Rejected(log) => CompileError::Rejected {
                 compiler,
                 kernel,
                 target: source.target.to_string(),
                 log,
             },
-            Failure::Broken(reason) => CompileError::Failed {
+            NvrtcFailure::Broken(reason) => CompileError::Failed {
                 compiler,
                 kernel,
                 reason: CompilerReason::Other(SharedError::new(reason)),
@@ -235,7 +235,7 @@ impl Compiler for NvrtcCompiler {
         refuse_spills(source, options, &compiled.log, &kernels)?;
         refuse_losses(source, options, &compiled.log)?;
         let log = log::worth_reading(&compiled.log);
-        let report = Report {
+        let report = ArtifactReport {
             compiler: self.name(),
             compile_ms,
             kernels,

@@ -52,7 +52,7 @@ pub struct Compiled {
 }
 
 /// The reason that a compile failed.
-pub enum Failure {
+pub enum NvrtcFailure {
     /// NVRTC rejected the text; the log says why.
     Rejected(String),
     /// Any other failure.
@@ -128,23 +128,28 @@ impl Nvrtc {
     }
 
     /// Compiles `text` to a CUBIN. Messages contain `name`.
-    pub fn compile(&self, name: &str, text: &str, flags: &[String]) -> Result<Compiled, Failure> {
-        let program = self.program(name, text).map_err(Failure::Broken)?;
+    pub fn compile(
+        &self,
+        name: &str,
+        text: &str,
+        flags: &[String],
+    ) -> Result<Compiled, NvrtcFailure> {
+        let program = self.program(name, text).map_err(NvrtcFailure::Broken)?;
         program.compile(flags)?;
-        let log = program.log().map_err(Failure::Broken)?;
+        let log = program.log().map_err(NvrtcFailure::Broken)?;
         let cubin = program
             .read(Functions::cubin_size, Functions::cubin)
-            .map_err(Failure::Broken)?;
+            .map_err(NvrtcFailure::Broken)?;
         Ok(Compiled { cubin, log })
     }
 
     /// Compiles `text` to PTX, the assembly from which a CUBIN is made.
-    pub fn ptx(&self, name: &str, text: &str, flags: &[String]) -> Result<String, Failure> {
-        let program = self.program(name, text).map_err(Failure::Broken)?;
+    pub fn ptx(&self, name: &str, text: &str, flags: &[String]) -> Result<String, NvrtcFailure> {
+        let program = self.program(name, text).map_err(NvrtcFailure::Broken)?;
         program.compile(flags)?;
         let bytes = program
             .read(Functions::ptx_size, Functions::ptx)
-            .map_err(Failure::Broken)?;
+            .map_err(NvrtcFailure::Broken)?;
         Ok(until_nul(&bytes))
     }
 
@@ -193,12 +198,12 @@ struct Loaded<'a> {
 }
 
 impl Loaded<'_> {
-    fn compile(&self, flags: &[String]) -> Result<(), Failure> {
+    fn compile(&self, flags: &[String]) -> Result<(), NvrtcFailure> {
         let flags = flags
             .iter()
             .map(|flag| c_string(flag))
             .collect::<Result<Vec<_>, _>>()
-            .map_err(Failure::Broken)?;
+            .map_err(NvrtcFailure::Broken)?;
         let pointers = flags.iter().map(|flag| flag.as_ptr()).collect::<Vec<_>>();
         let count = c_int::try_from(pointers.len()).unwrap_or(c_int::MAX);
         // SAFETY: the program is live and used by this thread alone; the
@@ -209,20 +214,20 @@ impl Loaded<'_> {
                 .compile(self.program, count, pointers.as_ptr())
         };
         match code {
-            COMPILATION => Err(Failure::Rejected(self.log().unwrap_or_default())),
+            COMPILATION => Err(NvrtcFailure::Rejected(self.log().unwrap_or_default())),
             code => self.nvrtc.check(code).map_err(|error| self.broken(error)),
         }
     }
 
     /// Returns the failure for a code, with the log, which often says more than
     /// NVRTC's terse message.
-    fn broken(&self, error: NvrtcError) -> Failure {
+    fn broken(&self, error: NvrtcError) -> NvrtcFailure {
         match self.log() {
-            Ok(log) if !log.trim().is_empty() => Failure::Broken(NvrtcError::Logged {
+            Ok(log) if !log.trim().is_empty() => NvrtcFailure::Broken(NvrtcError::Logged {
                 error: Box::new(error),
                 log: log.trim().to_string(),
             }),
-            _ => Failure::Broken(error),
+            _ => NvrtcFailure::Broken(error),
         }
     }
 

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 /// The order in which the threads of a block run. Results of a correct kernel
 /// do not depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Order {
+pub enum ThreadOrder {
     /// The lowest thread first.
     Ascending,
     /// The highest thread first.
@@ -101,7 +101,7 @@ pub(crate) struct Block {
     pub(crate) arrived: usize,
     pub(crate) barriers: u32,
     ready: VecDeque<u16>,
-    order: Order,
+    order: ThreadOrder,
     random: u64,
 }
 
@@ -122,13 +122,13 @@ impl Block {
             arrived: 0,
             barriers: 1,
             ready: VecDeque::new(),
-            order: Order::Ascending,
+            order: ThreadOrder::Ascending,
             random: 0,
         }
     }
 
     /// Prepares for the blocks of a launch.
-    pub(crate) fn begin(&mut self, launch: u32, order: Order) {
+    pub(crate) fn begin(&mut self, launch: u32, order: ThreadOrder) {
         (self.launch, self.order) = (launch, order);
     }
 
@@ -137,7 +137,7 @@ impl Block {
         (self.x, self.y, self.number) = (x, y, number);
         (self.live, self.arrived, self.barriers) = (threads, 0, 1);
         self.random = match self.order {
-            Order::Random(seed) => mix(seed ^ u64::from(number) << 32) | 1,
+            ThreadOrder::Random(seed) => mix(seed ^ u64::from(number) << 32) | 1,
             _ => 1,
         };
         self.states.clear();
@@ -171,7 +171,7 @@ impl Block {
     fn push(&mut self, threads: std::ops::Range<usize>) {
         let threads = threads.map(|thread| thread as u16);
         match self.order {
-            Order::Descending => self.ready.extend(threads.rev()),
+            ThreadOrder::Descending => self.ready.extend(threads.rev()),
             _ => self.ready.extend(threads),
         }
     }
@@ -188,7 +188,7 @@ impl Block {
     /// Makes the next thread the current one and returns it.
     pub(crate) fn next(&mut self) -> Option<usize> {
         let next = match self.order {
-            Order::Random(_) if self.ready.len() > 1 => {
+            ThreadOrder::Random(_) if self.ready.len() > 1 => {
                 self.random ^= self.random << 13;
                 self.random ^= self.random >> 7;
                 self.random ^= self.random << 17;
@@ -256,7 +256,7 @@ fn mix(mut z: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn drained(order: Order) -> Vec<usize> {
+    fn drained(order: ThreadOrder) -> Vec<usize> {
         let mut block = Block::new(64);
         block.begin(1, order);
         block.reset(7, [7, 0], 9);
@@ -265,11 +265,15 @@ mod tests {
 
     #[test]
     fn every_order_runs_every_thread_once() {
-        assert!(drained(Order::Ascending).into_iter().eq(0..9));
-        assert!(drained(Order::Descending).into_iter().eq((0..9).rev()));
-        let random = drained(Order::Random(3));
-        assert_eq!(random, drained(Order::Random(3)));
-        assert_ne!(random, drained(Order::Random(4)));
+        assert!(drained(ThreadOrder::Ascending).into_iter().eq(0..9));
+        assert!(
+            drained(ThreadOrder::Descending)
+                .into_iter()
+                .eq((0..9).rev())
+        );
+        let random = drained(ThreadOrder::Random(3));
+        assert_eq!(random, drained(ThreadOrder::Random(3)));
+        assert_ne!(random, drained(ThreadOrder::Random(4)));
         let mut sorted = random;
         sorted.sort_unstable();
         assert!(sorted.into_iter().eq(0..9));

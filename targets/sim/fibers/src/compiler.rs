@@ -4,7 +4,7 @@ use crate::image;
 use crate::tool::{self, BINARY, Failure, SOURCE, Tool};
 use moesaic_kernel::{KernelSource, SimArch, Target};
 use moesaic_target::{
-    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason, Report,
+    Artifact, ArtifactReport, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason,
     Scratch, SharedError,
 };
 use std::path::Path;
@@ -238,7 +238,7 @@ impl Compiler for FiberCompiler {
             kernel: source.name.clone(),
             reason: BinaryReason::Unreadable(SharedError::new(error)),
         })?;
-        let report = Report {
+        let report = ArtifactReport {
             compiler: self.name(),
             compile_ms: started.elapsed().as_secs_f64() * 1e3,
             kernels,

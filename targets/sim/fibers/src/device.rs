@@ -1,6 +1,6 @@
 //! The simulated GPU as a [`Device`].
 
-use crate::block::Order;
+use crate::block::ThreadOrder;
 use crate::memory::Memory;
 use crate::module::FiberModule;
 use crate::stamp::MOST_LAUNCHES;
@@ -28,7 +28,7 @@ pub struct FiberOptions {
     pub threads: Option<NonZeroUsize>,
     /// The orders of threads that each launch runs under. The first gives the
     /// result; the launch fails if the result differs under another.
-    pub orders: Vec<Order>,
+    pub orders: Vec<ThreadOrder>,
 }
 
 impl Default for FiberOptions {
@@ -36,7 +36,7 @@ impl Default for FiberOptions {
     fn default() -> FiberOptions {
         FiberOptions {
             threads: None,
-            orders: vec![Order::Ascending, Order::Random(1)],
+            orders: vec![ThreadOrder::Ascending, ThreadOrder::Random(1)],
         }
     }
 }
@@ -62,7 +62,7 @@ pub struct FiberDevice {
 pub(crate) struct DeviceState {
     pub(crate) arch: RocmArch,
     pub(crate) cores: usize,
-    pub(crate) orders: Vec<Order>,
+    pub(crate) orders: Vec<ThreadOrder>,
     pub(crate) memory: Arc<Memory>,
     /// Held while a launch runs.
     pub(crate) turn: Mutex<()>,

@@ -1,6 +1,6 @@
 //! The reasons a launch on fibers fails.
 
-use crate::block::Order;
+use crate::block::ThreadOrder;
 use moesaic_cpu::LoadError;
 use moesaic_dl::DlError;
 use std::io;
@@ -43,6 +43,6 @@ pub(crate) enum FiberError {
     Order {
         block: [u64; 2],
         place: String,
-        orders: [Order; 2],
+        orders: [ThreadOrder; 2],
     },
 }

@@ -39,6 +39,6 @@ mod tool;
 mod words;
 mod worker;
 
-pub use block::Order;
+pub use block::ThreadOrder;
 pub use compiler::FiberCompiler;
 pub use device::{FiberDevice, FiberOptions};

@@ -1,6 +1,6 @@
 //! Loaded kernels and their launch.
 
-use crate::block::Order;
+use crate::block::ThreadOrder;
 use crate::device::DeviceState;
 use crate::error::FiberError;
 use crate::fault::Fault;
@@ -9,7 +9,7 @@ use crate::machine::{MACHINE, MachineTable};
 use crate::region::Region;
 use crate::words::Scene;
 use crate::worker::{BlockJob, Body, Counts, Image, Worker};
-use moesaic_cpu::{Loaded, load_shared_object};
+use moesaic_cpu::{LoadedLibrary, load_shared_object};
 use moesaic_kernel::{Access, Entry};
 use moesaic_target::{
     Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, LaunchReason, LoadReason, Module,
@@ -34,7 +34,7 @@ struct Copy {
     image: Image,
     bodies: Vec<Body>,
     /// Keeps the code behind `bodies` mapped.
-    _loaded: Loaded,
+    _loaded: LoadedLibrary,
 }
 
 /// The kernels of one source.
@@ -242,7 +242,9 @@ impl Launch<'_> {
     /// results.
     fn run(&self) -> Result<(), FiberError> {
         let orders = &self.module.device.orders;
-        let (first, others) = orders.split_first().unwrap_or((&Order::Ascending, &[]));
+        let (first, others) = orders
+            .split_first()
+            .unwrap_or((&ThreadOrder::Ascending, &[]));
         if others.is_empty() {
             return self.run_once(*first).map(|counts| self.count(&counts));
         }
@@ -285,7 +287,7 @@ impl Launch<'_> {
         }
     }
 
-    fn compare(&self, want: &[Vec<u8>], orders: [Order; 2]) -> Result<(), FiberError> {
+    fn compare(&self, want: &[Vec<u8>], orders: [ThreadOrder; 2]) -> Result<(), FiberError> {
         for ((region, want), got) in self.written().zip(want).zip(self.contents()) {
             let Some(byte) = want.iter().zip(&got).position(|(a, b)| a != b) else {
                 continue;
@@ -315,7 +317,7 @@ impl Launch<'_> {
         }
     }
 
-    fn run_once(&self, order: Order) -> Result<Counts, FiberError> {
+    fn run_once(&self, order: ThreadOrder) -> Result<Counts, FiberError> {
         let device = &self.module.device;
         let blocks = self.grid[0] * self.grid[1];
         let cores = (device.cores as u64).min(blocks) as usize;
@@ -346,7 +348,7 @@ impl Launch<'_> {
     }
 
     /// Runs blocks on one core until none is left or one has failed.
-    fn run_blocks(&self, copy: &Copy, number: u32, order: Order, progress: &Progress) {
+    fn run_blocks(&self, copy: &Copy, number: u32, order: ThreadOrder, progress: &Progress) {
         let job = BlockJob {
             body: copy.bodies[self.index],
             image: copy.image,

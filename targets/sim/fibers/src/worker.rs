@@ -1,6 +1,6 @@
 //! A worker: it runs blocks on one core, thread by thread.
 
-use crate::block::{Block, Order, State};
+use crate::block::{Block, State, ThreadOrder};
 use crate::fault::{Access, AccessKind, Fault, Problem};
 use crate::product::{Product, Shape};
 use crate::region::Region;
@@ -35,7 +35,7 @@ pub(crate) struct BlockJob<'a> {
     pub(crate) dynamic_bytes: usize,
     /// Number of the launch, for stamps.
     pub(crate) launch: u32,
-    pub(crate) order: Order,
+    pub(crate) order: ThreadOrder,
 }
 
 /// Counts of executed operations.

@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use moesaic_fibers::Order;
+use moesaic_fibers::ThreadOrder;
 use moesaic_kernel::*;
 use moesaic_target::*;
 
@@ -37,7 +37,7 @@ fn fault(body: &str, expected: &str) {
     let mut buffers = [Data::ints(&[1; 256]), Data::room(256)];
     let blocks = if expected.contains("(1, 0)") { 2 } else { 1 };
     // One core fixes which of two blocks comes first.
-    let device = device(kernel.arch, 1, &[Order::Ascending]);
+    let device = device(kernel.arch, 1, &[ThreadOrder::Ascending]);
     let result = kernel.run_on(&device, blocks, &mut buffers);
     let Err(error) = result else {
         panic!("nothing is said of\n{body}")
@@ -178,7 +178,7 @@ fn what_the_compiler_checks() {
 #[test]
 fn launches_that_cannot_be() {
     let kernel = kernel("    y[block_x() * 128 + t] = t;");
-    let device = device(kernel.arch, 1, &[Order::Ascending]);
+    let device = device(kernel.arch, 1, &[ThreadOrder::Ascending]);
     let fails = |threads: u32, shared_bytes: u32, expected: &str| {
         let module = device
             .load(&kernel.compile(), &kernel.source.entries)
@@ -207,7 +207,7 @@ fn launches_that_cannot_be() {
         65552,
         "a block takes 65552 bytes of shared memory, gfx942 has 65536",
     );
-    let other = common::device(arch("gfx1100"), 1, &[Order::Ascending]);
+    let other = common::device(arch("gfx1100"), 1, &[ThreadOrder::Ascending]);
     let error = other
         .load(&kernel.compile(), &kernel.source.entries)
         .err()
@@ -221,7 +221,7 @@ fn launches_that_cannot_be() {
 #[test]
 fn pointers_must_be_of_the_device() {
     let kernel = kernel("    y[block_x() * 128 + t] = t;");
-    let device = device(kernel.arch, 1, &[Order::Ascending]);
+    let device = device(kernel.arch, 1, &[ThreadOrder::Ascending]);
     let module = device
         .load(&kernel.compile(), &kernel.source.entries)
         .unwrap();

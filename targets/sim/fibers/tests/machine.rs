@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use moesaic_fibers::Order;
+use moesaic_fibers::ThreadOrder;
 use moesaic_kernel::*;
 use moesaic_target::*;
 
@@ -71,14 +71,18 @@ fn cores_and_orders_do_not_show() {
     let x: Vec<f32> = (0..1000).map(|i| (i as f32).sin()).collect();
     for gpu in ["gfx942", "gfx1100"] {
         let kernel = Kernel::new(gpu, 192, params(), body);
-        let result = |threads: usize, order: Order| {
+        let result = |threads: usize, order: ThreadOrder| {
             let mut buffers = [Data::floats(&x), Data::room(192 * 37)];
             let device = device(kernel.arch, threads, &[order]);
             kernel.run_on(&device, 37, &mut buffers).unwrap();
             buffers[1].words()
         };
-        let want = result(1, Order::Ascending);
-        for order in [Order::Ascending, Order::Descending, Order::Random(5)] {
+        let want = result(1, ThreadOrder::Ascending);
+        for order in [
+            ThreadOrder::Ascending,
+            ThreadOrder::Descending,
+            ThreadOrder::Random(5),
+        ] {
             assert!(result(3, order) == want, "{gpu}, {order:?}");
         }
     }
@@ -93,7 +97,7 @@ fn a_result_that_depends_on_the_order_is_found() {
         \x20   if (thread_index() == 0)\n        next = 0;\n    block_sync();\n\
         \x20   y[block_x() * 64 + thread_index()] = take(&next);\n}";
     let kernel = Kernel::new("gfx942", 64, vec![out("y")], body);
-    let orders = [Order::Ascending, Order::Descending];
+    let orders = [ThreadOrder::Ascending, ThreadOrder::Descending];
     let error = kernel
         .run_on(&device(kernel.arch, 2, &orders), 3, &mut [Data::room(192)])
         .unwrap_err();
@@ -117,7 +121,11 @@ fn a_device_survives_faults_and_repeats() {
         Param::tensor("y", DType::I32, Access::ReadWrite, "[n]"),
     ];
     let kernel = Kernel::new("gfx942", 64, params, body);
-    let device = device(kernel.arch, 2, &[Order::Ascending, Order::Random(3)]);
+    let device = device(
+        kernel.arch,
+        2,
+        &[ThreadOrder::Ascending, ThreadOrder::Random(3)],
+    );
     let module = device
         .load(&kernel.compile(), &kernel.source.entries)
         .unwrap();

@@ -66,7 +66,7 @@ pub struct TensorMap {
 /// 128 bytes are no map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum TensorMapError {
+pub enum TensorMapFault {
     /// The rank is not 1 to 5.
     Rank(u32),
     /// The address is not a multiple of 16.
@@ -114,9 +114,9 @@ pub enum TensorMapError {
     NotAMap,
 }
 
-impl fmt::Display for TensorMapError {
+impl fmt::Display for TensorMapFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use TensorMapError as E;
+        use TensorMapFault as E;
         match self {
             E::Rank(rank) => write!(f, "a tensor map has 1 to 5 dimensions, not {rank}"),
             E::Address(at) => write!(f, "the address {at:#x} is no multiple of 16"),
@@ -156,7 +156,7 @@ impl fmt::Display for TensorMapError {
     }
 }
 
-impl std::error::Error for TensorMapError {}
+impl std::error::Error for TensorMapFault {}
 
 /// The first bytes of an encoded map.
 const MAGIC: [u8; 8] = *b"moesTMap";
@@ -197,33 +197,33 @@ impl TensorMap {
     ///
     /// # Errors
     /// The first rule that the map breaks.
-    pub fn validate(&self) -> Result<(), TensorMapError> {
+    pub fn validate(&self) -> Result<(), TensorMapFault> {
         if self.rank == 0 || self.rank > 5 {
-            return Err(TensorMapError::Rank(self.rank));
+            return Err(TensorMapFault::Rank(self.rank));
         }
         if !self.address.is_multiple_of(16) {
-            return Err(TensorMapError::Address(self.address));
+            return Err(TensorMapFault::Address(self.address));
         }
         self.check_dims()?;
         self.check_box()?;
         match (self.fill, self.element.is_float()) {
-            (OobFill::Nan, false) => Err(TensorMapError::NanOfIntegers(self.element)),
+            (OobFill::Nan, false) => Err(TensorMapFault::NanOfIntegers(self.element)),
             _ => Ok(()),
         }
     }
 
-    fn check_dims(&self) -> Result<(), TensorMapError> {
+    fn check_dims(&self) -> Result<(), TensorMapFault> {
         let rank = self.rank as usize;
         for (dim, &size) in self.dims[..rank].iter().enumerate() {
             if size == 0 || size > 1 << 32 {
-                return Err(TensorMapError::Dim { dim, size });
+                return Err(TensorMapFault::Dim { dim, size });
             }
         }
         for (index, &bytes) in self.strides[..rank - 1].iter().enumerate() {
             // A kernel meets this rule with rows whose width is no multiple of
             // 8 halves: such tensors need another kind of copy.
             if !bytes.is_multiple_of(16) || bytes >= 1 << 40 {
-                return Err(TensorMapError::Stride {
+                return Err(TensorMapFault::Stride {
                     dim: index + 1,
                     bytes,
                 });
@@ -232,26 +232,26 @@ impl TensorMap {
         Ok(())
     }
 
-    fn check_box(&self) -> Result<(), TensorMapError> {
+    fn check_box(&self) -> Result<(), TensorMapFault> {
         for dim in 0..self.rank as usize {
             let (size, stride) = (self.tile[dim], self.element_strides[dim]);
             // The limits are those that the CUDA driver API gives for `boxDim`
             // and `elementStrides` of `cuTensorMapEncodeTiled`.
             if size == 0 || size > 256 {
-                return Err(TensorMapError::Box { dim, size });
+                return Err(TensorMapFault::Box { dim, size });
             }
             if stride == 0 || stride > 8 {
-                return Err(TensorMapError::ElementStride { dim, stride });
+                return Err(TensorMapFault::ElementStride { dim, stride });
             }
         }
         let (bytes, swizzle) = (self.row_bytes(), self.swizzle);
         if !bytes.is_multiple_of(16) {
-            return Err(TensorMapError::InnerBytes(bytes));
+            return Err(TensorMapFault::InnerBytes(bytes));
         }
         // A row longer than the span would wrap into the next row's chunks,
         // which TMA does not do: the caller has to split such a box.
         if swizzle != Swizzle::None && bytes > swizzle.span() {
-            return Err(TensorMapError::InnerSpan { bytes, swizzle });
+            return Err(TensorMapFault::InnerSpan { bytes, swizzle });
         }
         Ok(())
     }
@@ -284,7 +284,7 @@ impl TensorMap {
     ///
     /// # Errors
     /// As [`TensorMap::validate`].
-    pub fn encode(&self) -> Result<[u8; 128], TensorMapError> {
+    pub fn encode(&self) -> Result<[u8; 128], TensorMapFault> {
         self.validate()?;
         let mut bytes = [0; 128];
         let mut put = Cursor {
@@ -310,15 +310,15 @@ impl TensorMap {
     /// rank keep their value, except that those out of range come back reduced.
     ///
     /// # Errors
-    /// [`TensorMapError::NotAMap`] for other bytes, or the rule that the map
+    /// [`TensorMapFault::NotAMap`] for other bytes, or the rule that the map
     /// breaks.
-    pub fn decode(bytes: &[u8; 128]) -> Result<TensorMap, TensorMapError> {
+    pub fn decode(bytes: &[u8; 128]) -> Result<TensorMap, TensorMapFault> {
         // A kernel could pass any 128 bytes, for one a map that was made for a
         // real driver. Magic and checksum turn that into an error instead of a
         // copy of random memory.
         let sum = checksum(&bytes[..CHECKED]).to_le_bytes();
         if bytes[..8] != MAGIC || bytes[CHECKED..] != sum {
-            return Err(TensorMapError::NotAMap);
+            return Err(TensorMapFault::NotAMap);
         }
         let long = |index: usize| {
             let at = 8 + 8 * index;
@@ -365,8 +365,8 @@ fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-fn pick<T>(list: &[T], index: u32) -> Result<&T, TensorMapError> {
-    list.get(index as usize).ok_or(TensorMapError::NotAMap)
+fn pick<T>(list: &[T], index: u32) -> Result<&T, TensorMapFault> {
+    list.get(index as usize).ok_or(TensorMapFault::NotAMap)
 }
 
 /// Returns the first five of `values`, padded with ones.

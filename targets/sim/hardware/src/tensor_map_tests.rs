@@ -24,9 +24,9 @@ fn garbage_is_no_map() {
     for index in [0, 9, 50, 88, 99, 101, 119, 127] {
         let mut bytes = good;
         bytes[index] ^= 4;
-        assert_eq!(TensorMap::decode(&bytes), Err(TensorMapError::NotAMap));
+        assert_eq!(TensorMap::decode(&bytes), Err(TensorMapFault::NotAMap));
     }
-    assert_eq!(TensorMap::decode(&[0; 128]), Err(TensorMapError::NotAMap));
+    assert_eq!(TensorMap::decode(&[0; 128]), Err(TensorMapFault::NotAMap));
 }
 
 #[test]
@@ -38,7 +38,7 @@ fn dense_strides_and_bytes() {
     assert_eq!(sample().box_bytes(), 128 * 128 * 4);
 }
 
-fn broken(change: impl FnOnce(&mut TensorMap)) -> TensorMapError {
+fn broken(change: impl FnOnce(&mut TensorMap)) -> TensorMapFault {
     let mut map = sample();
     assert_eq!(map.validate(), Ok(()));
     change(&mut map);
@@ -48,7 +48,7 @@ fn broken(change: impl FnOnce(&mut TensorMap)) -> TensorMapError {
 
 #[test]
 fn every_rule_is_checked() {
-    use TensorMapError as E;
+    use TensorMapFault as E;
     assert_eq!(broken(|m| m.rank = 0), E::Rank(0));
     assert_eq!(broken(|m| m.rank = 6), E::Rank(6));
     assert_eq!(broken(|m| m.address = 8), E::Address(8));
@@ -85,12 +85,12 @@ fn what_lies_beyond_the_rank_is_not_checked() {
 
 #[test]
 fn errors_name_the_rule() {
-    let stride = TensorMapError::Stride { dim: 1, bytes: 24 };
+    let stride = TensorMapFault::Stride { dim: 1, bytes: 24 };
     assert_eq!(
         stride.to_string(),
         "the stride of dimension 1 is 24 bytes; it must be a multiple of 16 below 2^40"
     );
-    let span = TensorMapError::InnerSpan {
+    let span = TensorMapFault::InnerSpan {
         bytes: 256,
         swizzle: Swizzle::B128,
     };

@@ -12,7 +12,7 @@ use std::fmt;
 
 /// One piece of a box: at most 16 bytes, contiguous on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Move {
+pub struct BoxPiece {
     /// Shared-memory address, swizzled.
     pub shared: u32,
     /// Global address; `None` outside the tensor, where loads write the fill
@@ -77,7 +77,7 @@ pub fn box_moves(
     map: &TensorMap,
     coordinates: &[i32],
     shared: u32,
-    mut visit: impl FnMut(Move),
+    mut visit: impl FnMut(BoxPiece),
 ) -> Result<(), TmaError> {
     check(map, coordinates, shared)?;
     let rank = map.rank as usize;
@@ -138,7 +138,7 @@ fn row_moves(
     first: i32,
     start: Option<u64>,
     shared: u32,
-    visit: &mut impl FnMut(Move),
+    visit: &mut impl FnMut(BoxPiece),
 ) {
     let size = i64::from(map.element.bytes());
     let (bytes, first) = (i64::from(map.row_bytes()), i64::from(first) * size);
@@ -158,7 +158,7 @@ fn row_moves(
         let edge = [inside.start, inside.end].into_iter().filter(|e| *e > at);
         let end = edge.min().unwrap_or(chunk_end).min(chunk_end);
         let global = start.filter(|_| inside.contains(&at));
-        visit(Move {
+        visit(BoxPiece {
             shared: map.swizzle.apply(shared.wrapping_add(at as u32)),
             global: global.map(|start| start.wrapping_add_signed(first + at)),
             bytes: (end - at) as u32,
@@ -180,7 +180,7 @@ pub fn fill(map: &TensorMap) -> [u8; 16] {
 
 /// An operation of `cp.reduce.async.bulk` on the old and the new value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Reduction {
+pub enum BulkReduction {
     /// The sum.
     Add,
     /// The smaller value.
@@ -204,12 +204,12 @@ macro_rules! integers {
             <$type>::from_le_bytes,
             <$type>::to_le_bytes,
             |a, b| match $op {
-                Reduction::Add => a.wrapping_add(b),
-                Reduction::Min => a.min(b),
-                Reduction::Max => a.max(b),
-                Reduction::And => a & b,
-                Reduction::Or => a | b,
-                Reduction::Xor => a ^ b,
+                BulkReduction::Add => a.wrapping_add(b),
+                BulkReduction::Min => a.min(b),
+                BulkReduction::Max => a.max(b),
+                BulkReduction::And => a & b,
+                BulkReduction::Or => a | b,
+                BulkReduction::Xor => a ^ b,
             },
         )
     };
@@ -223,7 +223,7 @@ macro_rules! integers {
 /// # Errors
 /// [`ReduceError`] when TMA has no such operation.
 pub fn reduce(
-    op: Reduction,
+    op: BulkReduction,
     element: ElementType,
     memory: &mut [u8],
     value: &[u8],
@@ -236,11 +236,11 @@ pub fn reduce(
         E::S32 => integers!(i32, op, memory, value),
         E::S64 => integers!(i64, op, memory, value),
         E::F16 | E::Bf16 => half(error, memory, value)?,
-        E::F32 if op == Reduction::Add => {
+        E::F32 if op == BulkReduction::Add => {
             let (read, write) = (f32::from_le_bytes, f32::to_le_bytes);
             each(memory, value, read, write, |a, b| a + b);
         }
-        E::F64 if op == Reduction::Add => {
+        E::F64 if op == BulkReduction::Add => {
             let (read, write) = (f64::from_le_bytes, f64::to_le_bytes);
             each(memory, value, read, write, |a, b| a + b);
         }
@@ -270,9 +270,9 @@ fn each<T, const N: usize>(
 /// Applies a reduction to 16-bit floats, computed in f32.
 fn half(asked: ReduceError, memory: &mut [u8], value: &[u8]) -> Result<(), ReduceError> {
     let op = match asked.op {
-        Reduction::Add => |a: f32, b: f32| a + b,
-        Reduction::Min => |a, b| ordered(a, b).0,
-        Reduction::Max => |a, b| ordered(a, b).1,
+        BulkReduction::Add => |a: f32, b: f32| a + b,
+        BulkReduction::Min => |a, b| ordered(a, b).0,
+        BulkReduction::Max => |a, b| ordered(a, b).1,
         _ => return Err(asked),
     };
     type Halves = (fn(u16) -> f32, fn(f32) -> u16);
@@ -300,7 +300,7 @@ fn ordered(a: f32, b: f32) -> (f32, f32) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReduceError {
     /// The operation.
-    pub op: Reduction,
+    pub op: BulkReduction,
     /// The element type of the operation.
     pub element: ElementType,
 }

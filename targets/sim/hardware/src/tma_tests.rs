@@ -212,7 +212,7 @@ fn fills_are_whole_elements() {
 }
 
 fn reduced<const N: usize>(
-    op: Reduction,
+    op: BulkReduction,
     element: ElementType,
     old: [u8; N],
     new: [u8; N],
@@ -225,7 +225,7 @@ fn reduced<const N: usize>(
 
 #[test]
 fn reductions_of_integers() {
-    use Reduction as R;
+    use BulkReduction as R;
     let u = |op, a: u32, b: u32| {
         let bytes = reduced(op, ElementType::U32, a.to_le_bytes(), b.to_le_bytes());
         u32::from_le_bytes(bytes.unwrap())
@@ -255,7 +255,7 @@ fn reductions_of_integers() {
 
 #[test]
 fn reductions_of_floats() {
-    use Reduction as R;
+    use BulkReduction as R;
     let bf16 = |op, a: f32, b: f32| {
         let [a, b] = [a, b].map(|v| bf16_from_f32(v).to_le_bytes());
         let bytes = reduced(op, ElementType::Bf16, a, b).unwrap();

@@ -11,7 +11,7 @@
 
 mod descriptor;
 
-pub use descriptor::{Descriptor, Major, Operand};
+pub use descriptor::{Descriptor, Major, SharedOperand};
 
 use crate::Lanes;
 use crate::float::{f16_from_f32, f32_from_f16};
@@ -232,8 +232,8 @@ impl Wgmma<'_> {
     }
 
     /// Returns B as an operand in shared memory.
-    pub fn operand_b(&self) -> Operand {
-        Operand {
+    pub fn operand_b(&self) -> SharedOperand {
+        SharedOperand {
             descriptor: self.b,
             major: self.b_major,
             element: self.kind.element,
@@ -242,10 +242,10 @@ impl Wgmma<'_> {
 
     /// Returns A as an operand in shared memory; `None` when it is in
     /// registers.
-    pub fn operand_a(&self) -> Option<Operand> {
+    pub fn operand_a(&self) -> Option<SharedOperand> {
         match self.a {
             SourceA::Registers(_) => None,
-            SourceA::Shared(descriptor, major) => Some(Operand {
+            SourceA::Shared(descriptor, major) => Some(SharedOperand {
                 descriptor,
                 major,
                 element: self.kind.element,
@@ -283,7 +283,7 @@ fn for_each_a(kind: WgmmaKind, mut visit: impl FnMut(usize, usize, usize, usize)
 
 /// Calls `put(mn, k, value)` for every element of an operand.
 fn read(
-    operand: Operand,
+    operand: SharedOperand,
     name: char,
     shared: SharedMemory<'_>,
     extent: usize,
@@ -318,7 +318,7 @@ fn read(
     Ok(())
 }
 
-fn check(operand: Operand) -> Result<(), WgmmaError> {
+fn check(operand: SharedOperand) -> Result<(), WgmmaError> {
     let offset = operand.descriptor.base_offset;
     match (operand.major, operand.element) {
         // `imm-trans-a` and `imm-trans-b` exist for f16 and bf16 alone (PTX

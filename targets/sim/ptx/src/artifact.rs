@@ -1,7 +1,7 @@
 //! Artifacts: the PTX that the compiler hands to the device, with its source.
 
 use crate::error::PtxError;
-use moesaic_target::{Artifact, Report};
+use moesaic_target::{Artifact, ArtifactReport};
 
 /// The first bytes of an artifact; the last one is its version.
 const MAGIC: &[u8; 8] = b"moesptx\x01";
@@ -16,7 +16,7 @@ pub fn artifact_of_ptx(ptx: &str, source: &str) -> Artifact {
     };
     Artifact {
         binary: texts.pack(),
-        report: Report::default(),
+        report: ArtifactReport::default(),
     }
 }
 

@@ -7,8 +7,8 @@ use crate::text;
 use moesaic_cuda::NvrtcCompiler;
 use moesaic_kernel::{KernelSource, SimArch, Target};
 use moesaic_target::{
-    Artifact, BinaryReason, CompileError, CompileOptions, Compiler, KernelReport, ParamSlot,
-    Report, SharedError,
+    Artifact, ArtifactReport, BinaryReason, CompileError, CompileOptions, Compiler, KernelReport,
+    ParamSlot, SharedError,
 };
 use std::time::Instant;
 
@@ -183,7 +183,7 @@ impl Compiler for PtxCompiler {
         };
         Ok(Artifact {
             binary: texts.pack(),
-            report: Report {
+            report: ArtifactReport {
                 compiler: self.name(),
                 compile_ms,
                 kernels,

@@ -4,9 +4,9 @@ use crate::artifact::Texts;
 use crate::code::Kernel;
 use crate::error::PtxError;
 use crate::finding::Finding;
-use crate::launch::{DeviceState, Loaded, launch};
+use crate::launch::{DeviceState, ModuleKernel, launch};
 use crate::memory::Allocation;
-use crate::text::{self, Space};
+use crate::text::{self, StateSpace};
 use moesaic_kernel::{CudaArch, Entry, SimArch, Target};
 use moesaic_target::{
     Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, DriverReason, FunctionId,
@@ -25,13 +25,13 @@ pub struct PtxOptions {
     /// depend on the number.
     pub threads: Option<NonZeroUsize>,
     /// The set of checks.
-    pub checks: Checks,
+    pub checks: CheckSet,
 }
 
 /// The set of checks that run. Bounds, alignment, masks, barriers and deadlocks
 /// are always checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Checks {
+pub enum CheckSet {
     /// No further checks: the fastest.
     Basic,
     /// Races, uninitialised reads and proxy fences as well.
@@ -43,7 +43,7 @@ impl Default for PtxOptions {
         PtxOptions {
             seed: 1,
             threads: None,
-            checks: Checks::Full,
+            checks: CheckSet::Full,
         }
     }
 }
@@ -176,7 +176,7 @@ impl Device for PtxDevice {
 /// A loaded artifact.
 struct PtxModule {
     shared: Arc<DeviceState>,
-    kernels: Vec<Loaded>,
+    kernels: Vec<ModuleKernel>,
     /// Memory of the module's own variables.
     _variables: Vec<Owner>,
 }
@@ -196,7 +196,7 @@ impl PtxModule {
         for text in &module.entries {
             let kernel = Kernel::decode(&module, text, &addresses)?;
             let entry = entries.iter().find(|entry| entry.symbol == text.name);
-            kernels.push(Loaded {
+            kernels.push(ModuleKernel {
                 kernel,
                 entry: entry.cloned(),
                 source: Arc::clone(&source),
@@ -241,7 +241,7 @@ fn place_variables(shared: &Arc<DeviceState>, module: &text::ModuleText) -> (Vec
         // A module names every variable of its headers. Only those that an
         // instruction uses get memory, so that an unused table costs no
         // allocation and no race log.
-        let placed = matches!(variable.space, Space::Global | Space::Const);
+        let placed = matches!(variable.space, StateSpace::Global | StateSpace::Const);
         if !placed || !crate::code::layout::is_used(module, i) {
             return 0;
         }
@@ -261,7 +261,7 @@ fn place_variables(shared: &Arc<DeviceState>, module: &text::ModuleText) -> (Vec
     (addresses, owners)
 }
 
-impl Loaded {
+impl ModuleKernel {
     /// Returns the signature that the PTX declares.
     pub fn report(&self) -> KernelReport {
         let params = self

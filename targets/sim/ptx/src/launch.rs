@@ -2,9 +2,9 @@
 
 use crate::code::Kernel;
 use crate::code::layout::SHARED_START;
-use crate::device::{Checks, PtxOptions, lock};
+use crate::device::{CheckSet, PtxOptions, lock};
 use crate::finding::{Finding, FindingKind};
-use crate::machine::{Failure, Launch, Machine, Tally, block_index};
+use crate::machine::{BlockFailure, ClusterRunner, LaunchContext, Tally, block_index};
 use crate::memory::{Conflict, Heap, LaunchLog, Regions};
 use crate::report::count;
 use crate::text::Locations;
@@ -27,7 +27,7 @@ pub struct DeviceState {
 }
 
 /// A kernel of a module.
-pub struct Loaded {
+pub struct ModuleKernel {
     pub kernel: Kernel,
     pub entry: Option<Entry>,
     pub source: Arc<[String]>,
@@ -37,7 +37,7 @@ pub struct Loaded {
 /// Runs a launch to its end.
 pub fn launch(
     shared: &DeviceState,
-    loaded: &Loaded,
+    loaded: &ModuleKernel,
     dims: LaunchDims,
     args: &[Arg],
 ) -> Result<(), DeviceError> {
@@ -80,7 +80,7 @@ enum RefusedLaunch {
 }
 
 /// Returns the parameter block that the kernel reads.
-fn params(loaded: &Loaded, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
+fn params(loaded: &ModuleKernel, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
     let mut bytes = vec![0; loaded.kernel.param_bytes as usize];
     let Some(entry) = &loaded.entry else {
         let error = SharedError::new(RefusedLaunch::NoSignature);
@@ -104,7 +104,7 @@ fn params(loaded: &Loaded, args: &[Arg]) -> Result<Vec<u8>, DeviceError> {
 }
 
 /// Returns the blocks per cluster, which the text fixes or the launch asks for.
-fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, RefusedLaunch> {
+fn cluster(loaded: &ModuleKernel, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, RefusedLaunch> {
     let asked = dims.cluster.max(1);
     let cluster = match loaded.kernel.cluster {
         Some(fixed) if asked != 1 && asked != fixed => {
@@ -127,9 +127,9 @@ fn cluster(loaded: &Loaded, dims: &LaunchDims, grid: [u32; 2]) -> Result<u32, Re
 
 /// Returns a finding if the launch asks for more shared memory or threads than
 /// there are.
-fn size_finding(shared: &DeviceState, loaded: &Loaded, dims: &LaunchDims) -> Option<Finding> {
+fn size_finding(shared: &DeviceState, loaded: &ModuleKernel, dims: &LaunchDims) -> Option<Finding> {
     let kernel = &loaded.kernel;
-    let at_start = |kind, message| Failure {
+    let at_start = |kind, message| BlockFailure {
         kind,
         block: [0; 3],
         threads: vec![0],
@@ -162,12 +162,12 @@ fn size_finding(shared: &DeviceState, loaded: &Loaded, dims: &LaunchDims) -> Opt
 struct Part {
     executed: Vec<u64>,
     tally: Tally,
-    failure: Option<(u64, Failure)>,
+    failure: Option<(u64, BlockFailure)>,
 }
 
 fn run(
     shared: &DeviceState,
-    loaded: &Loaded,
+    loaded: &ModuleKernel,
     dims: &LaunchDims,
     grid: [u32; 2],
     cluster: u32,
@@ -176,7 +176,7 @@ fn run(
     let kernel = &loaded.kernel;
     let regions = lock(&shared.heap).regions();
     let log = LaunchLog::new(&regions);
-    let launch = Launch {
+    let launch = LaunchContext {
         kernel,
         params,
         regions: &regions,
@@ -188,7 +188,7 @@ fn run(
         seed: shared.options.seed,
         in_order: kernel.in_order,
         dependent: loaded.entry.as_ref().is_some_and(|e| e.launch.dependent),
-        full: shared.options.checks == Checks::Full,
+        full: shared.options.checks == CheckSet::Full,
     };
     let clusters = u64::from(grid[0]) * u64::from(grid[1]) / u64::from(cluster);
     // Results of such a kernel depend on the order of its blocks (float
@@ -241,10 +241,10 @@ impl Part {
 /// Runs the clusters on `workers` threads; each takes the next in order. A
 /// failure stops the clusters behind it, so the first failing cluster is always
 /// found.
-fn spread(launch: &Launch<'_>, clusters: u64, workers: u64) -> Vec<Part> {
+fn spread(launch: &LaunchContext<'_>, clusters: u64, workers: u64) -> Vec<Part> {
     let (next, stop) = (AtomicU64::new(0), AtomicU64::new(clusters));
     let work = || {
-        let mut machine = Machine::new(launch);
+        let mut machine = ClusterRunner::new(launch);
         let mut failure = None;
         loop {
             // Relaxed is enough: the counter hands out numbers alone. All
@@ -285,7 +285,12 @@ fn spread(launch: &Launch<'_>, clusters: u64, workers: u64) -> Vec<Part> {
 }
 
 /// Returns the failure for two blocks that touch the same byte.
-fn race(loaded: &Loaded, regions: &Regions, grid: [u32; 3], conflict: Conflict) -> Failure {
+fn race(
+    loaded: &ModuleKernel,
+    regions: &Regions,
+    grid: [u32; 3],
+    conflict: Conflict,
+) -> BlockFailure {
     let line = |pc: u32| loaded.kernel.code[pc as usize].line;
     let name = |block: u64| {
         let [x, y, z] = block_index(grid, block);
@@ -302,7 +307,7 @@ fn race(loaded: &Loaded, regions: &Regions, grid: [u32; 3], conflict: Conflict) 
         Some(block) => format!("{} {other} (PTX line {})", name(block.0), line(block.1)),
         None => "an ld.global.nc, which promises that nobody writes there, reads".to_string(),
     };
-    Failure {
+    BlockFailure {
         kind: FindingKind::GlobalRace,
         block: block_index(grid, writer.0),
         threads: Vec::new(),

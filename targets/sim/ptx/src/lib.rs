@@ -23,6 +23,6 @@ mod text;
 
 pub use artifact::artifact_of_ptx;
 pub use compiler::PtxCompiler;
-pub use device::{Checks, PtxDevice, PtxOptions};
+pub use device::{CheckSet, PtxDevice, PtxOptions};
 pub use error::PtxError;
 pub use finding::{Finding, FindingKind};

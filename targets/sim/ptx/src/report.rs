@@ -3,11 +3,11 @@
 use crate::code::Kernel;
 use crate::code::op::InstructionClass;
 use crate::finding::Finding;
-use crate::launch::Loaded;
-use crate::machine::{Failure, Tally};
+use crate::launch::ModuleKernel;
+use crate::machine::{BlockFailure, Tally};
 use moesaic_target::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
 
-impl Loaded {
+impl ModuleKernel {
     /// Describes an instruction's lines in short.
     fn place(&self, pc: u32) -> String {
         let instruction = &self.kernel.code[pc as usize];
@@ -26,7 +26,7 @@ impl Loaded {
     }
 
     /// Returns the finding that people read.
-    pub fn finding(&self, failure: Failure) -> Finding {
+    pub fn finding(&self, failure: BlockFailure) -> Finding {
         let instruction = &self.kernel.code[failure.pc as usize];
         let frames = self.locations.frames(instruction.place);
         let text = |line: u32| {

@@ -10,7 +10,7 @@ use moesaic_target::{DeviceError, LaunchReason, MapBytes, Ptr, SharedError};
 #[error("a tensor map of {sizes:?} elements cannot be made: {source}")]
 struct RefusedMap {
     sizes: Vec<u64>,
-    source: moesaic_hardware::tensor_map::TensorMapError,
+    source: moesaic_hardware::tensor_map::TensorMapFault,
 }
 
 /// Encodes the map of a dense row-major tensor, dimensions innermost first.

@@ -7,7 +7,7 @@ use moesaic_kernel::{
     CpuIsa, DType, Entry, KernelSource, Language, Launch, Param, Size, Stem, Target,
 };
 use moesaic_spec::testing::SampleRng;
-use moesaic_target::{Artifact, Report};
+use moesaic_target::{Artifact, ArtifactReport};
 use std::fs;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
@@ -49,7 +49,7 @@ pub(super) fn kernel(name: &str) -> (KernelKey, KernelSource, StoredKernel) {
     };
     let artifact = Artifact {
         binary: name.bytes().cycle().take(300).collect(),
-        report: Report {
+        report: ArtifactReport {
             compiler: "none".to_string(),
             compile_ms: 1.0,
             kernels: Vec::new(),

@@ -6,7 +6,8 @@ use crate::memory::Values;
 use crate::rows::Rows;
 use moesaic_kernel::DType;
 use moesaic_plan::{
-    GemmFamily, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half, LaunchStep, Op,
+    ExpertGemm, GemmFamily, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc,
+    LaunchStep, Op,
 };
 use moesaic_reference::activate;
 use moesaic_spec::LayerSpec;
@@ -50,7 +51,7 @@ pub fn check(harness: &Harness, step: &LaunchStep, rows: &Rows, given: &Values, 
         ),
     };
     match &kernel.op {
-        Op::GroupedGemmDgrad { desc: d, .. } if d.half == Half::Down => {
+        Op::GroupedGemmDgrad { desc: d, .. } if d.half == ExpertGemm::Down => {
             check(d.dense).down(d, config.tile_columns);
         }
         Op::GroupedGemmDgrad { desc: d, .. } => check(d.dense).up(d),
@@ -315,7 +316,7 @@ impl Check<'_> {
     /// Names of what is summed, and of what it becomes.
     fn matrices(&self, d: &GroupedGemmWgradDesc) -> Vec<[&'static str; 2]> {
         match (d.half, d.gated) {
-            (Half::Down, _) => vec![["dout", "down"]],
+            (ExpertGemm::Down, _) => vec![["dout", "down"]],
             (_, false) => vec![["dup", "up"]],
             (_, true) => vec![["dgate", "gate"], ["dup", "up"]],
         }
@@ -325,8 +326,8 @@ impl Check<'_> {
     fn right(&self, d: &GroupedGemmWgradDesc, row: usize) -> &[f64] {
         let (name, at) = match (self.given.get("x"), d.half) {
             (Some(_), _) => ("x", self.given["row_slots"][row] as usize / d.top_k),
-            (None, Half::Down) => ("hidden", row),
-            (None, Half::Up) => ("rows", row),
+            (None, ExpertGemm::Down) => ("hidden", row),
+            (None, ExpertGemm::Up) => ("rows", row),
         };
         &self.given[name][at * d.width..][..d.width]
     }

@@ -6,7 +6,7 @@ use crate::bench::{Bench, File, Kernel, Program, Takes, Trouble, Value};
 use crate::random::Random;
 use crate::report::{Row, same};
 use moesaic_hardware::float::{bf16_from_f32, f16_from_f32};
-use moesaic_hardware::tma::{Reduction, box_moves, fill, reduce};
+use moesaic_hardware::tma::{BulkReduction, box_moves, fill, reduce};
 use moesaic_hardware::{swizzle, tensor_map};
 use moesaic_kernel::{Access, DType, Swizzle, TensorMap};
 use tera::Context;
@@ -25,13 +25,13 @@ pub(super) const BYTES: usize = 4 * WORDS;
 const LOADS: usize = 8;
 const STORES: usize = 15;
 const TYPES: [DType; 5] = [DType::F32, DType::F16, DType::Bf16, DType::I32, DType::I64];
-const REDUCTIONS: [(&str, Reduction); 6] = [
-    ("add", Reduction::Add),
-    ("min", Reduction::Min),
-    ("max", Reduction::Max),
-    ("and", Reduction::And),
-    ("or", Reduction::Or),
-    ("xor", Reduction::Xor),
+const REDUCTIONS: [(&str, BulkReduction); 6] = [
+    ("add", BulkReduction::Add),
+    ("min", BulkReduction::Min),
+    ("max", BulkReduction::Max),
+    ("and", BulkReduction::And),
+    ("or", BulkReduction::Or),
+    ("xor", BulkReduction::Xor),
 ];
 const SWIZZLES: [Swizzle; 4] = [Swizzle::None, Swizzle::B32, Swizzle::B64, Swizzle::B128];
 
@@ -128,7 +128,7 @@ fn reductions(bench: &Bench, random: &mut Random) -> Result<Vec<Row>, Trouble> {
 }
 
 /// Returns true if TMA has the reduction for the type.
-fn has(dtype: DType, op: Reduction) -> bool {
+fn has(dtype: DType, op: BulkReduction) -> bool {
     let element = table_element(dtype);
     let (mut old, new) = ([0; 8], [0; 8]);
     reduce(op, element, &mut old, &new).is_ok()
@@ -138,7 +138,7 @@ fn reduction_row(
     bench: &Bench,
     random: &mut Random,
     dtype: DType,
-    (name, op): (&str, Reduction),
+    (name, op): (&str, BulkReduction),
 ) -> Result<Row, Trouble> {
     let mut result = Ok(());
     for rank in 1..=5 {

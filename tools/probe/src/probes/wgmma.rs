@@ -253,7 +253,7 @@ fn descriptor(start: u32, major: Major, swizzle: Swizzle, extent: usize) -> Desc
 #[cfg(test)]
 mod tests {
     use super::*;
-    use moesaic_hardware::wgmma::Operand;
+    use moesaic_hardware::wgmma::SharedOperand;
 
     /// Checks that distinct elements lie at distinct places, inside the tile.
     #[test]
@@ -261,7 +261,7 @@ mod tests {
         for swizzle in Swizzle::ALL {
             for major in MAJORS {
                 let descriptor = descriptor(B_AT, major, swizzle, 256);
-                let operand = Operand {
+                let operand = SharedOperand {
                     descriptor,
                     major,
                     element: MmaElement::F16,

@@ -1,11 +1,11 @@
 //! `combine_bwd`: the output's gradient to expert rows, and gradients of weights.
 
-use crate::layer::{Builder, Part, Role, borrowed, constant, owned, tensor};
+use crate::layer::{Builder, Part, TensorRole, borrowed, constant, owned, tensor};
 use crate::ops::copies::{COPY_THREADS, row_tiling};
-use crate::ops::grouped_gemm::{self, Half};
+use crate::ops::grouped_gemm::{self, ExpertGemm};
 use crate::ops::params::{edges, entry, one, per_slot, some, tokens_by, when};
 use crate::ops::shared::{SharedBwdDesc, adds_later, apart, shared_bwd};
-use crate::ops::{Machine, Op, Operator};
+use crate::ops::{Op, Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param, Size};
 use moesaic_spec::{LayerSpec, SharedGate, WeightSite};
@@ -103,10 +103,10 @@ fn later_desc(spec: &LayerSpec, shared_parts: &[usize]) -> CombineBwdDesc {
 impl Operator for CombineBwdDesc {
     type Config = CombineBwdConfig;
 
-    fn tiling(&self, machine: Machine) -> CombineBwdConfig {
+    fn tiling(&self, machine: TileMachine) -> CombineBwdConfig {
         match machine {
-            Machine::Cpu(_) => on_cpu(),
-            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+            TileMachine::Cpu(_) => on_cpu(),
+            TileMachine::Gpu(gpu) => on_gpu(self, gpu.wave()),
         }
     }
 
@@ -271,7 +271,7 @@ impl Builder {
         // arrive.
         let parts = match self.part {
             Part::Tokens { parts } => parts,
-            _ => self.parts(&grouped_gemm::dgrad::routed(spec, Half::Down)),
+            _ => self.parts(&grouped_gemm::dgrad::routed(spec, ExpertGemm::Down)),
         };
         let routed = desc(spec, parts, &shared);
         let gated = spec
@@ -301,7 +301,7 @@ impl Builder {
     }
 
     fn declare_parts(&mut self, name: &str, rows: Size, parts: usize) {
-        let parts = tensor(name, F32, &[rows, constant(parts)], Role::Scratch);
+        let parts = tensor(name, F32, &[rows, constant(parts)], TensorRole::Scratch);
         self.plan.tensors.push(parts);
     }
 

@@ -8,7 +8,7 @@ pub use bwd::{CombineBwdConfig, CombineBwdDesc};
 use super::copies::{COPY_THREADS, slice_tiling, token_tiling};
 use super::params::{entry, one, some, tokens_by, when};
 use super::shared::{SharedDesc, adds_later, shared};
-use super::{DECODE_TOKENS, Machine, Op, Operator};
+use super::{DECODE_TOKENS, Op, Operator, TileMachine};
 use crate::layer::{Builder, borrowed, owned};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::{Entry, Param, Size};
@@ -120,10 +120,10 @@ fn later(spec: &LayerSpec) -> CombineDesc {
 impl Operator for CombineDesc {
     type Config = CombineConfig;
 
-    fn tiling(&self, machine: Machine) -> CombineConfig {
+    fn tiling(&self, machine: TileMachine) -> CombineConfig {
         match machine {
-            Machine::Cpu(_) => on_cpu(),
-            Machine::Gpu(_) => on_gpu(self),
+            TileMachine::Cpu(_) => on_cpu(),
+            TileMachine::Gpu(_) => on_gpu(self),
         }
     }
 

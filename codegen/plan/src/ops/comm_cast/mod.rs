@@ -2,7 +2,7 @@
 
 use super::copies::{COPY_THREADS, row_tiling};
 use super::params::{entry, one, slots_by, some, when};
-use super::{Machine, Op, Operator};
+use super::{Op, Operator, TileMachine};
 use moesaic_dist::CommDtype;
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param};
@@ -69,10 +69,10 @@ impl CommCastDesc {
 impl Operator for CommCastDesc {
     type Config = CommCastConfig;
 
-    fn tiling(&self, machine: Machine) -> CommCastConfig {
+    fn tiling(&self, machine: TileMachine) -> CommCastConfig {
         match machine {
-            Machine::Cpu(_) => on_cpu(),
-            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+            TileMachine::Cpu(_) => on_cpu(),
+            TileMachine::Gpu(gpu) => on_gpu(self, gpu.wave()),
         }
     }
 

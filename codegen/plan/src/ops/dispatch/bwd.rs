@@ -4,7 +4,7 @@ use crate::layer::{Builder, borrowed, owned};
 use crate::ops::copies::{COPY_THREADS, token_tiling};
 use crate::ops::params::{entry, one, per_slot, some, tokens_by, when};
 use crate::ops::shared::{SharedBwdDesc, shared_bwd};
-use crate::ops::{Machine, Op, Operator};
+use crate::ops::{Op, Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::{Entry, Param};
 use moesaic_spec::{LayerSpec, WeightSite};
@@ -90,10 +90,10 @@ fn later(spec: &LayerSpec, shared_parts: &[usize]) -> DispatchBwdDesc {
 impl Operator for DispatchBwdDesc {
     type Config = DispatchBwdConfig;
 
-    fn tiling(&self, machine: Machine) -> DispatchBwdConfig {
+    fn tiling(&self, machine: TileMachine) -> DispatchBwdConfig {
         match machine {
-            Machine::Cpu(_) => on_cpu(),
-            Machine::Gpu(_) => on_gpu(self),
+            TileMachine::Cpu(_) => on_cpu(),
+            TileMachine::Gpu(_) => on_gpu(self),
         }
     }
 

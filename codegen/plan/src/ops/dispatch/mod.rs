@@ -7,7 +7,7 @@ pub use bwd::{DispatchBwdConfig, DispatchBwdDesc};
 use super::Calls;
 use super::copies::{COPY_THREADS, row_tiling};
 use super::params::{entry, one, slots_by, some, when};
-use super::{Machine, Op, Operator};
+use super::{Op, Operator, TileMachine};
 use crate::KernelPlan;
 use crate::layer::{Builder, Part};
 use moesaic_kernel::DType::{self, F32, I32, I64};
@@ -69,10 +69,10 @@ pub(crate) fn rows_have_weights(spec: &LayerSpec, trains: bool) -> bool {
 impl Operator for DispatchDesc {
     type Config = DispatchConfig;
 
-    fn tiling(&self, machine: Machine) -> DispatchConfig {
+    fn tiling(&self, machine: TileMachine) -> DispatchConfig {
         match machine {
-            Machine::Cpu(_) => on_cpu(),
-            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+            TileMachine::Cpu(_) => on_cpu(),
+            TileMachine::Gpu(gpu) => on_gpu(self, gpu.wave()),
         }
     }
 

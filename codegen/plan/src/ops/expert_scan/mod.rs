@@ -6,7 +6,7 @@ mod steps;
 pub(crate) use steps::scan_tensors;
 
 use super::gate_topk::{histogram, tile_tokens};
-use super::{Histogram, Machine, Op, Operator};
+use super::{Histogram, Op, Operator, TileMachine};
 use moesaic_kernel::Entry;
 use moesaic_spec::{Capacity, CapacityMode, CapacityOrder, Chooser, LayerSpec};
 use serde::{Deserialize, Serialize};
@@ -99,10 +99,10 @@ fn expert_scan(spec: &LayerSpec, training: bool) -> ExpertScanDesc {
 impl Operator for ExpertScanDesc {
     type Config = ExpertScanConfig;
 
-    fn tiling(&self, machine: Machine) -> ExpertScanConfig {
+    fn tiling(&self, machine: TileMachine) -> ExpertScanConfig {
         match machine {
-            Machine::Cpu(_) => on_cpu(),
-            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+            TileMachine::Cpu(_) => on_cpu(),
+            TileMachine::Gpu(gpu) => on_gpu(self, gpu.wave()),
         }
     }
 

@@ -1,14 +1,18 @@
 //! The tensors and launches of `expert_scan`.
 
 use super::{ExpertScanConfig, ExpertScanDesc, expert_scan};
-use crate::layer::{Builder, Role, TensorPlan, constant, tensor};
+use crate::layer::{Builder, TensorPlan, TensorRole, constant, tensor};
 use crate::ops::route::Routed;
-use crate::ops::{Calls, Machine, Operator};
+use crate::ops::{Calls, Operator, TileMachine};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::Size;
 use moesaic_spec::{CapacityMode, LayerSpec};
 
-pub(crate) fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -> Vec<TensorPlan> {
+pub(crate) fn scan_tensors(
+    spec: &LayerSpec,
+    machine: TileMachine,
+    training: bool,
+) -> Vec<TensorPlan> {
     let desc = expert_scan(spec, training);
     let config = desc.tiling(machine);
     let (tokens, k) = (Size::Tokens, constant(desc.top_k));
@@ -19,35 +23,50 @@ pub(crate) fn scan_tensors(spec: &LayerSpec, machine: Machine, training: bool) -
     let tile_shape = [tiles, routed.clone()];
     let edge = std::slice::from_ref(&edges);
     let mut list = vec![
-        tensor("tile_counts", I32, &tile_shape, Role::Scratch),
-        tensor("counts", I64, std::slice::from_ref(&routed), Role::Output),
-        tensor("offsets", I64, edge, Role::Output),
-        tensor("row_tiles", I32, edge, Role::Scratch),
-        tensor("locations", I32, &per_slot, Role::Output),
-        tensor("slot_rows", I32, &per_slot, Role::Output),
-        tensor("row_slots", I32, std::slice::from_ref(&slots), Role::Output),
+        tensor("tile_counts", I32, &tile_shape, TensorRole::Scratch),
+        tensor(
+            "counts",
+            I64,
+            std::slice::from_ref(&routed),
+            TensorRole::Output,
+        ),
+        tensor("offsets", I64, edge, TensorRole::Output),
+        tensor("row_tiles", I32, edge, TensorRole::Scratch),
+        tensor("locations", I32, &per_slot, TensorRole::Output),
+        tensor("slot_rows", I32, &per_slot, TensorRole::Output),
+        tensor(
+            "row_slots",
+            I32,
+            std::slice::from_ref(&slots),
+            TensorRole::Output,
+        ),
     ];
     if desc.limited() {
-        list.push(tensor("capacity", I64, &[constant(1)], Role::Output));
+        list.push(tensor("capacity", I64, &[constant(1)], TensorRole::Output));
     }
     if desc.capacity.mode == CapacityMode::Bounded {
-        list.push(tensor("overflow", I64, &[constant(1)], Role::Output));
+        list.push(tensor("overflow", I64, &[constant(1)], TensorRole::Output));
     }
     if let Some(items) = desc.sorted_items() {
         list.push(match config.sort_run {
-            Some(_) => tensor("sorted_keys", I64, &[items], Role::Scratch),
-            None => tensor("sort_items", I64, &[constant(2), items], Role::Scratch),
+            Some(_) => tensor("sorted_keys", I64, &[items], TensorRole::Scratch),
+            None => tensor(
+                "sort_items",
+                I64,
+                &[constant(2), items],
+                TensorRole::Scratch,
+            ),
         });
     }
     let per_token = std::slice::from_ref(&tokens);
-    list.push(tensor("kept_sums", F32, per_token, Role::Scratch));
+    list.push(tensor("kept_sums", F32, per_token, TensorRole::Scratch));
     if desc.ordered() {
-        list.push(tensor("best_score", F32, per_token, Role::Scratch));
-        list.push(tensor("token_order", I32, per_token, Role::Scratch));
+        list.push(tensor("best_score", F32, per_token, TensorRole::Scratch));
+        list.push(tensor("token_order", I32, per_token, TensorRole::Scratch));
     }
     if desc.ranked() {
-        list.push(tensor("bucket_offsets", I64, &[edges], Role::Scratch));
-        list.push(tensor("bucket_slots", I32, &[slots], Role::Scratch));
+        list.push(tensor("bucket_offsets", I64, &[edges], TensorRole::Scratch));
+        list.push(tensor("bucket_slots", I32, &[slots], TensorRole::Scratch));
     }
     list
 }

@@ -7,7 +7,7 @@ mod steps;
 pub(in crate::ops) use entries::rng_key_params;
 pub(crate) use steps::selection_tensors;
 
-use super::{Core, Machine, Op, Operator};
+use super::{Core, Op, Operator, TileMachine};
 use moesaic_kernel::{DType, Entry};
 use moesaic_spec::{
     CapacityOrder, Chooser, LayerSpec, LogitsFormula, Loss, LossKind, NoiseKind, Renormalize,
@@ -338,10 +338,10 @@ pub(crate) fn noise_gate(spec: &LayerSpec) -> Option<GateTopkDesc> {
 impl Operator for GateTopkDesc {
     type Config = GateTopkConfig;
 
-    fn tiling(&self, machine: Machine) -> GateTopkConfig {
+    fn tiling(&self, machine: TileMachine) -> GateTopkConfig {
         match machine {
-            Machine::Cpu(core) => on_cpu(self, core),
-            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+            TileMachine::Cpu(core) => on_cpu(self, core),
+            TileMachine::Gpu(gpu) => on_gpu(self, gpu.wave()),
         }
     }
 

@@ -1,10 +1,10 @@
 //! The steps from tokens to experts and weights, and the random draws of training.
 
 use super::{GateTopkDesc, fused_shared_logits, gate_topk, noise_gate, shared_gate};
-use crate::layer::{Bind, Builder, Role, TensorPlan, constant, tensor};
+use crate::layer::{Bind, Builder, TensorPlan, TensorRole, constant, tensor};
 use crate::ops::grouped_gemm::{dgrad, wgrad};
 use crate::ops::route::{RouteDesc, Routed, gate_calls};
-use crate::ops::{Machine, Operator};
+use crate::ops::{Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32, I32};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, RouterInput, SharedGate};
@@ -44,7 +44,7 @@ pub(super) fn kind_names(
 /// Returns the tensors between logits and ids of selections beyond top-k, and of training.
 pub(crate) fn selection_tensors(
     spec: &LayerSpec,
-    machine: Machine,
+    machine: TileMachine,
     training: bool,
 ) -> Vec<TensorPlan> {
     let Some(gate) = gate_topk(spec, training) else {
@@ -60,29 +60,34 @@ pub(crate) fn selection_tensors(
     let block_tokens = gate.blocks().map_or(1, |blocks| blocks.tokens);
     let blocks = Size::Tokens.ceil_div(block_tokens as u64);
     vec![
-        tensor("router.x", gate.activations, &x, Role::Scratch),
-        tensor("router.clean_logits", F32, &per_expert, Role::Output),
-        tensor("router.noise_logits", F32, &per_expert, Role::Scratch),
+        tensor("router.x", gate.activations, &x, TensorRole::Scratch),
+        tensor("router.clean_logits", F32, &per_expert, TensorRole::Output),
+        tensor("router.noise_logits", F32, &per_expert, TensorRole::Scratch),
         tensor(
             "router.columns",
             F32,
             std::slice::from_ref(&experts),
-            Role::Scratch,
+            TensorRole::Scratch,
         ),
-        tensor("column_parts", F32, &parts, Role::Scratch),
+        tensor("column_parts", F32, &parts, TensorRole::Scratch),
         tensor(
             "choice_keys",
             I32,
             &[experts.clone(), tokens],
-            Role::Scratch,
+            TensorRole::Scratch,
         ),
         tensor(
             "block_experts",
             I32,
             &[blocks, experts.clone()],
-            Role::Scratch,
+            TensorRole::Scratch,
         ),
-        tensor("choice_bounds", I32, &[experts, constant(2)], Role::Scratch),
+        tensor(
+            "choice_bounds",
+            I32,
+            &[experts, constant(2)],
+            TensorRole::Scratch,
+        ),
     ]
 }
 
@@ -179,8 +184,8 @@ impl Builder {
     /// where that saves a launch.
     fn fused_shared_logits(&self) -> usize {
         match self.machine {
-            Machine::Gpu(_) => fused_shared_logits(&self.plan.spec),
-            Machine::Cpu(_) => 0,
+            TileMachine::Gpu(_) => fused_shared_logits(&self.plan.spec),
+            TileMachine::Cpu(_) => 0,
         }
     }
 

@@ -11,19 +11,19 @@ use serde::{Deserialize, Serialize};
 /// A GEMM of an expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Half {
+pub enum ExpertGemm {
     /// `a = φ(rows · gateᵀ) ⊙ (rows · upᵀ)`, or `φ(rows · upᵀ)`.
     Up,
     /// `a · downᵀ`.
     Down,
 }
 
-impl Half {
+impl ExpertGemm {
     /// Returns `up` or `down`.
     pub fn name(self) -> &'static str {
         match self {
-            Half::Up => "up",
-            Half::Down => "down",
+            ExpertGemm::Up => "up",
+            ExpertGemm::Down => "down",
         }
     }
 }
@@ -32,7 +32,7 @@ impl Half {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedGemmDesc {
     /// The GEMM of the expert.
-    pub half: Half,
+    pub half: ExpertGemm,
     /// Groups of rows, each with its own matrix.
     pub experts: usize,
     /// Rows are all tokens and there is one matrix: a shared expert.
@@ -274,7 +274,7 @@ fn column_bytes(format: &WeightFormat, blocks: usize) -> usize {
 }
 
 /// Returns a GEMM of the routed experts.
-pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
+pub(crate) fn routed(spec: &LayerSpec, half: ExpertGemm) -> GroupedGemmDesc {
     let weighted = spec.router.weight_on == WeightSite::Activation;
     let shape = &spec.shape;
     GroupedGemmDesc {
@@ -283,12 +283,12 @@ pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDesc {
         dense: false,
         top_k: shape.top_k,
         format: match half {
-            Half::Up => spec.precision.experts,
-            Half::Down => spec.precision.down_format(),
+            ExpertGemm::Up => spec.precision.experts,
+            ExpertGemm::Down => spec.precision.down_format(),
         },
         row_format: spec.precision.expert_activations,
-        weighted: weighted && (half == Half::Up || spec.experts.bias.down()),
-        plain_rows: half == Half::Up && spec.router.weight_on != WeightSite::Input,
+        weighted: weighted && (half == ExpertGemm::Up || spec.experts.bias.down()),
+        plain_rows: half == ExpertGemm::Up && spec.router.weight_on != WeightSite::Input,
         ..expert_half(spec, half, &routed_widths(spec), spec.experts.bias)
     }
 }
@@ -309,7 +309,7 @@ fn routed_widths(spec: &LayerSpec) -> Widths {
 }
 
 /// Returns a GEMM of a shared expert.
-pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmDesc {
+pub(crate) fn shared(spec: &LayerSpec, half: ExpertGemm, index: usize) -> GroupedGemmDesc {
     let widths = Widths {
         input: spec.shape.model_dim,
         hidden: spec.shared[index].hidden_dim,
@@ -321,11 +321,16 @@ pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmD
     }
 }
 
-fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) -> GroupedGemmDesc {
+fn expert_half(
+    spec: &LayerSpec,
+    half: ExpertGemm,
+    widths: &Widths,
+    biases: Biases,
+) -> GroupedGemmDesc {
     let experts = &spec.experts;
     let (inner, outer) = match half {
-        Half::Up => (widths.input, widths.hidden),
-        Half::Down => (widths.hidden, widths.output),
+        ExpertGemm::Up => (widths.input, widths.hidden),
+        ExpertGemm::Down => (widths.hidden, widths.output),
     };
     GroupedGemmDesc {
         half,
@@ -334,11 +339,11 @@ fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) ->
         top_k: 1,
         inner,
         outer,
-        gated: half == Half::Up && experts.form == ExpertForm::Gated,
+        gated: half == ExpertGemm::Up && experts.form == ExpertForm::Gated,
         nonlinearity: Nonlinearity::of(experts),
         bias: match half {
-            Half::Up => biases.up(),
-            Half::Down => biases.down(),
+            ExpertGemm::Up => biases.up(),
+            ExpertGemm::Down => biases.down(),
         },
         weighted: false,
         plain_rows: false,
@@ -354,10 +359,10 @@ fn expert_half(spec: &LayerSpec, half: Half, widths: &Widths, biases: Biases) ->
 
 /// Returns a projection around the routed experts. In either direction it is the down half of an
 /// expert, which has no activation.
-pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmDesc {
+pub(crate) fn latent(spec: &LayerSpec, way: ExpertGemm) -> GroupedGemmDesc {
     let (inner, outer) = match way {
-        Half::Down => (spec.shape.model_dim, spec.expert_input_dim()),
-        Half::Up => (spec.expert_output_dim(), spec.output_dim()),
+        ExpertGemm::Down => (spec.shape.model_dim, spec.expert_input_dim()),
+        ExpertGemm::Up => (spec.expert_output_dim(), spec.output_dim()),
     };
     let widths = Widths {
         input: 0,
@@ -365,5 +370,5 @@ pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmDesc {
         output: outer,
     };
     let biases = spec.latent.as_ref().is_some_and(|latent| latent.bias);
-    expert_half(spec, Half::Down, &widths, biases.into())
+    expert_half(spec, ExpertGemm::Down, &widths, biases.into())
 }

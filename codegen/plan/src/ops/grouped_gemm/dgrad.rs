@@ -1,10 +1,10 @@
 //! `grouped_gemm_dgrad`: gradients of the inputs of the experts' GEMMs.
 
 use super::entries::{Follow, PANEL, operand, tiles_of};
-use super::{CodePanel, GroupedGemmConfig, GroupedGemmDesc, Half, Nonlinearity, desc, tiles};
+use super::{CodePanel, ExpertGemm, GroupedGemmConfig, GroupedGemmDesc, Nonlinearity, desc, tiles};
 use crate::CacheClass;
 use crate::ops::params::{edges, entry, per_slot, some, when};
-use crate::ops::{Core, Machine, Op, Operator};
+use crate::ops::{Core, Op, Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{CpuIsa, Entry, Param, Size};
 use moesaic_spec::{LayerSpec, SharedGate, WeightFormat, WeightSite};
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedGemmDgradDesc {
     /// The half: down has the activation as input, up the row.
-    pub half: Half,
+    pub half: ExpertGemm,
     /// Groups of rows, each with its own matrix.
     pub experts: usize,
     /// Rows are all tokens and there is one matrix.
@@ -60,7 +60,7 @@ impl GroupedGemmDgradDesc {
             top_k: self.top_k,
             inner,
             outer,
-            gated: self.gated && self.half == Half::Up,
+            gated: self.gated && self.half == ExpertGemm::Up,
             nonlinearity: self.nonlinearity.clone(),
             bias: false,
             weighted: false,
@@ -90,21 +90,21 @@ impl GroupedGemmDgradDesc {
         let forward = self.forward();
         // The columns of a panel follow from types and instructions alone, whatever the caches.
         let caches = CacheClass::default();
-        let config = forward.tiling(Machine::Cpu(Core { isa, caches }));
+        let config = forward.tiling(TileMachine::Cpu(Core { isa, caches }));
         forward.code_panel(&config)
     }
 }
 
 /// Returns the dgrad of a routed half.
-pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmDgradDesc {
-    let weighted = half == Half::Down && spec.router.weight_on != WeightSite::Input;
+pub(crate) fn routed(spec: &LayerSpec, half: ExpertGemm) -> GroupedGemmDgradDesc {
+    let weighted = half == ExpertGemm::Down && spec.router.weight_on != WeightSite::Input;
     of(&desc::routed(spec, half), spec, weighted)
 }
 
 /// Returns the dgrad of a shared expert's half.
-pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmDgradDesc {
+pub(crate) fn shared(spec: &LayerSpec, half: ExpertGemm, index: usize) -> GroupedGemmDgradDesc {
     let shared = &spec.shared[index];
-    let weighted = half == Half::Down && shared.gate != SharedGate::None;
+    let weighted = half == ExpertGemm::Down && shared.gate != SharedGate::None;
     of(&desc::shared(spec, half, index), spec, weighted)
 }
 
@@ -129,7 +129,7 @@ fn of(forward: &GroupedGemmDesc, spec: &LayerSpec, weighted: bool) -> GroupedGem
 /// Returns `router_dx = dlogits · W`, for a projection to `width` numbers.
 pub(crate) fn router(spec: &LayerSpec, width: usize) -> GroupedGemmDgradDesc {
     GroupedGemmDgradDesc {
-        half: Half::Up,
+        half: ExpertGemm::Up,
         experts: 1,
         dense: true,
         top_k: 1,
@@ -147,9 +147,9 @@ pub(crate) fn router(spec: &LayerSpec, width: usize) -> GroupedGemmDgradDesc {
 
 /// Returns the dgrad of a projection around the routed experts. It is that of the up half of a
 /// plain expert, because the gradient of its input is a GEMM alone.
-pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmDgradDesc {
+pub(crate) fn latent(spec: &LayerSpec, way: ExpertGemm) -> GroupedGemmDgradDesc {
     GroupedGemmDgradDesc {
-        half: Half::Up,
+        half: ExpertGemm::Up,
         gated: false,
         ..of(&desc::latent(spec, way), spec, false)
     }
@@ -158,7 +158,7 @@ pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmDgradDesc {
 impl Operator for GroupedGemmDgradDesc {
     type Config = GroupedGemmConfig;
 
-    fn tiling(&self, machine: Machine) -> GroupedGemmConfig {
+    fn tiling(&self, machine: TileMachine) -> GroupedGemmConfig {
         tiles::dgrad(self, machine)
     }
 
@@ -183,7 +183,7 @@ impl Operator for GroupedGemmDgradDesc {
     }
 
     fn flops(&self, _: &str, tokens: f64) -> f64 {
-        let both = self.gated && self.half == Half::Up;
+        let both = self.gated && self.half == ExpertGemm::Up;
         let matrices = if both { 2.0 } else { 1.0 };
         2.0 * matrices * tokens * (self.top_k * self.inner * self.outer) as f64
     }
@@ -204,7 +204,7 @@ fn entries(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         let tile = [c.tile_depth, c.tile_rows];
         operand(c, name, d.activations, &inner, &tile)
     };
-    let (down, up) = (d.half == Half::Down, d.half == Half::Up);
+    let (down, up) = (d.half == ExpertGemm::Down, d.half == ExpertGemm::Up);
     let parts = d.outer.div_ceil(c.tile_columns);
     let result = |name: &str| Param::write(name, d.activations, &outer);
     let kept = |name: &str| Param::read(name, d.activations, &outer);
@@ -237,8 +237,8 @@ fn entries(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
         when(up, result("drows")),
     ]);
     let (symbol, summary) = match d.half {
-        Half::Down => ("grouped_gemm_dgrad_down", "gradients before the activation"),
-        Half::Up => ("grouped_gemm_dgrad_up", "gradients of expert rows"),
+        ExpertGemm::Down => ("grouped_gemm_dgrad_down", "gradients before the activation"),
+        ExpertGemm::Up => ("grouped_gemm_dgrad_up", "gradients of expert rows"),
     };
     let grid = Follow::dgrad(c).grid(tiles_of(d.dense, d.top_k, e, c), Size::Const(parts as u64));
     let mut entry = entry(symbol, summary, params, grid, c.threads);

@@ -1,20 +1,20 @@
 //! The entries of `grouped_gemm`, and what its backward GEMMs share with them.
 
-use super::{FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Half};
+use super::{ExpertGemm, FusedShared, GemmFamily, GroupedGemmConfig, GroupedGemmDesc};
 use crate::ops::params::{entry, one, some, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size, Swizzle, TensorMap};
 
 pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let (symbol, input, output, matrix, summary) = match d.half {
-        Half::Up => (
+        ExpertGemm::Up => (
             "grouped_gemm_up",
             "rows",
             "hidden",
             "up",
             "multiplies rows by the up half",
         ),
-        Half::Down => (
+        ExpertGemm::Down => (
             "grouped_gemm_down",
             "hidden",
             "out",
@@ -106,7 +106,7 @@ fn fused_shared_params(
     let weight_tile = [c.tile_depth, c.tile_columns, 1];
     let weight = |name: &str| operand(c, name, d.weights, &matrix, &weight_tile);
     let bias = |name: &str| Param::read(name, d.weights, format!("[{}]", shared.outer));
-    let (up, down) = (d.half == Half::Up, d.half == Half::Down);
+    let (up, down) = (d.half == ExpertGemm::Up, d.half == ExpertGemm::Down);
     let matrix = d.half.name();
     let hidden_tile = [c.tile_depth, c.tile_rows];
     let hidden = operand(

@@ -1,6 +1,6 @@
 //! The fused shared expert: its GEMMs run in the launches of the routed experts.
 
-use super::{FusedShared, GroupedGemmConfig, GroupedGemmDesc, Half, desc};
+use super::{ExpertGemm, FusedShared, GroupedGemmConfig, GroupedGemmDesc, desc};
 use crate::layer::{Builder, Part};
 use crate::ops::Op;
 
@@ -8,7 +8,7 @@ impl Builder {
     /// Returns the first shared expert, if its GEMM can run in the routed experts' launch with
     /// unchanged results. That holds on GPUs with decode kernels, for the decode kernels and for
     /// those of larger calls, which take the same types and widths.
-    pub(super) fn fused_shared(&self, half: Half) -> Option<FusedShared> {
+    pub(super) fn fused_shared(&self, half: ExpertGemm) -> Option<FusedShared> {
         let spec = &self.plan.spec;
         if self.part != Part::Whole || spec.shared.is_empty() || spec.latent.is_some() {
             return None;
@@ -20,8 +20,8 @@ impl Builder {
         };
         // Down reads what up has written.
         let is_there = match half {
-            Half::Up => of_routed.gather(),
-            Half::Down => self.has_fused_shared(Half::Up),
+            ExpertGemm::Up => of_routed.gather(),
+            ExpertGemm::Down => self.has_fused_shared(ExpertGemm::Up),
         };
         // One kernel has one epilogue, so a shared expert with a clamp of its own has a launch of
         // its own.
@@ -39,7 +39,7 @@ impl Builder {
     }
 
     /// Returns whether the plan fuses the first shared expert.
-    pub(super) fn has_fused_shared(&self, half: Half) -> bool {
+    pub(super) fn has_fused_shared(&self, half: ExpertGemm) -> bool {
         let is_it = |op: &Op| match op {
             Op::GroupedGemm { desc, .. } => desc.half == half && desc.fused_shared.is_some(),
             _ => false,

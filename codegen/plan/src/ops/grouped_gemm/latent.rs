@@ -5,7 +5,7 @@
 //! with these names. A norm between the sum and the projection behind it has names of its own. A layer whose routed experts have a weight reads `routed` for y and `drouted`
 //! for dy.
 
-use super::{Half, desc, dgrad, wgrad};
+use super::{ExpertGemm, desc, dgrad, wgrad};
 use crate::layer::{Bind, Builder, owned};
 use crate::ops::rms_norm::read_by_projection;
 use crate::ops::shared::adds_later;
@@ -31,7 +31,7 @@ impl Builder {
 
     pub(crate) fn latent_down(&mut self) {
         if self.plan.spec.latent.is_some() {
-            self.project(DOWN, Half::Down, "x", "latent.x");
+            self.project(DOWN, ExpertGemm::Down, "x", "latent.x");
         }
     }
 
@@ -44,11 +44,11 @@ impl Builder {
             };
             self.latent_norm();
             let [from, _] = read_by_projection(&self.plan.spec);
-            self.project("grouped_gemm_latent_up", Half::Up, from, to);
+            self.project("grouped_gemm_latent_up", ExpertGemm::Up, from, to);
         }
     }
 
-    fn project(&mut self, name: &str, way: Half, from: &str, to: &str) {
+    fn project(&mut self, name: &str, way: ExpertGemm, from: &str, to: &str) {
         let matrix = format!("latent.{}", way.name());
         let (weight, bias) = (format!("{matrix}.weight"), format!("{matrix}.bias"));
         let names = [
@@ -71,7 +71,7 @@ impl Builder {
                 None => "dy",
             };
             let [read, gradient] = read_by_projection(&self.plan.spec);
-            self.project_bwd(Half::Up, dout, read, gradient);
+            self.project_bwd(ExpertGemm::Up, dout, read, gradient);
             self.latent_norm_bwd();
         }
     }
@@ -79,11 +79,11 @@ impl Builder {
     /// Adds the steps from the gradient of the routed experts' input to that of tokens.
     pub(crate) fn latent_down_bwd(&mut self) {
         if self.plan.spec.latent.is_some() {
-            self.project_bwd(Half::Down, "latent.dx", "x", "latent.drows");
+            self.project_bwd(ExpertGemm::Down, "latent.dx", "x", "latent.drows");
         }
     }
 
-    fn project_bwd(&mut self, way: Half, dout: &str, rows: &str, drows: &str) {
+    fn project_bwd(&mut self, way: ExpertGemm, dout: &str, rows: &str, drows: &str) {
         let (matrix, name) = (format!("latent.{}", way.name()), way.name());
         let weight = format!("{matrix}.weight");
         let (grad, grad_bias) = (format!("grad.{weight}"), format!("grad.{matrix}.bias"));

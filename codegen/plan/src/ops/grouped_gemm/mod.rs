@@ -24,19 +24,19 @@ mod tiles;
 pub(crate) mod wgrad;
 
 pub use config::{CpuGemm, GemmFamily, GroupedGemmConfig};
-pub use desc::{CodePanel, FusedShared, GroupedGemmDesc, Half, Nonlinearity};
+pub use desc::{CodePanel, ExpertGemm, FusedShared, GroupedGemmDesc, Nonlinearity};
 pub use dgrad::GroupedGemmDgradDesc;
 pub(crate) use entries::expert_axis;
 pub(crate) use latent::DOWN as LATENT_DOWN;
 pub use wgrad::GroupedGemmWgradDesc;
 
-use super::{Machine, Op, Operator};
+use super::{Op, Operator, TileMachine};
 use moesaic_kernel::Entry;
 
 impl Operator for GroupedGemmDesc {
     type Config = GroupedGemmConfig;
 
-    fn tiling(&self, machine: Machine) -> GroupedGemmConfig {
+    fn tiling(&self, machine: TileMachine) -> GroupedGemmConfig {
         tiles::forward(self, machine)
     }
 

@@ -1,35 +1,36 @@
 //! The GEMMs of a pass, forward and backward, of routed and shared experts.
 
-use super::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half};
+use super::{ExpertGemm, GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc};
 use super::{desc, dgrad, wgrad};
 use crate::Knob;
-use crate::layer::{Bind, Builder, Part, Role, borrowed, constant, owned, tensor};
+use crate::layer::{Bind, Builder, Part, TensorRole, borrowed, constant, owned, tensor};
 use crate::ops::{Calls, Op};
 use moesaic_kernel::DType;
 
 impl Builder {
     /// Returns the rows of a row tile of the routed experts' GEMMs.
     pub(crate) fn tile_rows(&self) -> usize {
-        let up = self.routed(Half::Up);
+        let up = self.routed(ExpertGemm::Up);
         let measured = self.plan.tuning.size(Knob::TileRows);
         measured.unwrap_or_else(|| self.tiling(&up).tile_rows)
     }
 
     /// Adds the routed experts, from tokens to the output of each row.
     pub(crate) fn experts(&mut self) {
-        let [up, down] = [Half::Up, Half::Down].map(|half| self.tiling(&self.routed(half)));
+        let [up, down] =
+            [ExpertGemm::Up, ExpertGemm::Down].map(|half| self.tiling(&self.routed(half)));
         debug_assert_eq!(up.tile_rows, down.tile_rows, "one list of row tiles");
         self.latent_down();
         if !up.gather() && !self.rows_given() {
-            let decode = self.decode(&self.routed(Half::Up));
+            let decode = self.decode(&self.routed(ExpertGemm::Up));
             self.dispatch(if decode.is_some_and(|config| config.gather()) {
                 Calls::Prefill
             } else {
                 Calls::All
             });
         }
-        self.expert_gemm("grouped_gemm_up", Half::Up, None, self.keeps_hidden());
-        self.expert_gemm("grouped_gemm_down", Half::Down, None, false);
+        self.expert_gemm("grouped_gemm_up", ExpertGemm::Up, None, self.keeps_hidden());
+        self.expert_gemm("grouped_gemm_down", ExpertGemm::Down, None, false);
     }
 
     /// Returns whether rows are in place when the experts begin.
@@ -39,7 +40,7 @@ impl Builder {
 
     /// Returns a GEMM of the routed experts. Rows of other ranks' tokens arrive in order, so they
     /// are not read from x.
-    pub(super) fn routed(&self, half: Half) -> GroupedGemmDesc {
+    pub(super) fn routed(&self, half: ExpertGemm) -> GroupedGemmDesc {
         let desc = desc::routed(&self.plan.spec, half);
         GroupedGemmDesc {
             plain_rows: desc.plain_rows && !self.rows_given(),
@@ -51,7 +52,7 @@ impl Builder {
     pub(crate) fn expert_gemm(
         &mut self,
         name: &str,
-        half: Half,
+        half: ExpertGemm,
         shared: Option<usize>,
         keep: bool,
     ) {
@@ -120,7 +121,7 @@ impl Builder {
         {
             let shape = desc.packed_shape(config).map(constant);
             let dtype = desc.format.map_or(desc.weights, |_| DType::I32);
-            let packed = tensor(name, dtype, &shape, Role::Packed);
+            let packed = tensor(name, dtype, &shape, TensorRole::Packed);
             self.plan.tensors.push(packed);
         }
     }
@@ -134,9 +135,9 @@ impl Builder {
     /// Adds a shared expert without its gate.
     pub(crate) fn shared_gemms(&mut self, index: usize) {
         let up = format!("grouped_gemm_up_shared_{index}");
-        self.expert_gemm(&up, Half::Up, Some(index), self.keeps_hidden());
+        self.expert_gemm(&up, ExpertGemm::Up, Some(index), self.keeps_hidden());
         let down = format!("grouped_gemm_down_shared_{index}");
-        self.expert_gemm(&down, Half::Down, Some(index), false);
+        self.expert_gemm(&down, ExpertGemm::Down, Some(index), false);
     }
 
     /// Adds the backward GEMMs of the routed experts, or of a shared one.
@@ -160,10 +161,10 @@ impl Builder {
         };
         let name = |stem: &str| format!("grouped_gemm_{stem}{suffix}");
         let frozen = shared.is_none() && self.frozen;
-        self.dgrad(&name("dgrad_down"), dgrad(Half::Down), &names);
-        self.wgrad(&name("wgrad_down"), wgrad(Half::Down), frozen, &bind);
-        self.dgrad(&name("dgrad_up"), dgrad(Half::Up), &names);
-        let up = wgrad(Half::Up);
+        self.dgrad(&name("dgrad_down"), dgrad(ExpertGemm::Down), &names);
+        self.wgrad(&name("wgrad_down"), wgrad(ExpertGemm::Down), frozen, &bind);
+        self.dgrad(&name("dgrad_up"), dgrad(ExpertGemm::Up), &names);
+        let up = wgrad(ExpertGemm::Up);
         if shared.is_none() && !frozen && !self.tiling(&up).gather() && !*has_rows {
             self.dispatch_again();
             *has_rows = true;
@@ -205,7 +206,7 @@ impl Builder {
         let spec = &self.plan.spec;
         let indices = 0..spec.shared.len();
         indices
-            .map(|i| self.parts(&dgrad::shared(spec, Half::Down, i)))
+            .map(|i| self.parts(&dgrad::shared(spec, ExpertGemm::Down, i)))
             .collect()
     }
 
@@ -222,7 +223,7 @@ impl Builder {
 }
 
 /// Returns the name of the packed matrices of a half of experts.
-fn packed_name(owner: &str, half: Half) -> String {
+fn packed_name(owner: &str, half: ExpertGemm) -> String {
     format!("{owner}.{}.packed", half.name())
 }
 

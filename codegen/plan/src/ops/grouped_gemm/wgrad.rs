@@ -1,9 +1,9 @@
 //! `grouped_gemm_wgrad`: gradients of expert matrices and biases.
 
 use super::entries::{Follow, PANEL, operand};
-use super::{GroupedGemmConfig, GroupedGemmDesc, Half, desc, tiles};
+use super::{ExpertGemm, GroupedGemmConfig, GroupedGemmDesc, desc, tiles};
 use crate::ops::params::{edges, entry, gradient, one, per_slot, tokens_by, when};
-use crate::ops::{Machine, Op, Operator};
+use crate::ops::{Op, Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param, Size};
 use moesaic_spec::{CapacityMode, Chooser, LayerSpec, Select, SharedGate, WeightSite};
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedGemmWgradDesc {
     /// The half whose matrices have the gradient.
-    pub half: Half,
+    pub half: ExpertGemm,
     /// Matrices of each kind.
     pub experts: usize,
     /// Rows are all tokens and there is one matrix of each kind.
@@ -47,9 +47,9 @@ pub struct GroupedGemmWgradDesc {
 }
 
 /// Returns the wgrad of a routed half.
-pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmWgradDesc {
-    let plain = half == Half::Up && spec.router.weight_on != WeightSite::Input;
-    let weighted = half == Half::Down && spec.router.weight_on != WeightSite::Input;
+pub(crate) fn routed(spec: &LayerSpec, half: ExpertGemm) -> GroupedGemmWgradDesc {
+    let plain = half == ExpertGemm::Up && spec.router.weight_on != WeightSite::Input;
+    let weighted = half == ExpertGemm::Down && spec.router.weight_on != WeightSite::Input;
     GroupedGemmWgradDesc {
         plain_rows: plain,
         weighted_bias: weighted && spec.experts.bias.down(),
@@ -58,9 +58,9 @@ pub(crate) fn routed(spec: &LayerSpec, half: Half) -> GroupedGemmWgradDesc {
 }
 
 /// Returns the wgrad of a shared expert's half.
-pub(crate) fn shared(spec: &LayerSpec, half: Half, index: usize) -> GroupedGemmWgradDesc {
+pub(crate) fn shared(spec: &LayerSpec, half: ExpertGemm, index: usize) -> GroupedGemmWgradDesc {
     let shared = &spec.shared[index];
-    let weighted = half == Half::Down && shared.gate != SharedGate::None;
+    let weighted = half == ExpertGemm::Down && shared.gate != SharedGate::None;
     GroupedGemmWgradDesc {
         weighted_bias: weighted && spec.shared_bias(index).down(),
         ..of(&desc::shared(spec, half, index), spec)
@@ -75,7 +75,7 @@ fn of(forward: &GroupedGemmDesc, spec: &LayerSpec) -> GroupedGemmWgradDesc {
         top_k: forward.top_k,
         height: forward.outer,
         width: forward.inner,
-        gated: forward.half == Half::Up && spec.gated(),
+        gated: forward.half == ExpertGemm::Up && spec.gated(),
         bias: forward.bias,
         weighted_bias: false,
         plain_rows: false,
@@ -95,7 +95,7 @@ pub(crate) fn router(
     right: DType,
 ) -> GroupedGemmWgradDesc {
     GroupedGemmWgradDesc {
-        half: Half::Up,
+        half: ExpertGemm::Up,
         experts: 1,
         dense: true,
         top_k: 1,
@@ -124,11 +124,11 @@ pub(crate) fn shared_gate(spec: &LayerSpec, index: usize) -> GroupedGemmWgradDes
 }
 
 /// Returns the gradients of the matrix and bias of a projection.
-pub(crate) fn latent(spec: &LayerSpec, way: Half) -> GroupedGemmWgradDesc {
+pub(crate) fn latent(spec: &LayerSpec, way: ExpertGemm) -> GroupedGemmWgradDesc {
     GroupedGemmWgradDesc {
-        half: Half::Up,
+        half: ExpertGemm::Up,
         // The way up reads sums, which are zeros where nothing was computed.
-        clears: way == Half::Down && has_empty_tokens(spec),
+        clears: way == ExpertGemm::Down && has_empty_tokens(spec),
         ..of(&desc::latent(spec, way), spec)
     }
 }
@@ -147,7 +147,7 @@ fn has_empty_tokens(spec: &LayerSpec) -> bool {
 impl Operator for GroupedGemmWgradDesc {
     type Config = GroupedGemmConfig;
 
-    fn tiling(&self, machine: Machine) -> GroupedGemmConfig {
+    fn tiling(&self, machine: TileMachine) -> GroupedGemmConfig {
         tiles::wgrad(self, machine)
     }
 
@@ -193,9 +193,9 @@ impl Operator for GroupedGemmWgradDesc {
 /// Returns the names of the left operands, and of the matrices whose gradients they give.
 fn lefts(d: &GroupedGemmWgradDesc) -> Vec<(&'static str, &'static str)> {
     match (d.half, d.gated) {
-        (Half::Down, _) => vec![("dout", "down")],
-        (Half::Up, true) => vec![("dgate", "gate"), ("dup", "up")],
-        (Half::Up, false) => vec![("dup", "up")],
+        (ExpertGemm::Down, _) => vec![("dout", "down")],
+        (ExpertGemm::Up, true) => vec![("dgate", "gate"), ("dup", "up")],
+        (ExpertGemm::Up, false) => vec![("dup", "up")],
     }
 }
 
@@ -206,9 +206,9 @@ fn matrices(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
         operand(c, name, dtype, &shape, &[PANEL, c.tile_depth])
     };
     let right = match (d.half, c.gather()) {
-        (Half::Down, _) => operand("hidden", d.right, d.width),
-        (Half::Up, false) => operand("rows", d.right, d.width),
-        (Half::Up, true) => Param::read("x", d.right, format!("[tokens, {}]", d.width)),
+        (ExpertGemm::Down, _) => operand("hidden", d.right, d.width),
+        (ExpertGemm::Up, false) => operand("rows", d.right, d.width),
+        (ExpertGemm::Up, true) => Param::read("x", d.right, format!("[tokens, {}]", d.width)),
     };
     let shape = format!("[{e}, {}, {}]", d.height, d.width);
     let left = lefts(d).into_iter();
@@ -228,8 +228,8 @@ fn matrices(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     let columns = d.width.div_ceil(c.tile_columns);
     let grid = Follow::wgrad(c).grid(Size::Const(tiles as u64), Size::Const(columns as u64));
     let (symbol, summary) = match d.half {
-        Half::Down => ("grouped_gemm_wgrad_down", "gradients of the down matrices"),
-        Half::Up => (
+        ExpertGemm::Down => ("grouped_gemm_wgrad_down", "gradients of the down matrices"),
+        ExpertGemm::Up => (
             "grouped_gemm_wgrad_up",
             "gradients of the matrices before the activation",
         ),
@@ -289,11 +289,11 @@ fn bias(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     let columns = d.height.div_ceil(c.bias_columns());
     let grid = [Size::Const(e as u64), Size::Const(columns as u64)];
     let (symbol, summary) = match d.half {
-        Half::Down => (
+        ExpertGemm::Down => (
             "grouped_gemm_wgrad_down_bias",
             "gradients of the down biases",
         ),
-        Half::Up => (
+        ExpertGemm::Up => (
             "grouped_gemm_wgrad_up_bias",
             "gradients of the biases before the activation",
         ),

@@ -4,7 +4,7 @@ use super::{CPU_TOKENS, desc, warps};
 use crate::layer::{Bind, Builder};
 use crate::ops::copies::COPY_THREADS;
 use crate::ops::params::{entry, gradient, one, tokens_by};
-use crate::ops::{Machine, Op, Operator};
+use crate::ops::{Op, Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::{Entry, Param, Size};
 use serde::{Deserialize, Serialize};
@@ -37,14 +37,14 @@ const COLUMNS: usize = 32;
 impl Operator for RmsNormBwdDesc {
     type Config = RmsNormBwdConfig;
 
-    fn tiling(&self, machine: Machine) -> RmsNormBwdConfig {
+    fn tiling(&self, machine: TileMachine) -> RmsNormBwdConfig {
         match machine {
-            Machine::Cpu(_) => RmsNormBwdConfig {
+            TileMachine::Cpu(_) => RmsNormBwdConfig {
                 threads: 1,
                 tile_tokens: CPU_TOKENS,
                 columns: COLUMNS,
             },
-            Machine::Gpu(gpu) => RmsNormBwdConfig {
+            TileMachine::Gpu(gpu) => RmsNormBwdConfig {
                 threads: COPY_THREADS,
                 tile_tokens: warps(gpu.wave()),
                 columns: COLUMNS,

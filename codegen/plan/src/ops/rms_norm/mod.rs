@@ -6,7 +6,7 @@ pub use bwd::{RmsNormBwdConfig, RmsNormBwdDesc};
 
 use super::copies::COPY_THREADS;
 use super::params::{entry, one, tokens_by};
-use super::{Machine, Op, Operator};
+use super::{Op, Operator, TileMachine};
 use crate::layer::{Bind, Builder};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::{Entry, Param};
@@ -54,13 +54,13 @@ pub(crate) fn read_by_projection(spec: &LayerSpec) -> [&'static str; 2] {
 impl Operator for RmsNormDesc {
     type Config = RmsNormConfig;
 
-    fn tiling(&self, machine: Machine) -> RmsNormConfig {
+    fn tiling(&self, machine: TileMachine) -> RmsNormConfig {
         match machine {
-            Machine::Cpu(_) => RmsNormConfig {
+            TileMachine::Cpu(_) => RmsNormConfig {
                 threads: 1,
                 tile_tokens: CPU_TOKENS,
             },
-            Machine::Gpu(gpu) => RmsNormConfig {
+            TileMachine::Gpu(gpu) => RmsNormConfig {
                 threads: COPY_THREADS,
                 tile_tokens: warps(gpu.wave()),
             },

@@ -11,7 +11,7 @@ pub(crate) use steps::Routed;
 use super::expert_scan::{CountedBy, ExpertScanConfig, ExpertScanDesc, ScanTile};
 use super::gate_topk::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
 use super::params::{entry, one};
-use super::{Calls, DECODE_TOKENS, Machine, Op, Operator};
+use super::{Calls, DECODE_TOKENS, Op, Operator, TileMachine};
 use moesaic_kernel::{Access, Entry, Param, ParamType, Size};
 use serde::{Deserialize, Serialize};
 
@@ -59,7 +59,7 @@ const SHARED: usize = (48 << 10) - 1024;
 impl Operator for RouteDesc {
     type Config = RouteConfig;
 
-    fn tiling(&self, machine: Machine) -> RouteConfig {
+    fn tiling(&self, machine: TileMachine) -> RouteConfig {
         let gate = self.gate.tiling(machine);
         let scan = self.scan.as_ref().map(|scan| scan.tiling(machine));
         let logits = decode_logits(&self.gate, &gate);
@@ -115,7 +115,7 @@ impl Operator for RouteDesc {
 
 impl RouteDesc {
     /// Returns whether one block can do selection and scan of a decode call.
-    fn is_one_block(&self, machine: Machine) -> bool {
+    fn is_one_block(&self, machine: TileMachine) -> bool {
         let Some(scan) = &self.scan else {
             return false;
         };
@@ -123,7 +123,7 @@ impl RouteDesc {
         let (Some(tiling), gate) = (&config.scan, &config.gate) else {
             return false;
         };
-        let Machine::Gpu(gpu) = machine else {
+        let TileMachine::Gpu(gpu) = machine else {
             return false;
         };
         let logits = config.logits.is_some() || self.gate.logits == Logits::None;

@@ -2,7 +2,7 @@
 
 use super::RouteDesc;
 use crate::layer::{Bind, Builder};
-use crate::ops::{Calls, Machine, Op, Operator};
+use crate::ops::{Calls, Op, Operator, TileMachine};
 
 /// The routing steps that have decode kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(crate) enum Routed {
 impl Builder {
     /// Adds the router of decode calls, where a machine has one.
     pub(crate) fn route_decode(&mut self, name: &str, mut desc: RouteDesc, bind: Bind) -> Routed {
-        if !matches!(self.machine, Machine::Gpu(_)) || !self.decode {
+        if !matches!(self.machine, TileMachine::Gpu(_)) || !self.decode {
             return Routed::Nothing;
         }
         let routed = if desc.is_one_block(self.machine) {

@@ -4,7 +4,7 @@
 mod file;
 mod tcp;
 
-use crate::world::{Launcher, World};
+use crate::world::{RankLauncher, World};
 use crate::{CollectiveError, SetupError, hash};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -56,7 +56,7 @@ impl Meeting {
         let (address, port) = (variable("MASTER_ADDR"), variable("MASTER_PORT"));
         let (Some(address), Some(port)) = (address, port) else {
             return match world.launcher {
-                Some(Launcher::Slurm) => Ok(Meeting::Mpi),
+                Some(RankLauncher::Slurm) => Ok(Meeting::Mpi),
                 _ => Err(CollectiveError::setup(SetupError::NoMeeting)),
             };
         };

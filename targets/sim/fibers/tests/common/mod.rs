@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions, Order};
+use moesaic_fibers::{FiberCompiler, FiberDevice, FiberOptions, ThreadOrder};
 use moesaic_kernel::*;
 use moesaic_target::*;
 use std::sync::{Arc, OnceLock};
@@ -25,7 +25,7 @@ pub fn compiler() -> &'static FiberCompiler {
     })
 }
 
-pub fn device(arch: RocmArch, threads: usize, orders: &[Order]) -> FiberDevice {
+pub fn device(arch: RocmArch, threads: usize, orders: &[ThreadOrder]) -> FiberDevice {
     let orders = orders.to_vec();
     let threads = std::num::NonZeroUsize::new(threads);
     FiberDevice::new(arch, FiberOptions { threads, orders }).unwrap()
@@ -97,7 +97,11 @@ impl Kernel {
     /// Compiles and runs on two cores with these buffers; returns the error, if
     /// any.
     pub fn run(&self, blocks: u64, buffers: &mut [Data]) -> Result<(), String> {
-        self.run_on(&device(self.arch, 2, &[Order::Ascending]), blocks, buffers)
+        self.run_on(
+            &device(self.arch, 2, &[ThreadOrder::Ascending]),
+            blocks,
+            buffers,
+        )
     }
 
     pub fn run_on(

@@ -82,7 +82,7 @@ const ADDRESS_MASK: u32 = 0x3_ffff;
 
 /// An operand in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Operand {
+pub struct SharedOperand {
     /// Address, strides and swizzle.
     pub descriptor: Descriptor,
     /// Contiguous index.
@@ -91,7 +91,7 @@ pub struct Operand {
     pub element: MmaElement,
 }
 
-impl Operand {
+impl SharedOperand {
     /// Returns the shared-memory address of element (`mn`, `k`): row and k of
     /// A, or column and k of B.
     ///

@@ -308,7 +308,7 @@ fn chunks_are_what_a_product_reads() {
             let mut image = vec![0; 16384];
             let form = (major, swizzle, MmaElement::F16);
             let descriptor = place(&mut image, 0, 0, form, [64, 16], |_, _| 1.0);
-            let operand = Operand {
+            let operand = SharedOperand {
                 descriptor,
                 major,
                 element: MmaElement::F16,

@@ -1,6 +1,6 @@
 //! Addresses of the variables of a kernel.
 
-use crate::text::{EntryText, ModuleText, Operand, Space};
+use crate::text::{ModuleText, Operand, ParsedEntry, StateSpace};
 
 /// The first shared address. The addresses below belong to the system, so a
 /// null pointer is never valid.
@@ -30,7 +30,7 @@ pub struct Layout {
 
 impl Layout {
     /// Lays out the shared and local variables of one kernel.
-    pub fn of(module: &ModuleText, entry: &EntryText, globals: &[u64]) -> Layout {
+    pub fn of(module: &ModuleText, entry: &ParsedEntry, globals: &[u64]) -> Layout {
         let used = used(module, entry);
         let mut layout = Layout {
             addresses: globals.to_vec(),
@@ -47,14 +47,14 @@ impl Layout {
             .filter(|(i, _)| used[*i])
         {
             match variable.space {
-                Space::Shared if variable.dynamic => {
+                StateSpace::Shared if variable.dynamic => {
                     dynamic_align = dynamic_align.max(variable.align);
                 }
-                Space::Shared => {
+                StateSpace::Shared => {
                     layout.addresses[i] =
                         place(&mut layout.static_shared, variable.align, variable.bytes);
                 }
-                Space::Local => {
+                StateSpace::Local => {
                     layout.addresses[i] =
                         place(&mut layout.local_bytes, variable.align, variable.bytes);
                 }
@@ -66,7 +66,7 @@ impl Layout {
         // Programming Guide, "__shared__").
         layout.dynamic_shared = layout.static_shared.next_multiple_of(dynamic_align);
         for (i, variable) in module.variables.iter().enumerate() {
-            if variable.space == Space::Shared && variable.dynamic {
+            if variable.space == StateSpace::Shared && variable.dynamic {
                 layout.addresses[i] = u64::from(layout.dynamic_shared);
             }
         }
@@ -81,7 +81,7 @@ fn place(end: &mut u32, align: u32, bytes: u32) -> u64 {
 }
 
 /// Returns true for each variable that an entry names.
-fn used(module: &ModuleText, entry: &EntryText) -> Vec<bool> {
+fn used(module: &ModuleText, entry: &ParsedEntry) -> Vec<bool> {
     let mut used = vec![false; module.variables.len()];
     for statement in &entry.statements {
         for operand in &statement.operands {

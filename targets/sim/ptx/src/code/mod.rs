@@ -6,15 +6,15 @@ pub mod op;
 mod registers;
 
 use crate::error::PtxError;
-use crate::text::{Class, EntryText, ModuleText, Parameter, Special};
+use crate::text::{Class, ModuleText, Parameter, ParsedEntry, Special};
 use decode::Decoder;
 use layout::Layout;
-use op::{Instruction, Op, Row};
+use op::{Instruction, PtxOp, RowIndex};
 use std::collections::HashMap;
 
 /// The content of a row behind the registers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Source {
+pub enum RowValue {
     Literal(u64),
     Special(Special),
 }
@@ -22,13 +22,13 @@ pub enum Source {
 /// Rows for literals and special registers, handed out on first use.
 #[derive(Default)]
 pub struct Pool {
-    first: Row,
-    pub sources: Vec<Source>,
-    known: HashMap<Source, Row>,
+    first: RowIndex,
+    pub sources: Vec<RowValue>,
+    known: HashMap<RowValue, RowIndex>,
 }
 
 impl Pool {
-    fn new(first: Row) -> Pool {
+    fn new(first: RowIndex) -> Pool {
         Pool {
             first,
             ..Pool::default()
@@ -36,8 +36,8 @@ impl Pool {
     }
 
     /// Returns the row that holds `source`.
-    pub fn row(&mut self, source: Source) -> Row {
-        let next = self.first + self.sources.len() as Row;
+    pub fn row(&mut self, source: RowValue) -> RowIndex {
+        let next = self.first + self.sources.len() as RowIndex;
         *self.known.entry(source).or_insert_with(|| {
             self.sources.push(source);
             next
@@ -56,11 +56,11 @@ pub struct Kernel {
     pub cluster: Option<u32>,
     pub code: Vec<Instruction>,
     /// Registers of the 32-bit file; the literals follow them.
-    pub words: Row,
-    pub word_sources: Vec<Source>,
-    pub doubles: Row,
-    pub double_sources: Vec<Source>,
-    pub predicates: Row,
+    pub words: RowIndex,
+    pub word_sources: Vec<RowValue>,
+    pub doubles: RowIndex,
+    pub double_sources: Vec<RowValue>,
+    pub predicates: RowIndex,
     /// End of the static shared variables, from the start of shared memory.
     pub static_shared: u32,
     /// Start of dynamic shared memory.
@@ -71,7 +71,7 @@ pub struct Kernel {
     /// For each instruction, the registers of any wgmma that it touches, and
     /// true for writes. The list is empty for a wgmma itself, whose registers
     /// are its D and A.
-    pub touches: Vec<Box<[(Row, bool)]>>,
+    pub touches: Vec<Box<[(RowIndex, bool)]>>,
     /// The registers of each wgmma.
     pub products: HashMap<u32, ProductRows>,
     /// Results depend on the order in which blocks touch global memory.
@@ -89,7 +89,7 @@ impl Kernel {
     /// does not have.
     pub fn decode(
         module: &ModuleText,
-        entry: &EntryText,
+        entry: &ParsedEntry,
         globals: &[u64],
     ) -> Result<Kernel, PtxError> {
         let rows = registers::allocate(entry);
@@ -134,13 +134,13 @@ impl Kernel {
 /// The register operands of a wgmma.
 #[derive(Clone, Debug)]
 pub struct ProductRows {
-    pub d: Vec<Row>,
-    pub a: Vec<Row>,
+    pub d: Vec<RowIndex>,
+    pub a: Vec<RowIndex>,
 }
 
 fn product_rows(code: &[Instruction]) -> HashMap<u32, ProductRows> {
     let rows = code.iter().enumerate().filter_map(|(pc, instruction)| {
-        let Op::Async(op) = &instruction.op else {
+        let PtxOp::Async(op) = &instruction.op else {
             return None;
         };
         let op::AsyncOp::Wgmma(wgmma) = &**op else {
@@ -158,14 +158,14 @@ fn product_rows(code: &[Instruction]) -> HashMap<u32, ProductRows> {
 
 /// Returns the registers of wgmma that each statement touches.
 fn touches(
-    entry: &EntryText,
-    rows: &registers::Rows,
+    entry: &ParsedEntry,
+    rows: &registers::RegisterRows,
     products: &HashMap<u32, ProductRows>,
-) -> Vec<Box<[(Row, bool)]>> {
+) -> Vec<Box<[(RowIndex, bool)]>> {
     if products.is_empty() {
         return Vec::new();
     }
-    let own: std::collections::HashSet<Row> = products
+    let own: std::collections::HashSet<RowIndex> = products
         .values()
         .flat_map(|product| product.d.iter().chain(&product.a))
         .copied()
@@ -187,31 +187,33 @@ fn touches(
 }
 
 /// Returns true if an instruction may order blocks among each other.
-fn synchronises(op: &Op) -> bool {
-    use crate::text::Space;
-    use op::{Fence, Order};
+fn synchronises(op: &PtxOp) -> bool {
+    use crate::text::StateSpace;
+    use op::{Fence, MemoryOrder};
     match op {
-        Op::Fence(fence) => *fence == Fence::Memory,
-        Op::Load(access) | Op::Store(access) => {
-            access.order != Order::Weak && access.space != Space::Shared
+        PtxOp::Fence(fence) => *fence == Fence::Memory,
+        PtxOp::Load(access) | PtxOp::Store(access) => {
+            access.order != MemoryOrder::Weak && access.space != StateSpace::Shared
         }
-        Op::Atomic(atomic) => atomic.order != Order::Relaxed && atomic.space != Space::Shared,
+        PtxOp::Atomic(atomic) => {
+            atomic.order != MemoryOrder::Relaxed && atomic.space != StateSpace::Shared
+        }
         _ => false,
     }
 }
 
 /// Returns true if results may depend on the order of blocks: atomics on global
 /// memory that return a value or round, and loads that wait for others.
-fn orders_blocks(op: &Op) -> bool {
-    use crate::text::Space;
-    use op::{AsyncOp, AtomicKind, AtomicType, Direction, Number, Order};
-    let global = |space: Space| matches!(space, Space::Global | Space::Generic);
+fn orders_blocks(op: &PtxOp) -> bool {
+    use crate::text::StateSpace;
+    use op::{AsyncOp, AtomicKind, AtomicType, Direction, MemoryOrder, Number};
+    let global = |space: StateSpace| matches!(space, StateSpace::Global | StateSpace::Generic);
     match op {
         // An integer sum without a result is the same in any order. A float sum
         // rounds in the order of its terms, and a returned value is the order
         // itself. Such kernels run their blocks one by one, so that results do
         // not depend on the cores of the host.
-        Op::Atomic(atomic) => {
+        PtxOp::Atomic(atomic) => {
             let whole = match atomic.ty {
                 AtomicType::Number(ty) => {
                     !matches!(ty, Number::F16 | Number::Bf16 | Number::F32 | Number::F64)
@@ -221,8 +223,8 @@ fn orders_blocks(op: &Op) -> bool {
             let commutes = !matches!(atomic.kind, AtomicKind::Exchange | AtomicKind::CompareSwap);
             global(atomic.space) && !(atomic.results.is_empty() && whole && commutes)
         }
-        Op::Load(access) => global(access.space) && access.order != Order::Weak,
-        Op::Async(op) => match &**op {
+        PtxOp::Load(access) => global(access.space) && access.order != MemoryOrder::Weak,
+        PtxOp::Async(op) => match &**op {
             AsyncOp::Bulk(bulk) => {
                 bulk.reduction.is_some() && bulk.direction == Direction::SharedToGlobal
             }

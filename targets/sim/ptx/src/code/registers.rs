@@ -7,17 +7,17 @@
 //! per-thread liveness is enough: only values that never live at once in a
 //! thread share a row.
 
-use crate::text::{Class, EntryText, Operand, Statement, Virtual};
+use crate::text::{Class, Operand, ParsedEntry, Statement, Virtual};
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 
 /// The row of each virtual register.
-pub struct Rows {
+pub struct RegisterRows {
     rows: HashMap<Virtual, u16>,
     /// Rows in use, per class.
     pub counts: HashMap<Class, u16>,
 }
 
-impl Rows {
+impl RegisterRows {
     /// Returns the row of a register.
     pub fn row(&self, register: Virtual) -> u16 {
         self.rows.get(&register).copied().unwrap_or(0)
@@ -127,7 +127,7 @@ fn touch(statement: &Statement) -> Touch {
 }
 
 /// Returns the 32-bit rows that a statement touches, and true for writes.
-pub fn word_rows(statement: &Statement, rows: &Rows) -> Vec<(u16, bool)> {
+pub fn word_rows(statement: &Statement, rows: &RegisterRows) -> Vec<(u16, bool)> {
     let touch = touch(statement);
     let word = |register: &&Virtual| register.class == Class::Word;
     let reads = touch
@@ -148,16 +148,16 @@ pub fn word_rows(statement: &Statement, rows: &Rows) -> Vec<(u16, bool)> {
 type Intervals = HashMap<Virtual, (u32, u32)>;
 
 /// Gives each register of a kernel a row.
-pub fn allocate(entry: &EntryText) -> Rows {
+pub fn allocate(entry: &ParsedEntry) -> RegisterRows {
     let touches: Vec<Touch> = entry.statements.iter().map(touch).collect();
     let intervals = intervals(entry, &touches);
     scan(intervals)
 }
 
-fn scan(intervals: Intervals) -> Rows {
+fn scan(intervals: Intervals) -> RegisterRows {
     let mut order: Vec<(Virtual, (u32, u32))> = intervals.into_iter().collect();
     order.sort_by_key(|(register, (start, _))| (*start, register.index, register.class as u8));
-    let mut rows = Rows {
+    let mut rows = RegisterRows {
         rows: HashMap::new(),
         counts: HashMap::new(),
     };
@@ -184,7 +184,7 @@ fn scan(intervals: Intervals) -> Rows {
     rows
 }
 
-fn intervals(entry: &EntryText, touches: &[Touch]) -> Intervals {
+fn intervals(entry: &ParsedEntry, touches: &[Touch]) -> Intervals {
     let blocks = Blocks::of(entry);
     let index = Index::of(touches);
     let live_out = liveness(&blocks, &index, touches);
@@ -276,7 +276,7 @@ fn falls_through(statement: &Statement) -> bool {
 }
 
 impl Blocks {
-    fn of(entry: &EntryText) -> Blocks {
+    fn of(entry: &ParsedEntry) -> Blocks {
         let statements = &entry.statements;
         let mut starts = BTreeSet::from([0]);
         for (i, statement) in statements.iter().enumerate() {

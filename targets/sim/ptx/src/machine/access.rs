@@ -1,14 +1,14 @@
 //! Loads and stores.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::global::GlobalAccess;
 use super::lanes::scalar_sign;
 use super::warp::{Doubles, Warp, Words};
 use crate::code::layout::{LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
-use crate::code::op::{Access, Address, Base, NONE, Order};
+use crate::code::op::{Address, Base, MemoryAccess, MemoryOrder, NONE};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::memory::{Allocation, Touch};
-use crate::text::Space;
+use crate::text::StateSpace;
 use std::sync::Arc;
 
 /// Iterates over the lanes of a mask.
@@ -46,28 +46,28 @@ pub fn addresses(warp: &Warp, address: &Address) -> Doubles {
 }
 
 /// Returns the space and the offset of a generic address.
-pub fn space_of(address: u64) -> (Space, u64) {
+pub fn space_of(address: u64) -> (StateSpace, u64) {
     match address {
-        SHARED_WINDOW.. => (Space::Shared, address - SHARED_WINDOW),
-        LOCAL_WINDOW.. => (Space::Local, address - LOCAL_WINDOW),
-        PARAM_WINDOW.. => (Space::Param, address - PARAM_WINDOW),
-        _ => (Space::Global, address),
+        SHARED_WINDOW.. => (StateSpace::Shared, address - SHARED_WINDOW),
+        LOCAL_WINDOW.. => (StateSpace::Local, address - LOCAL_WINDOW),
+        PARAM_WINDOW.. => (StateSpace::Param, address - PARAM_WINDOW),
+        _ => (StateSpace::Global, address),
     }
 }
 
 /// The part of an access that goes to one address space.
 pub struct SpacePart {
-    pub space: Space,
+    pub space: StateSpace,
     /// Offsets within the space, by lane.
     pub addresses: Doubles,
     /// Lanes of the part.
     pub mask: u32,
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     /// Resolves generic addresses: splits a mask into one part per space.
-    pub fn resolve(&self, space: Space, addresses: &Doubles, mask: u32) -> Vec<SpacePart> {
-        if space != Space::Generic {
+    pub fn resolve(&self, space: StateSpace, addresses: &Doubles, mask: u32) -> Vec<SpacePart> {
+        if space != StateSpace::Generic {
             return vec![SpacePart {
                 space,
                 addresses: *addresses,
@@ -93,20 +93,22 @@ impl Machine<'_> {
     }
 
     #[inline]
-    pub fn load(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Step<()> {
+    pub fn load(&mut self, warp: &mut Warp, access: &MemoryAccess, mask: u32) -> Step<()> {
         let addresses = addresses(warp, &access.address);
         match access.space {
-            Space::Shared => self.load_shared(warp, access, &addresses, mask),
-            Space::Global | Space::Const => self.load_global(warp, access, &addresses, mask),
-            Space::Param => self.load_param(warp, access, &addresses, mask),
-            Space::Local => self.load_local(warp, access, &addresses, mask),
-            Space::Generic => {
-                for part in self.resolve(Space::Generic, &addresses, mask) {
+            StateSpace::Shared => self.load_shared(warp, access, &addresses, mask),
+            StateSpace::Global | StateSpace::Const => {
+                self.load_global(warp, access, &addresses, mask)
+            }
+            StateSpace::Param => self.load_param(warp, access, &addresses, mask),
+            StateSpace::Local => self.load_local(warp, access, &addresses, mask),
+            StateSpace::Generic => {
+                for part in self.resolve(StateSpace::Generic, &addresses, mask) {
                     let (addresses, mask) = (&part.addresses, part.mask);
                     match part.space {
-                        Space::Shared => self.load_shared(warp, access, addresses, mask)?,
-                        Space::Local => self.load_local(warp, access, addresses, mask)?,
-                        Space::Param => self.load_param(warp, access, addresses, mask)?,
+                        StateSpace::Shared => self.load_shared(warp, access, addresses, mask)?,
+                        StateSpace::Local => self.load_local(warp, access, addresses, mask)?,
+                        StateSpace::Param => self.load_param(warp, access, addresses, mask)?,
                         _ => self.load_global(warp, access, addresses, mask)?,
                     }
                 }
@@ -116,18 +118,18 @@ impl Machine<'_> {
     }
 
     #[inline]
-    pub fn store(&mut self, warp: &mut Warp, access: &Access, mask: u32) -> Step<()> {
+    pub fn store(&mut self, warp: &mut Warp, access: &MemoryAccess, mask: u32) -> Step<()> {
         self.changes += 1;
         let addresses = addresses(warp, &access.address);
         match access.space {
-            Space::Shared => self.store_shared(warp, access, &addresses, mask),
-            Space::Local => self.store_local(warp, access, &addresses, mask),
-            Space::Generic => {
-                for part in self.resolve(Space::Generic, &addresses, mask) {
+            StateSpace::Shared => self.store_shared(warp, access, &addresses, mask),
+            StateSpace::Local => self.store_local(warp, access, &addresses, mask),
+            StateSpace::Generic => {
+                for part in self.resolve(StateSpace::Generic, &addresses, mask) {
                     let (addresses, mask) = (&part.addresses, part.mask);
                     match part.space {
-                        Space::Shared => self.store_shared(warp, access, addresses, mask)?,
-                        Space::Local => self.store_local(warp, access, addresses, mask)?,
+                        StateSpace::Shared => self.store_shared(warp, access, addresses, mask)?,
+                        StateSpace::Local => self.store_local(warp, access, addresses, mask)?,
                         _ => self.store_global(warp, access, addresses, mask)?,
                     }
                 }
@@ -139,7 +141,7 @@ impl Machine<'_> {
 
     /// Writes loaded bits to the registers of an access.
     #[inline(always)]
-    pub fn deliver(&self, warp: &mut Warp, access: &Access, values: &[Doubles], mask: u32) {
+    pub fn deliver(&self, warp: &mut Warp, access: &MemoryAccess, values: &[Doubles], mask: u32) {
         for (row, value) in access.rows.iter().zip(values) {
             if *row == NONE {
                 continue;
@@ -160,7 +162,7 @@ impl Machine<'_> {
 
     /// Returns the bits that lane `lane` stores as element `at`.
     #[inline(always)]
-    pub fn stored(&self, warp: &Warp, access: &Access, at: usize, lane: usize) -> u64 {
+    pub fn stored(&self, warp: &Warp, access: &MemoryAccess, at: usize, lane: usize) -> u64 {
         if access.wide {
             warp.double(access.rows[at])[lane]
         } else {
@@ -171,7 +173,7 @@ impl Machine<'_> {
     fn load_param(
         &mut self,
         warp: &mut Warp,
-        access: &Access,
+        access: &MemoryAccess,
         addresses: &Doubles,
         mask: u32,
     ) -> Step<()> {
@@ -189,7 +191,7 @@ impl Machine<'_> {
                         1 << lane,
                         "reads",
                         bytes,
-                        Space::Param,
+                        StateSpace::Param,
                         start as u64,
                         "beyond them",
                     )
@@ -210,7 +212,7 @@ impl Machine<'_> {
                 1 << lane,
                 "touches",
                 bytes,
-                Space::Local,
+                StateSpace::Local,
                 address,
                 &where_,
             ));
@@ -221,7 +223,7 @@ impl Machine<'_> {
     fn load_local(
         &mut self,
         warp: &mut Warp,
-        access: &Access,
+        access: &MemoryAccess,
         addresses: &Doubles,
         mask: u32,
     ) -> Step<()> {
@@ -240,7 +242,7 @@ impl Machine<'_> {
     fn store_local(
         &mut self,
         warp: &mut Warp,
-        access: &Access,
+        access: &MemoryAccess,
         addresses: &Doubles,
         mask: u32,
     ) -> Step<()> {
@@ -275,7 +277,13 @@ impl Machine<'_> {
         // size of the whole access, for vectors to the vector and not to its
         // element.
         if !address.is_multiple_of(bytes as u64) {
-            return Err(misaligned(1 << lane, verb, bytes, Space::Global, address));
+            return Err(misaligned(
+                1 << lane,
+                verb,
+                bytes,
+                StateSpace::Global,
+                address,
+            ));
         }
         self.hint = region;
         let offset = (address - self.launch.regions.list[region].base) as usize;
@@ -295,7 +303,7 @@ impl Machine<'_> {
     #[cold]
     fn not_global(&self, verb: &str, address: u64, bytes: usize, lane: u32) -> Box<Fault> {
         let place = self.launch.regions.describe(address);
-        outside(1 << lane, verb, bytes, Space::Global, address, &place)
+        outside(1 << lane, verb, bytes, StateSpace::Global, address, &place)
     }
 
     /// Records a read and checks that the bytes were written.
@@ -331,7 +339,7 @@ impl Machine<'_> {
     fn load_global(
         &mut self,
         warp: &mut Warp,
-        access: &Access,
+        access: &MemoryAccess,
         addresses: &Doubles,
         mask: u32,
     ) -> Step<()> {
@@ -339,7 +347,7 @@ impl Machine<'_> {
         let bytes = element * count;
         self.tally.global(false, addresses, mask, bytes as u64);
         let mut values = [[0; 32]; 8];
-        let constant = access.constant && access.order == Order::Weak;
+        let constant = access.constant && access.order == MemoryOrder::Weak;
         // ptxas may move a non-coherent load across `griddepcontrol.wait`,
         // since it is free to assume that nobody writes there.
         if constant && self.launch.dependent {
@@ -366,10 +374,10 @@ impl Machine<'_> {
                 value[lane] = allocation.read(offset + at * element, element);
             }
         }
-        if access.order == Order::Weak && !constant {
+        if access.order == MemoryOrder::Weak && !constant {
             self.global_reads(warp, &places, bytes, mask)?;
         }
-        self.order_after(warp, access.order, Space::Global, addresses, mask);
+        self.order_after(warp, access.order, StateSpace::Global, addresses, mask);
         self.deliver(warp, access, &values[..count], mask);
         Ok(())
     }
@@ -377,16 +385,16 @@ impl Machine<'_> {
     fn store_global(
         &mut self,
         warp: &mut Warp,
-        access: &Access,
+        access: &MemoryAccess,
         addresses: &Doubles,
         mask: u32,
     ) -> Step<()> {
         let (element, count) = (access.bytes as usize, access.rows.len());
         let bytes = element * count;
         self.tally.global(true, addresses, mask, bytes as u64);
-        self.order_before(warp, access.order, Space::Global, addresses, mask);
+        self.order_before(warp, access.order, StateSpace::Global, addresses, mask);
         let touch = match access.order {
-            Order::Weak => Touch::Write,
+            MemoryOrder::Weak => Touch::Write,
             _ => Touch::Atomic,
         };
         for lane in lanes_of(mask) {
@@ -457,7 +465,7 @@ pub fn outside(
     lanes: u32,
     verb: &str,
     bytes: usize,
-    space: Space,
+    space: StateSpace,
     address: u64,
     place: &str,
 ) -> Box<Fault> {
@@ -473,7 +481,13 @@ pub fn outside(
 
 /// Returns the fault of an address that is not a multiple of the access.
 #[cold]
-pub fn misaligned(lanes: u32, verb: &str, bytes: usize, space: Space, address: u64) -> Box<Fault> {
+pub fn misaligned(
+    lanes: u32,
+    verb: &str,
+    bytes: usize,
+    space: StateSpace,
+    address: u64,
+) -> Box<Fault> {
     Fault::new(
         FindingKind::Misaligned,
         lanes,

@@ -1,16 +1,16 @@
 //! `atom` and `red`.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::{SpacePart, addresses, lanes_of, little};
 use super::global::GlobalAccess;
 use super::lanes::atomic::combine;
 use super::warp::{Doubles, Warp};
-use crate::code::op::{Atomic, NONE, Order};
+use crate::code::op::{Atomic, MemoryOrder, NONE};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::memory::Touch;
-use crate::text::Space;
+use crate::text::StateSpace;
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     pub fn atomic(&mut self, warp: &mut Warp, atomic: &Atomic, mask: u32) -> Step<()> {
         self.changes += 1;
         let addresses = addresses(warp, &atomic.address);
@@ -27,11 +27,11 @@ impl Machine<'_> {
             // order.
             self.order_before(warp, atomic.order, space, &addresses, mask);
             match space {
-                Space::Shared => {
+                StateSpace::Shared => {
                     self.tally.shared(&addresses, mask, bytes);
                     self.atomic_shared(warp, atomic, &addresses, mask, &mut old)?;
                 }
-                Space::Global => {
+                StateSpace::Global => {
                     self.tally.global(true, &addresses, mask, bytes);
                     self.atomic_global(warp, atomic, &addresses, mask, &mut old)?;
                 }
@@ -76,7 +76,7 @@ impl Machine<'_> {
             // An atomic reads and writes, and conflicts with plain accesses of
             // either kind. Relaxed order keeps it from racing with other
             // atomics.
-            self.shared_read(warp, block, first, whole, 1 << lane, Order::Relaxed)?;
+            self.shared_read(warp, block, first, whole, 1 << lane, MemoryOrder::Relaxed)?;
             self.shared_mark(warp, block, first, whole, lane)?;
             for (at, old) in old.iter_mut().enumerate() {
                 let operand = self.atomic_operand(warp, atomic, atomic.operands[at], lane);

@@ -1,6 +1,6 @@
 //! Named barriers of a block and the barrier of a cluster.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::clock::{Gathered, Known};
 use super::run::Flow;
 use super::warp::{Group, Wait, Warp, WarpLanes};
@@ -51,7 +51,7 @@ pub struct ClusterState {
     pub complete: Option<Known>,
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     pub fn block_barrier(
         &mut self,
         warp: &mut Warp,

@@ -1,12 +1,12 @@
 //! The messages for two accesses that nothing orders.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::clocks::Component;
 use super::shadow::Clash;
 use super::warp::Warp;
 use crate::finding::{Fault, FindingKind};
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     /// Returns the fault of two accesses that nothing orders; the triple holds
     /// the verb, the offset and the number of bytes.
     #[cold]

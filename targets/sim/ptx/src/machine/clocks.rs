@@ -5,10 +5,10 @@ use super::clock::{Gathered, Known};
 use super::global::GlobalShadow;
 use super::shadow::{Accessor, Clash};
 use super::warp::{Doubles, Warp, WarpLanes, Words};
-use super::{Machine, access::lanes_of};
-use crate::code::op::{Fence, Order};
+use super::{ClusterRunner, access::lanes_of};
+use crate::code::op::{Fence, MemoryOrder};
 use crate::finding::{Fault, FindingKind, Step};
-use crate::text::Space;
+use crate::text::StateSpace;
 use std::collections::HashMap;
 
 /// The mbarriers, the locations that order accesses, and the components of
@@ -16,7 +16,7 @@ use std::collections::HashMap;
 #[derive(Default)]
 pub struct Sync {
     mbarriers: HashMap<(usize, usize), Phases>,
-    locations: HashMap<(Space, u64), Gathered>,
+    locations: HashMap<(StateSpace, u64), Gathered>,
     /// The component that each number stands for.
     pub components: Vec<Component>,
 }
@@ -52,7 +52,7 @@ struct Phases {
     complete: Option<Known>,
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     /// Forgets the last cluster.
     pub fn begin_clocks(&mut self) {
         self.sync = Sync::default();
@@ -218,7 +218,7 @@ impl Machine<'_> {
         // The init is a plain write: another thread that uses the barrier races
         // with it unless a barrier or fence comes between. One of the planted
         // mistakes of docs/SIMULATOR.md is just this.
-        self.shared_write(warp, block, offset, &[0; 8], lane, Order::Weak)
+        self.shared_write(warp, block, offset, &[0; 8], lane, MemoryOrder::Weak)
     }
 
     /// Checks that the thread knows the initialisation, as every use must.
@@ -235,7 +235,7 @@ impl Machine<'_> {
         }
         // Relaxed order: barrier operations are atomic among themselves and
         // never race with each other, only with plain accesses to the word.
-        self.shared_read(warp, block, offset, 8, 1 << lane, Order::Relaxed)
+        self.shared_read(warp, block, offset, 8, 1 << lane, MemoryOrder::Relaxed)
     }
 
     pub fn mbarrier_release(&mut self, warp: &mut Warp, block: usize, offset: usize, lane: usize) {
@@ -306,17 +306,17 @@ impl Machine<'_> {
     pub fn order_before(
         &mut self,
         warp: &mut Warp,
-        order: Order,
-        space: Space,
+        order: MemoryOrder,
+        space: StateSpace,
         addresses: &Doubles,
         mask: u32,
     ) {
         let lanes = match order {
-            Order::Weak | Order::Acquire => 0,
+            MemoryOrder::Weak | MemoryOrder::Acquire => 0,
             // A relaxed store after `fence.acq_rel` releases as a pattern (PTX
             // ISA, "Release and Acquire Patterns"); a relaxed store without a
             // fence releases nothing.
-            Order::Relaxed => mask & warp.fences,
+            MemoryOrder::Relaxed => mask & warp.fences,
             _ => mask,
         };
         if lanes == 0 || !self.launch.full {
@@ -339,8 +339,8 @@ impl Machine<'_> {
     pub fn order_after(
         &mut self,
         warp: &mut Warp,
-        order: Order,
-        space: Space,
+        order: MemoryOrder,
+        space: StateSpace,
         addresses: &Doubles,
         mask: u32,
     ) {
@@ -348,7 +348,9 @@ impl Machine<'_> {
         // them, but spin loops place that fence behind the loop, so the
         // simulator is lenient here instead of reporting races in correct
         // kernels.
-        if matches!(order, Order::Weak | Order::Release) || self.sync.locations.is_empty() {
+        if matches!(order, MemoryOrder::Weak | MemoryOrder::Release)
+            || self.sync.locations.is_empty()
+        {
             return;
         }
         for lane in lanes_of(mask) {
@@ -375,13 +377,13 @@ impl Machine<'_> {
         }
     }
 
-    fn accessor<'w>(&self, warp: &'w Warp, lanes: u32, order: Order) -> Accessor<'w> {
+    fn accessor<'w>(&self, warp: &'w Warp, lanes: u32, order: MemoryOrder) -> Accessor<'w> {
         Accessor {
             warp: warp.number,
             lanes,
             time: self.time,
             known: &warp.known[lanes.trailing_zeros() as usize],
-            atomic: order != Order::Weak,
+            atomic: order != MemoryOrder::Weak,
             pc: self.pc,
         }
     }
@@ -395,7 +397,7 @@ impl Machine<'_> {
         offset: usize,
         bytes: usize,
         lanes: u32,
-        order: Order,
+        order: MemoryOrder,
     ) -> Step<()> {
         if !self.launch.full {
             return Ok(());
@@ -414,7 +416,7 @@ impl Machine<'_> {
         offset: usize,
         new: &[u8],
         lane: usize,
-        order: Order,
+        order: MemoryOrder,
     ) -> Step<()> {
         if !self.launch.full {
             return Ok(());
@@ -450,7 +452,7 @@ impl Machine<'_> {
         if !self.launch.full {
             return Ok(());
         }
-        let by = self.accessor(warp, 1 << lane, Order::Relaxed);
+        let by = self.accessor(warp, 1 << lane, MemoryOrder::Relaxed);
         let shadow = &mut self.blocks[block].shadow;
         let result = shadow.check_write(&by, offset, bytes);
         if result.is_ok() {
@@ -471,7 +473,7 @@ impl Machine<'_> {
         if !self.launch.full {
             return Ok(());
         }
-        let by = self.accessor(warp, 1 << lane, Order::Weak);
+        let by = self.accessor(warp, 1 << lane, MemoryOrder::Weak);
         let shadow = &mut self.blocks[block].shadow;
         let result = shadow.check_write(&by, offset, bytes);
         if result.is_ok() {
@@ -498,7 +500,7 @@ impl Machine<'_> {
         }
         let by = Accessor {
             pc,
-            ..self.accessor(warp, 1 << lane, Order::Weak)
+            ..self.accessor(warp, 1 << lane, MemoryOrder::Weak)
         };
         self.blocks[block].shadow.write(&by, offset, bytes);
     }

@@ -1,14 +1,14 @@
 //! Shuffles, votes, matches, reductions, warp barriers.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::lanes_of;
 use super::lanes::reduce2;
 use super::run::Flow;
 use super::warp::{Wait, Warp, Words};
-use crate::code::op::{NONE, Row, Shuffle, ShuffleMode, VoteKind, WarpOp};
+use crate::code::op::{NONE, RowIndex, Shuffle, ShuffleMode, VoteKind, WarpOp};
 use crate::finding::{Fault, FindingKind, Step, threads};
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     pub fn collective(&mut self, warp: &mut Warp, op: &WarpOp, mask: u32) -> Step<Flow> {
         let named = match op {
             WarpOp::ActiveMask { d } => {
@@ -109,7 +109,7 @@ impl Machine<'_> {
         let want = named[mask.trailing_zeros() as usize] & warp.lanes;
         let code = &self.kernel.code;
         let at_barrier = |pc: u32| match &code[pc as usize].op {
-            crate::code::op::Op::Warp(op) => matches!(**op, WarpOp::Barrier { .. }),
+            crate::code::op::PtxOp::Warp(op) => matches!(**op, WarpOp::Barrier { .. }),
             _ => false,
         };
         let waits = |wait: &Wait| matches!(wait, Wait::Lanes(of) if *of == want);
@@ -185,7 +185,7 @@ fn shuffle_source(mode: ShuffleMode, lane: u32, by: u32, clamp: u32) -> (u32, bo
     }
 }
 
-fn vote(warp: &mut Warp, kind: VoteKind, d: Row, yes: u32, named: &Words, mask: u32) {
+fn vote(warp: &mut Warp, kind: VoteKind, d: RowIndex, yes: u32, named: &Words, mask: u32) {
     let alive = warp.alive();
     let (mut words, mut answer) = ([0; 32], 0);
     for lane in lanes_of(mask) {
@@ -206,7 +206,7 @@ fn vote(warp: &mut Warp, kind: VoteKind, d: Row, yes: u32, named: &Words, mask: 
     }
 }
 
-fn match_any(warp: &mut Warp, d: Row, a: Row, wide: bool, named: &Words, mask: u32) {
+fn match_any(warp: &mut Warp, d: RowIndex, a: RowIndex, wide: bool, named: &Words, mask: u32) {
     let values = wide_values(warp, a, wide);
     let alive = warp.alive();
     let mut out = [0; 32];
@@ -217,7 +217,14 @@ fn match_any(warp: &mut Warp, d: Row, a: Row, wide: bool, named: &Words, mask: u
     warp.put(d, &out, mask);
 }
 
-fn match_all(warp: &mut Warp, (d, p): (Row, Row), a: Row, wide: bool, named: &Words, mask: u32) {
+fn match_all(
+    warp: &mut Warp,
+    (d, p): (RowIndex, RowIndex),
+    a: RowIndex,
+    wide: bool,
+    named: &Words,
+    mask: u32,
+) {
     let values = wide_values(warp, a, wide);
     let alive = warp.alive();
     let (mut out, mut equal) = ([0; 32], 0);
@@ -233,7 +240,7 @@ fn match_all(warp: &mut Warp, (d, p): (Row, Row), a: Row, wide: bool, named: &Wo
     }
 }
 
-fn wide_values(warp: &Warp, a: Row, wide: bool) -> [u64; 32] {
+fn wide_values(warp: &Warp, a: RowIndex, wide: bool) -> [u64; 32] {
     if wide {
         *warp.double(a)
     } else {

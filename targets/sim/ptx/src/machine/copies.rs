@@ -5,13 +5,13 @@
 //! so. Until a thread has waited for its copies, no thread may touch their
 //! destination.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::{addresses, lanes_of};
 use super::run::Flow;
 use super::warp::{Doubles, Warp, Words};
 use crate::code::op::{AsyncOp, CopyAsync};
 use crate::finding::{Fault, FindingKind, Step};
-use crate::text::Space;
+use crate::text::StateSpace;
 
 /// The copies of a warp that no thread has waited for.
 #[derive(Debug, Default)]
@@ -47,7 +47,7 @@ impl Copies {
     }
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     pub fn asynchronous(&mut self, warp: &mut Warp, op: &AsyncOp, mask: u32) -> Step<Flow> {
         match op {
             AsyncOp::Copy(copy) => self.copy_issue(warp, copy, mask),
@@ -104,7 +104,13 @@ impl Machine<'_> {
             if !from[lane].is_multiple_of(bytes as u64) && count > 0 {
                 let verb = "copies";
                 let fault = super::access::misaligned;
-                return Err(fault(1 << lane, verb, bytes, Space::Global, from[lane]));
+                return Err(fault(
+                    1 << lane,
+                    verb,
+                    bytes,
+                    StateSpace::Global,
+                    from[lane],
+                ));
             }
             if count > 0 {
                 let (region, at) = self.global_bytes("copies", from[lane], count, lane as u32)?;
@@ -144,7 +150,7 @@ impl Machine<'_> {
                 1 << lane,
                 verb,
                 bytes,
-                Space::Global,
+                StateSpace::Global,
                 address,
                 &self.launch.regions.describe(address),
             )),

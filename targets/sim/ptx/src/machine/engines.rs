@@ -1,10 +1,10 @@
 //! The progress of copies and products: late, as the seed says.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::warp::{Group, Wait, Warp};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     /// Lets copies and products go on a step. With `force`, one must complete,
     /// since no thread can go on; returns true when one did.
     pub fn engines(&mut self, force: bool) -> Step<bool> {

@@ -1,7 +1,7 @@
 //! The shadow of the global memory that a block touches, for races between the
 //! block's own threads. The logs of the launch find races between blocks.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::lanes_of;
 use super::clock::Known;
 use super::warp::Warp;
@@ -126,7 +126,7 @@ impl Page {
     }
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     /// Checks and records an ordinary load.
     pub fn global_read(&mut self, warp: &Warp, access: GlobalAccess) -> Step<()> {
         // Accesses of single bytes are left out, because two threads may share

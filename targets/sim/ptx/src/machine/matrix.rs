@@ -1,18 +1,18 @@
 //! `mma.sync`, `ldmatrix` and `stmatrix`.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::{SpacePart, addresses, lanes_of};
 use super::run::Flow;
 use super::warp::{Warp, Words};
-use crate::code::op::{MatrixOp, Mma, Order};
+use crate::code::op::{MatrixOp, MemoryOrder, Mma};
 use crate::finding::{Fault, FindingKind, Step};
-use crate::text::Space;
+use crate::text::StateSpace;
 use moesaic_hardware::{matrix, mma};
 
 /// Bytes in a row of an 8 x 8 matrix.
 const ROW: usize = 16;
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     pub fn mma(&mut self, warp: &mut Warp, op: &Mma, mask: u32) -> Step<Flow> {
         if let Some(flow) = self.whole_warp(warp, mask) {
             return Ok(flow);
@@ -54,13 +54,13 @@ impl Machine<'_> {
         let lanes = 8 * op.rows.len();
         let used = (u64::from(u32::MAX) >> (32 - lanes)) as u32;
         let space = match op.space {
-            Space::Generic => Space::Generic,
-            _ => Space::Shared,
+            StateSpace::Generic => StateSpace::Generic,
+            _ => StateSpace::Shared,
         };
         let parts = self.resolve(space, &addresses(warp, &op.address), used);
         let [
             SpacePart {
-                space: Space::Shared,
+                space: StateSpace::Shared,
                 addresses,
                 ..
             },
@@ -85,7 +85,7 @@ impl Machine<'_> {
                 let lane = matrix::address_lane(number, at);
                 let (block, offset) =
                     self.shared_at("reads", warp.block, addresses[lane], ROW, lane)?;
-                self.shared_read(warp, block, offset, ROW, 1 << lane, Order::Weak)?;
+                self.shared_read(warp, block, offset, ROW, 1 << lane, MemoryOrder::Weak)?;
                 row.copy_from_slice(&self.blocks[block].shared[offset..offset + ROW]);
             }
             let value = matrix::load(&rows, op.transposed);
@@ -101,7 +101,7 @@ impl Machine<'_> {
                 let lane = matrix::address_lane(number, at);
                 let (block, offset) =
                     self.shared_at("writes", warp.block, addresses[lane], ROW, lane)?;
-                self.shared_write(warp, block, offset, row, lane, Order::Weak)?;
+                self.shared_write(warp, block, offset, row, lane, MemoryOrder::Weak)?;
                 self.blocks[block].shared[offset..offset + ROW].copy_from_slice(row);
             }
         }

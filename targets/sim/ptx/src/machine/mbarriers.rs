@@ -1,12 +1,12 @@
 //! Instructions on mbarriers.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::{SpacePart, addresses, lanes_of, little};
 use super::run::Flow;
 use super::warp::{Wait, Warp};
 use crate::code::op::{self, MbarrierKind, NONE};
 use crate::finding::{Fault, FindingKind, Step};
-use crate::text::Space;
+use crate::text::StateSpace;
 use moesaic_hardware::mbarrier::{Mbarrier, MbarrierError};
 
 /// Returns the fault of a barrier at an offset.
@@ -15,12 +15,12 @@ fn misuse(error: MbarrierError, offset: usize, lane: usize) -> Box<Fault> {
     Fault::new(FindingKind::Mbarrier, 1 << lane, text)
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     pub fn mbarrier(&mut self, warp: &mut Warp, op: &op::MbarrierOp, mask: u32) -> Step<Flow> {
         let list = self.resolve(
             match op.space {
-                Space::Generic => Space::Generic,
-                _ => Space::Shared,
+                StateSpace::Generic => StateSpace::Generic,
+                _ => StateSpace::Shared,
             },
             &addresses(warp, &op.address),
             mask,
@@ -31,7 +31,7 @@ impl Machine<'_> {
             mask,
         } in list
         {
-            if space != Space::Shared {
+            if space != StateSpace::Shared {
                 let text = "an mbarrier has to be in shared memory";
                 return Err(Fault::new(FindingKind::Mbarrier, mask, text));
             }

@@ -38,10 +38,10 @@ use shadow::Shadow;
 use std::collections::HashMap;
 use std::rc::Rc;
 pub use tally::Tally;
-use warp::{Place, Warp};
+use warp::{SpecialRegisters, Warp};
 
 /// The part of a launch that is the same for every block.
-pub struct Launch<'a> {
+pub struct LaunchContext<'a> {
     pub kernel: &'a Kernel,
     pub params: &'a [u8],
     pub regions: &'a Regions,
@@ -64,8 +64,8 @@ pub struct Launch<'a> {
 
 /// The state of a block.
 #[derive(Default)]
-pub struct Block {
-    pub place: Place,
+pub struct BlockState {
+    pub place: SpecialRegisters,
     /// Shared memory; the index is the address.
     pub shared: Vec<u8>,
     pub shadow: Shadow,
@@ -76,14 +76,14 @@ pub struct Block {
     pub warps: std::ops::Range<usize>,
 }
 
-impl Block {
+impl BlockState {
     fn has_registers(&self, count: u32) -> bool {
         self.spare_registers >= count
     }
 
     fn reset(
         &mut self,
-        place: Place,
+        place: SpecialRegisters,
         end: usize,
         warps: std::ops::Range<usize>,
         all: usize,
@@ -105,12 +105,12 @@ impl Block {
 }
 
 /// Runs the clusters of a launch, one after the other.
-pub struct Machine<'a> {
-    launch: &'a Launch<'a>,
+pub struct ClusterRunner<'a> {
+    launch: &'a LaunchContext<'a>,
     kernel: &'a Kernel,
     execute: Execute,
     warps: Vec<Warp>,
-    blocks: Vec<Block>,
+    blocks: Vec<BlockState>,
     copies: Vec<Copies>,
     cluster_barrier: barriers::ClusterState,
     sync: Sync,
@@ -154,7 +154,7 @@ impl Random {
 
 /// A defect with its block, threads and instruction.
 #[derive(Debug)]
-pub struct Failure {
+pub struct BlockFailure {
     pub kind: FindingKind,
     pub block: [u32; 3],
     pub threads: Vec<u32>,
@@ -164,10 +164,10 @@ pub struct Failure {
     pub message: String,
 }
 
-impl<'a> Machine<'a> {
-    pub fn new(launch: &'a Launch<'a>) -> Machine<'a> {
+impl<'a> ClusterRunner<'a> {
+    pub fn new(launch: &'a LaunchContext<'a>) -> ClusterRunner<'a> {
         let warps = launch.threads.div_ceil(32) * launch.cluster;
-        Machine {
+        ClusterRunner {
             launch,
             kernel: launch.kernel,
             execute: lanes::pick(),
@@ -195,7 +195,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Runs cluster `number` to its end.
-    pub fn run(&mut self, number: u64) -> Result<(), Failure> {
+    pub fn run(&mut self, number: u64) -> Result<(), BlockFailure> {
         self.start(number);
         let result = self.schedule();
         // One log serves all blocks of a cluster: they know each other's order
@@ -224,9 +224,10 @@ impl<'a> Machine<'a> {
         self.time += 1;
         let per_block = launch.threads.div_ceil(32);
         let end = self.kernel.dynamic_shared + launch.shared_bytes;
-        self.blocks.resize_with(cluster as usize, Block::default);
+        self.blocks
+            .resize_with(cluster as usize, BlockState::default);
         for rank in 0..cluster {
-            let place = Place {
+            let place = SpecialRegisters {
                 block: block_index(launch.grid, self.first_block + u64::from(rank)),
                 grid: launch.grid,
                 threads: launch.threads,
@@ -255,14 +256,14 @@ impl<'a> Machine<'a> {
     }
 
     /// Adds the place to a fault.
-    fn failure(&self, warp: usize, fault: Fault) -> Failure {
+    fn failure(&self, warp: usize, fault: Fault) -> BlockFailure {
         let own = &self.warps[warp];
         let place = fault.at.unwrap_or_else(|| FaultPlace {
             pc: self.pc,
             block: own.block,
             threads: own.threads(fault.lanes),
         });
-        Failure {
+        BlockFailure {
             kind: fault.kind,
             block: self.blocks[place.block as usize].place.block,
             threads: place.threads,

@@ -1,11 +1,11 @@
 //! `wgmma`: products of a warpgroup that complete in the background.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::lanes_of;
 use super::clocks::Component;
 use super::run::Flow;
 use super::warp::{IssuedProduct, Wait, Warp, Words};
-use crate::code::op::{AsyncOp, Op, Row, WgmmaA, WgmmaOp};
+use crate::code::op::{AsyncOp, PtxOp, RowIndex, WgmmaA, WgmmaOp};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 use moesaic_hardware::wgmma::{Descriptor, Major, SharedMemory, SourceA, Wgmma as Unit};
 use std::collections::VecDeque;
@@ -31,7 +31,7 @@ struct Product {
     issued: u32,
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     fn group_of(&self, number: usize) -> (usize, usize) {
         // A warpgroup is four warps that start at a multiple of four within the
         // block (PTX ISA, "wgmma: Warpgroup"), so groups never span two blocks
@@ -79,7 +79,7 @@ impl Machine<'_> {
 
     /// Returns the operands of a product, on which all lanes must agree.
     fn product(&self, warp: &Warp, op: &WgmmaOp, mask: u32) -> Step<Product> {
-        let same = |row: Row| {
+        let same = |row: RowIndex| {
             let values = warp.double(row);
             if lanes_of(mask).all(|lane| values[lane] == values[0]) {
                 Ok(values[0])
@@ -109,14 +109,14 @@ impl Machine<'_> {
     /// Checks that `wgmma.fence` has run since ordinary instructions wrote the
     /// registers.
     fn check_registers(&self, warp: &Warp, op: &WgmmaOp, mask: u32) -> Step<()> {
-        let a: &[Row] = match &op.a {
+        let a: &[RowIndex] = match &op.a {
             WgmmaA::Registers(rows) => rows,
             WgmmaA::Descriptor(_) => &[],
         };
         // The rule spares accumulators that only wgmma of the same shape has
         // written (PTX ISA, "wgmma.fence"). `unfenced` lists writes by other
         // instructions alone.
-        let dirty = |row: &Row| warp.unfenced.contains(row);
+        let dirty = |row: &RowIndex| warp.unfenced.contains(row);
         if !warp.fenced || op.d.iter().chain(a).any(dirty) {
             let text = "wgmma uses registers that were written since the last wgmma.fence";
             return Err(Fault::new(FindingKind::AccumulatorInFlight, mask, text));
@@ -267,7 +267,7 @@ impl Machine<'_> {
         };
         self.changes += 1;
         let kernel = self.kernel;
-        let Op::Async(instruction) = &kernel.code[product.pc as usize].op else {
+        let PtxOp::Async(instruction) = &kernel.code[product.pc as usize].op else {
             return Ok(());
         };
         let AsyncOp::Wgmma(op) = &**instruction else {

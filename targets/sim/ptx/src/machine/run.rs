@@ -1,8 +1,8 @@
 //! Runs a warp: groups of threads, divergence, control flow.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::warp::{Group, Wait, Warp};
-use crate::code::op::{Guard, NONE, Op};
+use crate::code::op::{Guard, NONE, PtxOp};
 use crate::finding::{Fault, FindingKind, Step};
 
 /// Backward branches of a group before other threads may go first.
@@ -29,7 +29,7 @@ enum Leave {
     TurnOver(u32),
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     /// Runs a warp until no group can go on; returns true if any group ran.
     pub fn run_warp(&mut self, warp: &mut Warp) -> Step<bool> {
         let (mut ran, mut turns) = (false, 0);
@@ -126,21 +126,21 @@ impl Machine<'_> {
     fn step(
         &mut self,
         warp: &mut Warp,
-        op: &Op,
+        op: &PtxOp,
         pc: usize,
         lanes: u32,
         mask: u32,
     ) -> Step<Result<usize, Leave>> {
         match op {
-            Op::Branch { to } => Ok(branch(warp, pc, *to, lanes, mask)),
+            PtxOp::Branch { to } => Ok(branch(warp, pc, *to, lanes, mask)),
             // A predicated-off instruction has no effect and must not fault on
             // the addresses in its registers: kernels guard the ends of their
             // tensors so.
             _ if mask == 0 => Ok(Ok(pc + 1)),
-            Op::Load(access) => self.load(warp, access, mask).map(|()| Ok(pc + 1)),
-            Op::Store(access) => self.store(warp, access, mask).map(|()| Ok(pc + 1)),
-            Op::Exit => self.exit(warp, pc, lanes, mask),
-            Op::BranchTable { index, to } => Ok(Err(table(warp, pc, *index, to, lanes, mask))),
+            PtxOp::Load(access) => self.load(warp, access, mask).map(|()| Ok(pc + 1)),
+            PtxOp::Store(access) => self.store(warp, access, mask).map(|()| Ok(pc + 1)),
+            PtxOp::Exit => self.exit(warp, pc, lanes, mask),
+            PtxOp::BranchTable { index, to } => Ok(Err(table(warp, pc, *index, to, lanes, mask))),
             _ => {
                 let flow = self.act(warp, op, lanes, mask)?;
                 Ok(match flow {
@@ -186,27 +186,27 @@ impl Machine<'_> {
     }
 
     #[inline(never)]
-    fn act(&mut self, warp: &mut Warp, op: &Op, lanes: u32, mask: u32) -> Step<Flow> {
+    fn act(&mut self, warp: &mut Warp, op: &PtxOp, lanes: u32, mask: u32) -> Step<Flow> {
         match op {
-            Op::Atomic(atomic) => self.atomic(warp, atomic, mask).map(|()| Flow::Next),
-            Op::Warp(op) => self.collective(warp, op, mask),
-            Op::Barrier(barrier) => self.block_barrier(warp, barrier, mask),
-            Op::Cluster(barrier) => self.cluster_step(warp, *barrier, mask),
-            Op::Mbarrier(op) => self.mbarrier(warp, op, mask),
-            Op::Async(op) => self.asynchronous(warp, op, mask),
-            Op::Mma(mma) => self.mma(warp, mma, mask),
-            Op::Matrix(matrix) => self.matrix(warp, matrix, mask),
-            Op::Fence(fence) => {
+            PtxOp::Atomic(atomic) => self.atomic(warp, atomic, mask).map(|()| Flow::Next),
+            PtxOp::Warp(op) => self.collective(warp, op, mask),
+            PtxOp::Barrier(barrier) => self.block_barrier(warp, barrier, mask),
+            PtxOp::Cluster(barrier) => self.cluster_step(warp, *barrier, mask),
+            PtxOp::Mbarrier(op) => self.mbarrier(warp, op, mask),
+            PtxOp::Async(op) => self.asynchronous(warp, op, mask),
+            PtxOp::Mma(mma) => self.mma(warp, mma, mask),
+            PtxOp::Matrix(matrix) => self.matrix(warp, matrix, mask),
+            PtxOp::Fence(fence) => {
                 self.fence(warp, *fence, mask);
                 Ok(Flow::Next)
             }
-            Op::AwaitLaunches => {
+            PtxOp::AwaitLaunches => {
                 warp.early &= !mask;
                 self.early = warp.early;
                 Ok(Flow::Next)
             }
-            Op::SetMaxRegisters { grow, count } => self.set_registers(warp, *grow, *count, mask),
-            Op::Clock { d, wide } => {
+            PtxOp::SetMaxRegisters { grow, count } => self.set_registers(warp, *grow, *count, mask),
+            PtxOp::Clock { d, wide } => {
                 // Each read advances the clock, so a loop that waits for time
                 // to pass ends, and two reads always differ. Nothing else
                 // depends on the step.
@@ -218,7 +218,7 @@ impl Machine<'_> {
                 }
                 Ok(Flow::Next)
             }
-            Op::Trap => Err(Fault::new(
+            PtxOp::Trap => Err(Fault::new(
                 FindingKind::Trap,
                 lanes & mask,
                 "the kernel gave up",

@@ -1,6 +1,6 @@
 //! The scheduler: the order in which warps run, and the report of a deadlock.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::warp::{Group, Wait, Warp};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step, threads};
 
@@ -8,7 +8,7 @@ use crate::finding::{Fault, FaultPlace, FindingKind, Step, threads};
 /// which spinning threads count as a deadlock.
 const PATIENCE: u32 = 300;
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     /// Runs all warps of the cluster to their end. An error comes with the
     /// number of its warp.
     pub fn schedule(&mut self) -> Result<(), (usize, Box<Fault>)> {

@@ -1,16 +1,16 @@
 //! Shared memory of the blocks of a cluster.
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::{lanes_of, little, misaligned, outside};
 use super::run::Flow;
 use super::warp::{Doubles, Wait, Warp};
 use crate::code::layout::{RANK_SHIFT, SHARED_START};
-use crate::code::op::Access;
+use crate::code::op::MemoryAccess;
 use crate::finding::{Fault, FindingKind, Step};
-use crate::text::Space;
+use crate::text::StateSpace;
 use std::rc::Rc;
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     /// Returns the block and the offset of a shared address.
     #[inline(always)]
     pub fn shared_at(
@@ -34,7 +34,13 @@ impl Machine<'_> {
             return Err(self.not_shared(verb, block, address, bytes, lane));
         }
         if !offset.is_multiple_of(bytes) {
-            return Err(misaligned(1 << lane, verb, bytes, Space::Shared, address));
+            return Err(misaligned(
+                1 << lane,
+                verb,
+                bytes,
+                StateSpace::Shared,
+                address,
+            ));
         }
         Ok((block, offset))
     }
@@ -56,13 +62,13 @@ impl Machine<'_> {
                 block.shared.len() - SHARED_START as usize
             ),
         };
-        outside(1 << lane, verb, bytes, Space::Shared, address, &place)
+        outside(1 << lane, verb, bytes, StateSpace::Shared, address, &place)
     }
 
     pub fn load_shared(
         &mut self,
         warp: &mut Warp,
-        access: &Access,
+        access: &MemoryAccess,
         addresses: &Doubles,
         mask: u32,
     ) -> Step<()> {
@@ -90,7 +96,7 @@ impl Machine<'_> {
                 };
             }
         }
-        self.order_after(warp, access.order, Space::Shared, addresses, mask);
+        self.order_after(warp, access.order, StateSpace::Shared, addresses, mask);
         self.deliver(warp, access, &values[..count], mask);
         Ok(())
     }
@@ -98,7 +104,7 @@ impl Machine<'_> {
     pub fn store_shared(
         &mut self,
         warp: &mut Warp,
-        access: &Access,
+        access: &MemoryAccess,
         addresses: &Doubles,
         mask: u32,
     ) -> Step<()> {
@@ -107,7 +113,7 @@ impl Machine<'_> {
         self.tally.shared(addresses, mask, bytes as u64);
         // The release comes before the write is checked and recorded: a flag's
         // own write is part of what its reader acquires.
-        self.order_before(warp, access.order, Space::Shared, addresses, mask);
+        self.order_before(warp, access.order, StateSpace::Shared, addresses, mask);
         for lane in lanes_of(mask) {
             let (block, offset) =
                 self.shared_at("writes", warp.block, addresses[lane], bytes, lane)?;

@@ -1,8 +1,8 @@
 //! A warp: its registers and the places of its threads.
 
 use super::clock::Known;
-use crate::code::op::{NONE, Row};
-use crate::code::{Kernel, Source};
+use crate::code::op::{NONE, RowIndex};
+use crate::code::{Kernel, RowValue};
 use crate::text::{Relation, Special};
 use std::collections::VecDeque;
 
@@ -94,12 +94,12 @@ pub struct Warp {
     /// A wgmma.fence was executed.
     pub fenced: bool,
     /// Registers of products written since the last fence.
-    pub unfenced: Vec<Row>,
+    pub unfenced: Vec<RowIndex>,
 }
 
 /// The values of the special registers.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Place {
+pub struct SpecialRegisters {
     pub block: [u32; 3],
     pub grid: [u32; 3],
     pub threads: u32,
@@ -116,7 +116,7 @@ impl Warp {
         kernel: &Kernel,
         number: u32,
         first_thread: u32,
-        place: &Place,
+        place: &SpecialRegisters,
         known: &Known,
     ) {
         self.known.clear();
@@ -153,36 +153,36 @@ impl Warp {
         // Literals and special registers are rows behind the registers of the
         // kernel, filled once per block. Operands are then row numbers
         // throughout, with no test for immediates in the inner loops.
-        let word = |source: &Source| value(source, first_thread, place).map(|value| value as u32);
+        let word = |source: &RowValue| value(source, first_thread, place).map(|value| value as u32);
         self.words.extend(kernel.word_sources.iter().map(word));
         self.doubles.clear();
         self.doubles.resize(kernel.doubles as usize, [0; 32]);
-        let double = |source: &Source| value(source, first_thread, place);
+        let double = |source: &RowValue| value(source, first_thread, place);
         self.doubles
             .extend(kernel.double_sources.iter().map(double));
     }
 
     /// Returns a row of the 32-bit file.
     #[inline(always)]
-    pub fn word(&self, row: Row) -> &Words {
+    pub fn word(&self, row: RowIndex) -> &Words {
         &self.words[row as usize]
     }
 
     /// Returns a row of the 64-bit file.
     #[inline(always)]
-    pub fn double(&self, row: Row) -> &Doubles {
+    pub fn double(&self, row: RowIndex) -> &Doubles {
         &self.doubles[row as usize]
     }
 
     /// Returns a predicate, negated or not, as a lane mask.
     #[inline(always)]
-    pub fn predicate(&self, row: Row, negate: bool) -> u32 {
+    pub fn predicate(&self, row: RowIndex, negate: bool) -> u32 {
         self.predicates[row as usize] ^ 0u32.wrapping_sub(u32::from(negate))
     }
 
     /// Writes the lanes of `mask`.
     #[inline(always)]
-    pub fn put(&mut self, row: Row, value: &Words, mask: u32) {
+    pub fn put(&mut self, row: RowIndex, value: &Words, mask: u32) {
         if row != NONE {
             blend(&mut self.words[row as usize], value, mask);
         }
@@ -190,7 +190,7 @@ impl Warp {
 
     /// Writes the lanes of `mask`.
     #[inline(always)]
-    pub fn put_double(&mut self, row: Row, value: &Doubles, mask: u32) {
+    pub fn put_double(&mut self, row: RowIndex, value: &Doubles, mask: u32) {
         if row != NONE {
             blend_double(&mut self.doubles[row as usize], value, mask);
         }
@@ -198,7 +198,7 @@ impl Warp {
 
     /// Writes the lanes of `mask`.
     #[inline(always)]
-    pub fn put_predicate(&mut self, row: Row, value: u32, mask: u32) {
+    pub fn put_predicate(&mut self, row: RowIndex, value: u32, mask: u32) {
         if row != NONE {
             let own = &mut self.predicates[row as usize];
             *own = (*own & !mask) | (value & mask);
@@ -241,15 +241,15 @@ fn blend_double(row: &mut Doubles, value: &Doubles, mask: u32) {
 }
 
 /// Returns the value of a literal or a special register in each lane.
-fn value(source: &Source, first_thread: u32, place: &Place) -> Doubles {
+fn value(source: &RowValue, first_thread: u32, place: &SpecialRegisters) -> Doubles {
     let special = match source {
-        Source::Literal(value) => return [*value; 32],
-        Source::Special(special) => *special,
+        RowValue::Literal(value) => return [*value; 32],
+        RowValue::Special(special) => *special,
     };
     std::array::from_fn(|lane| u64::from(special_value(special, lane as u32, first_thread, place)))
 }
 
-fn special_value(special: Special, lane: u32, first_thread: u32, place: &Place) -> u32 {
+fn special_value(special: Special, lane: u32, first_thread: u32, place: &SpecialRegisters) -> u32 {
     let axis = |values: [u32; 3], axis: u8| values[axis as usize];
     let clusters = [
         place.grid[0] / place.cluster.max(1),

@@ -2,7 +2,7 @@
 
 use super::operand::operand;
 use super::parser::{Cursor, variable};
-use super::{Class, EntryText, ModuleText, Operand, Statement, Virtual};
+use super::{Class, ModuleText, Operand, ParsedEntry, Statement, Virtual};
 use crate::error::PtxError;
 use std::collections::HashMap;
 
@@ -28,10 +28,10 @@ struct Use {
     scope: usize,
 }
 
-pub struct Body<'p, 'a> {
+pub struct BodyParser<'p, 'a> {
     pub cursor: &'p mut Cursor<'a>,
     module: &'p mut ModuleText,
-    entry: &'p mut EntryText,
+    entry: &'p mut ParsedEntry,
     params: HashMap<String, u32>,
     scopes: Vec<Scope>,
     /// Innermost open scope.
@@ -40,20 +40,20 @@ pub struct Body<'p, 'a> {
     last_label: String,
 }
 
-impl<'p, 'a> Body<'p, 'a> {
+impl<'p, 'a> BodyParser<'p, 'a> {
     pub fn new(
         cursor: &'p mut Cursor<'a>,
         module: &'p mut ModuleText,
-        entry: &'p mut EntryText,
+        entry: &'p mut ParsedEntry,
         params: Vec<(String, u32)>,
-    ) -> Body<'p, 'a> {
+    ) -> BodyParser<'p, 'a> {
         let globals = module.variables.iter().enumerate();
         let variables = globals.map(|(i, variable)| (variable.name.clone(), i));
         let outer = Scope {
             variables: variables.collect(),
             ..Scope::default()
         };
-        Body {
+        BodyParser {
             cursor,
             module,
             entry,

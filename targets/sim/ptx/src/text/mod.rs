@@ -31,7 +31,7 @@ pub struct Virtual {
 
 /// The state space of a variable or an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Space {
+pub enum StateSpace {
     Generic,
     Global,
     Shared,
@@ -44,7 +44,7 @@ pub enum Space {
 #[derive(Clone, Debug)]
 pub struct Variable {
     pub name: String,
-    pub space: Space,
+    pub space: StateSpace,
     pub align: u32,
     pub bytes: u32,
     /// Declared `.extern`: the launch gives the size.
@@ -137,7 +137,7 @@ pub struct Parameter {
 
 /// A kernel as the text declares it.
 #[derive(Clone, Debug, Default)]
-pub struct EntryText {
+pub struct ParsedEntry {
     pub name: String,
     pub line: u32,
     pub params: Vec<Parameter>,
@@ -156,7 +156,7 @@ pub struct EntryText {
 pub struct ModuleText {
     pub target: String,
     pub variables: Vec<Variable>,
-    pub entries: Vec<EntryText>,
+    pub entries: Vec<ParsedEntry>,
     pub locations: Locations,
 }
 

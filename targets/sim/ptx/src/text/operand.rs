@@ -1,6 +1,6 @@
 //! Parses operands.
 
-use super::body::Body;
+use super::body::BodyParser;
 use super::parser::literal;
 use super::{Operand, Relation, Special};
 use crate::error::PtxError;
@@ -8,7 +8,7 @@ use crate::error::PtxError;
 type Result<T> = std::result::Result<T, PtxError>;
 
 /// Parses one operand: a name, a number, `{...}`, `[...]`, `a|b`, `!p` or `_`.
-pub fn operand(body: &mut Body<'_, '_>) -> Result<Operand> {
+pub fn operand(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
     let first = simple(body)?;
     if body.cursor.take("|") {
         let second = simple(body)?;
@@ -17,7 +17,7 @@ pub fn operand(body: &mut Body<'_, '_>) -> Result<Operand> {
     Ok(first)
 }
 
-fn simple(body: &mut Body<'_, '_>) -> Result<Operand> {
+fn simple(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
     match body.cursor.peek_text() {
         "{" => {
             body.cursor.next()?;
@@ -33,7 +33,7 @@ fn simple(body: &mut Body<'_, '_>) -> Result<Operand> {
     }
 }
 
-fn list(body: &mut Body<'_, '_>, end: &str) -> Result<Vec<Operand>> {
+fn list(body: &mut BodyParser<'_, '_>, end: &str) -> Result<Vec<Operand>> {
     let mut list = Vec::new();
     while !body.cursor.take(end) {
         list.push(operand(body)?);
@@ -46,7 +46,7 @@ fn list(body: &mut Body<'_, '_>, end: &str) -> Result<Vec<Operand>> {
     Ok(list)
 }
 
-fn memory(body: &mut Body<'_, '_>) -> Result<Operand> {
+fn memory(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
     body.cursor.next()?;
     let base = simple(body)?;
     let mut offset = 0i64;
@@ -71,7 +71,7 @@ fn memory(body: &mut Body<'_, '_>) -> Result<Operand> {
     })
 }
 
-fn negated(body: &mut Body<'_, '_>) -> Result<Operand> {
+fn negated(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
     body.cursor.next()?;
     let token = body.cursor.next()?;
     let register = body.register(token.text);
@@ -80,7 +80,7 @@ fn negated(body: &mut Body<'_, '_>) -> Result<Operand> {
         .ok_or_else(|| PtxError::syntax(token.line, format!("`{}` is no predicate", token.text)))
 }
 
-fn name(body: &mut Body<'_, '_>) -> Result<Operand> {
+fn name(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
     let token = body.cursor.next()?;
     if let Some(register) = body.register(token.text) {
         return Ok(Operand::Register(register));

@@ -1,8 +1,8 @@
 //! Parses the module level: variables, kernels and their parameters.
 
-use super::body::Body;
+use super::body::BodyParser;
 use super::lexer::{Token, tokens};
-use super::{EntryText, ModuleText, Parameter, Space, Variable};
+use super::{ModuleText, Parameter, ParsedEntry, StateSpace, Variable};
 use crate::error::PtxError;
 
 type Result<T> = std::result::Result<T, PtxError>;
@@ -196,21 +196,21 @@ impl Parser<'_> {
     fn entry(&mut self) -> Result<()> {
         self.cursor.next()?;
         let name = self.cursor.next()?;
-        let mut entry = EntryText {
+        let mut entry = ParsedEntry {
             name: name.text.to_string(),
             line: name.line,
-            ..EntryText::default()
+            ..ParsedEntry::default()
         };
         let names = self.params(&mut entry)?;
         self.directives(&mut entry)?;
         self.module.locations.restart();
-        Body::new(&mut self.cursor, &mut self.module, &mut entry, names).parse()?;
+        BodyParser::new(&mut self.cursor, &mut self.module, &mut entry, names).parse()?;
         self.module.entries.push(entry);
         Ok(())
     }
 
     /// Parses the parameter list; returns the names with their offsets.
-    fn params(&mut self, entry: &mut EntryText) -> Result<Vec<(String, u32)>> {
+    fn params(&mut self, entry: &mut ParsedEntry) -> Result<Vec<(String, u32)>> {
         let mut names = Vec::new();
         if !self.cursor.take("(") {
             return Ok(names);
@@ -229,7 +229,7 @@ impl Parser<'_> {
         Ok(names)
     }
 
-    fn directives(&mut self, entry: &mut EntryText) -> Result<()> {
+    fn directives(&mut self, entry: &mut ParsedEntry) -> Result<()> {
         while self.cursor.peek_text() != "{" {
             let directive = self.cursor.next()?;
             let product = self.product()?;
@@ -268,7 +268,7 @@ impl Parser<'_> {
 pub fn variable(cursor: &mut Cursor<'_>) -> Result<Variable> {
     let mut found = Variable {
         name: String::new(),
-        space: Space::Param,
+        space: StateSpace::Param,
         align: 0,
         bytes: 0,
         dynamic: false,
@@ -279,10 +279,10 @@ pub fn variable(cursor: &mut Cursor<'_>) -> Result<Variable> {
         let token = cursor.next()?;
         match token.text {
             ".extern" => found.dynamic = true,
-            ".global" => found.space = Space::Global,
-            ".const" => found.space = Space::Const,
-            ".shared" => found.space = Space::Shared,
-            ".local" => found.space = Space::Local,
+            ".global" => found.space = StateSpace::Global,
+            ".const" => found.space = StateSpace::Const,
+            ".shared" => found.space = StateSpace::Shared,
+            ".local" => found.space = StateSpace::Local,
             ".param" | ".ptr" => {}
             ".align" => found.align = cursor.integer()? as u32,
             text if text.starts_with('.') => {

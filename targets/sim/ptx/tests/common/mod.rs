@@ -3,7 +3,7 @@
 pub mod lanes;
 
 use moesaic_kernel::{Access, DType, Entry, Launch, Param, SimArch, Size, Target};
-use moesaic_ptx::{Checks, Finding, PtxDevice, PtxOptions, artifact_of_ptx};
+use moesaic_ptx::{CheckSet, Finding, PtxDevice, PtxOptions, artifact_of_ptx};
 use moesaic_target::{Arg, Device, KernelCounters, LaunchDims};
 use std::num::NonZeroUsize;
 
@@ -71,7 +71,7 @@ impl Run {
         let options = PtxOptions {
             seed: self.seed,
             threads: NonZeroUsize::new(self.workers),
-            checks: Checks::Full,
+            checks: CheckSet::Full,
         };
         let device = PtxDevice::new(arch, options);
         let entry = Entry {

@@ -7,7 +7,7 @@ mod steps;
 pub(crate) use steps::tensors;
 
 use super::{GateTopkDesc, Logits, gate_topk, team};
-use crate::ops::{Machine, Op, Operator};
+use crate::ops::{Op, Operator, TileMachine};
 use moesaic_kernel::Entry;
 use moesaic_spec::{LayerSpec, Loss, LossKind, RouterInput, Score};
 use serde::{Deserialize, Serialize};
@@ -184,10 +184,10 @@ pub(crate) fn gate_topk_bwd(spec: &LayerSpec) -> Option<GateTopkBwdDesc> {
 impl Operator for GateTopkBwdDesc {
     type Config = GateTopkBwdConfig;
 
-    fn tiling(&self, machine: Machine) -> GateTopkBwdConfig {
+    fn tiling(&self, machine: TileMachine) -> GateTopkBwdConfig {
         match machine {
-            Machine::Cpu(_) => on_cpu(),
-            Machine::Gpu(gpu) => on_gpu(self, gpu.wave()),
+            TileMachine::Cpu(_) => on_cpu(),
+            TileMachine::Gpu(gpu) => on_gpu(self, gpu.wave()),
         }
     }
 

@@ -3,11 +3,11 @@
 use super::entries::BEFORE_GEMMS;
 use super::{GateTopkBwdDesc, gate_topk_bwd};
 use crate::KernelPlan;
-use crate::layer::{Bind, Builder, Role, TensorPlan, borrowed, constant, tensor};
+use crate::layer::{Bind, Builder, TensorPlan, TensorRole, borrowed, constant, tensor};
 use crate::ops::gate_topk::steps::kind_names;
 use crate::ops::gate_topk::{Logits, WARP_EXPERTS};
 use crate::ops::grouped_gemm::{dgrad, wgrad};
-use crate::ops::{Machine, Op, Operator};
+use crate::ops::{Op, Operator, TileMachine};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::Size;
 use moesaic_spec::{LayerSpec, LossKind, RouterInput, SharedGate};
@@ -30,14 +30,14 @@ const NAMES: [(&str, &str); 12] = [
 ];
 
 /// Returns the tensors of the losses, and the scratch of their backward pass.
-pub(crate) fn tensors(spec: &LayerSpec, machine: Machine) -> Vec<TensorPlan> {
+pub(crate) fn tensors(spec: &LayerSpec, machine: TileMachine) -> Vec<TensorPlan> {
     let Some(desc) = gate_topk_bwd(spec) else {
         return Vec::new();
     };
     let config = desc.tiling(machine);
     let experts = constant(desc.gate.experts);
     let tiles = Size::Tokens.ceil_div(config.tile_tokens as u64);
-    let scratch = |name: &str, shape: &[Size]| tensor(name, F32, shape, Role::Scratch);
+    let scratch = |name: &str, shape: &[Size]| tensor(name, F32, shape, TensorRole::Scratch);
     let per_tile = [tiles, experts.clone()];
     let mut list = vec![
         scratch("scale_parts", &per_tile),
@@ -55,7 +55,7 @@ fn loss_tensors(desc: &GateTopkBwdDesc, [tiles, experts]: &[Size; 2]) -> Vec<Ten
         None => Size::Tokens,
     };
     let (sums, slopes) = (constant(desc.sums.len()), constant(desc.slopes.len()));
-    let of = |name: &str, shape: [&Size; 2], role: Role| {
+    let of = |name: &str, shape: [&Size; 2], role: TensorRole| {
         tensor(name, F32, &shape.map(Size::clone), role)
     };
     // The one block of `gate_losses_sum` keeps its sums in shared memory, which has no room for so
@@ -67,19 +67,28 @@ fn loss_tensors(desc: &GateTopkBwdDesc, [tiles, experts]: &[Size; 2]) -> Vec<Ten
             "loss_parts",
             F32,
             &[tiles.clone() + spare, sums, experts.clone()],
-            Role::Scratch,
+            TensorRole::Scratch,
         ),
-        of("token_parts", [tiles, &pair], Role::Scratch),
-        of("sequence_parts", [tiles, &pair], Role::Scratch),
-        of("loss_slopes", [&slopes, experts], Role::Scratch),
-        of("sequence_slopes", [&sequences, experts], Role::Scratch),
-        tensor("sequence_first", I32, from_ref(&tokens), Role::Scratch),
-        tensor("sequence_ids", I32, from_ref(&tokens), Role::Input),
-        tensor("global_counts", I64, from_ref(experts), Role::Input),
-        tensor("global_tokens", I64, &[constant(1)], Role::Input),
+        of("token_parts", [tiles, &pair], TensorRole::Scratch),
+        of("sequence_parts", [tiles, &pair], TensorRole::Scratch),
+        of("loss_slopes", [&slopes, experts], TensorRole::Scratch),
+        of(
+            "sequence_slopes",
+            [&sequences, experts],
+            TensorRole::Scratch,
+        ),
+        tensor(
+            "sequence_first",
+            I32,
+            from_ref(&tokens),
+            TensorRole::Scratch,
+        ),
+        tensor("sequence_ids", I32, from_ref(&tokens), TensorRole::Input),
+        tensor("global_counts", I64, from_ref(experts), TensorRole::Input),
+        tensor("global_tokens", I64, &[constant(1)], TensorRole::Input),
     ];
     let outputs = desc.losses.iter().map(|loss| loss_name(loss.kind));
-    list.extend(outputs.map(|name| tensor(&name, F32, &[constant(1)], Role::Output)));
+    list.extend(outputs.map(|name| tensor(&name, F32, &[constant(1)], TensorRole::Output)));
     list
 }
 

@@ -297,8 +297,8 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
     let depth = core.depth(right, left);
     // Columns of the other half cut the sums of the weights' gradient.
     let block_columns = match d.half {
-        Half::Up => core.block_columns(depth),
-        Half::Down => BLOCK_COLUMNS,
+        ExpertGemm::Up => core.block_columns(depth),
+        ExpertGemm::Down => BLOCK_COLUMNS,
     };
     let tile_columns = block_columns.min(d.outer.next_multiple_of(thread_columns));
     let words = words(core.isa, d.inner, right, left);
@@ -332,7 +332,11 @@ fn dgrad_tiles(d: &GroupedGemmDgradDesc, core: Core) -> GroupedGemmConfig {
         // Codes are multiplied by vectors in the forward pass, whose list of row tiles this is.
         Some(_) => forward(&d.forward(), core).tile_rows,
     };
-    let products = if d.half == Half::Up && d.gated { 2 } else { 1 };
+    let products = if d.half == ExpertGemm::Up && d.gated {
+        2
+    } else {
+        1
+    };
     let words = d.inner.div_ceil(2).next_multiple_of(16);
     let whole = products * words <= AMX_DEPTH;
     let (kept, tile_depth, columns) = if whole {

@@ -8,14 +8,14 @@ mod rocm;
 
 use super::{GemmFamily, GroupedGemmConfig};
 use super::{GroupedGemmDesc, GroupedGemmDgradDesc, GroupedGemmWgradDesc};
-use crate::ops::{Gpu, Machine};
+use crate::ops::{Gpu, TileMachine};
 
 /// Returns the tiling of a forward GEMM.
-pub(super) fn forward(d: &GroupedGemmDesc, machine: Machine) -> GroupedGemmConfig {
+pub(super) fn forward(d: &GroupedGemmDesc, machine: TileMachine) -> GroupedGemmConfig {
     match machine {
-        Machine::Cpu(core) => cpu::forward(d, core),
-        Machine::Gpu(Gpu::Cuda(arch)) => cuda::forward(d, arch),
-        Machine::Gpu(Gpu::Rocm(arch)) => rocm::forward(d, arch),
+        TileMachine::Cpu(core) => cpu::forward(d, core),
+        TileMachine::Gpu(Gpu::Cuda(arch)) => cuda::forward(d, arch),
+        TileMachine::Gpu(Gpu::Rocm(arch)) => rocm::forward(d, arch),
     }
 }
 
@@ -23,31 +23,31 @@ pub(super) fn forward(d: &GroupedGemmDesc, machine: Machine) -> GroupedGemmConfi
 /// calls serves.
 pub(super) fn decode(
     d: &GroupedGemmDesc,
-    machine: Machine,
+    machine: TileMachine,
     tile_rows: usize,
 ) -> Option<GroupedGemmConfig> {
     match machine {
-        Machine::Gpu(Gpu::Cuda(arch)) => cuda::decode(d, arch, tile_rows),
-        Machine::Gpu(Gpu::Rocm(arch)) => rocm::decode(d, arch),
-        Machine::Cpu(_) => None,
+        TileMachine::Gpu(Gpu::Cuda(arch)) => cuda::decode(d, arch, tile_rows),
+        TileMachine::Gpu(Gpu::Rocm(arch)) => rocm::decode(d, arch),
+        TileMachine::Cpu(_) => None,
     }
 }
 
 /// Returns the tiling of a dgrad, with the row tiles of the forward pass.
-pub(super) fn dgrad(d: &GroupedGemmDgradDesc, machine: Machine) -> GroupedGemmConfig {
+pub(super) fn dgrad(d: &GroupedGemmDgradDesc, machine: TileMachine) -> GroupedGemmConfig {
     match machine {
-        Machine::Cpu(core) => cpu::dgrad(d, core),
-        Machine::Gpu(Gpu::Cuda(arch)) => cuda::dgrad(d, arch),
-        Machine::Gpu(Gpu::Rocm(arch)) => rocm::dgrad(d, arch),
+        TileMachine::Cpu(core) => cpu::dgrad(d, core),
+        TileMachine::Gpu(Gpu::Cuda(arch)) => cuda::dgrad(d, arch),
+        TileMachine::Gpu(Gpu::Rocm(arch)) => rocm::dgrad(d, arch),
     }
 }
 
 /// Returns the tiling of a wgrad: a tile is a part of a matrix, and depth counts rows.
-pub(super) fn wgrad(d: &GroupedGemmWgradDesc, machine: Machine) -> GroupedGemmConfig {
+pub(super) fn wgrad(d: &GroupedGemmWgradDesc, machine: TileMachine) -> GroupedGemmConfig {
     match machine {
-        Machine::Cpu(core) => cpu::wgrad(d, core),
-        Machine::Gpu(Gpu::Cuda(arch)) => cuda::wgrad(d, arch),
-        Machine::Gpu(Gpu::Rocm(arch)) => rocm::wgrad(d, arch),
+        TileMachine::Cpu(core) => cpu::wgrad(d, core),
+        TileMachine::Gpu(Gpu::Cuda(arch)) => cuda::wgrad(d, arch),
+        TileMachine::Gpu(Gpu::Rocm(arch)) => rocm::wgrad(d, arch),
     }
 }
 

@@ -133,7 +133,7 @@ pub fn dgrad(d: &GroupedGemmDgradDesc, arch: RocmArch) -> GroupedGemmConfig {
         ..d.forward()
     };
     let chosen = forward(&one_matrix, arch);
-    let crowded = d.half == Half::Down && is_long(&d.nonlinearity.activation);
+    let crowded = d.half == ExpertGemm::Down && is_long(&d.nonlinearity.activation);
     match chosen.family {
         GemmFamily::Simt { .. } => simt_one_matrix(chosen.tile_rows),
         GemmFamily::Wmma { .. } if crowded => simt_one_matrix(chosen.tile_rows),
@@ -190,7 +190,7 @@ mod tests {
     fn halves(name: &'static str, types: [DType; 2], experts: usize) -> [GroupedGemmConfig; 2] {
         let spec = spec(types, experts);
         let arch = RocmArch { name };
-        [Half::Up, Half::Down]
+        [ExpertGemm::Up, ExpertGemm::Down]
             .map(|half| forward(&crate::ops::grouped_gemm::desc::routed(&spec, half), arch))
     }
 
@@ -230,7 +230,7 @@ mod tests {
             for experts in [8, 60] {
                 let [up, _] = halves(name, [F16, F16], experts);
                 let arch = RocmArch { name };
-                for half in [Half::Up, Half::Down] {
+                for half in [ExpertGemm::Up, ExpertGemm::Down] {
                     let spec = spec([F16, F16], experts);
                     let d = crate::ops::grouped_gemm::dgrad::routed(&spec, half);
                     let dgrad = dgrad(&d, arch);
@@ -240,7 +240,7 @@ mod tests {
                     let wgrad = wgrad(&d, arch);
                     assert_eq!(wgrad.family.name(), up.family.name(), "{name}");
                     let simt = up.family.name() == "simt";
-                    assert!(simt || wgrad.gather() == (half == Half::Up), "{name}");
+                    assert!(simt || wgrad.gather() == (half == ExpertGemm::Up), "{name}");
                 }
             }
         }
@@ -259,11 +259,11 @@ mod tests {
         let long = "tanh(x) * exp(-x) * sigmoid(1.7 * x) * softplus(x) * erf(x) * sqrt(1 + x^2) \
                     * log(1 + x^2) * tanh(2 * x) * exp(-0.5 * x) * sigmoid(x) * erf(0.5 * x)";
         let family = |text, half| chosen(text, half).family.name();
-        assert_eq!(family(short, Half::Down), "wmma");
-        assert_eq!(family(long, Half::Down), "simt");
-        assert_eq!(family(long, Half::Up), "wmma", "it has no activation");
+        assert_eq!(family(short, ExpertGemm::Down), "wmma");
+        assert_eq!(family(long, ExpertGemm::Down), "simt");
+        assert_eq!(family(long, ExpertGemm::Up), "wmma", "it has no activation");
         let rows = |half| chosen(long, half).tile_rows;
-        assert_eq!(rows(Half::Down), rows(Half::Up));
+        assert_eq!(rows(ExpertGemm::Down), rows(ExpertGemm::Up));
     }
 
     #[test]

@@ -1,16 +1,16 @@
 //! Decodes asynchronous copies and wgmma.
 
 use super::{Decoder, Result};
-use crate::code::Source;
+use crate::code::RowValue;
 use crate::code::op::{
-    AsyncOp, Base, BulkOp, CopyAsync, Direction, MbarrierKind, MbarrierOp, NONE, Op, ReductionOp,
-    Row, TensorCopy, WgmmaA, WgmmaOp,
+    AsyncOp, Base, BulkOp, CopyAsync, Direction, MbarrierKind, MbarrierOp, NONE, PtxOp,
+    ReductionOp, RowIndex, TensorCopy, WgmmaA, WgmmaOp,
 };
-use crate::text::{Class, Operand, Space};
+use crate::text::{Class, Operand, StateSpace};
 use moesaic_hardware::wgmma::{Accumulator, MmaElement, WgmmaKind};
 
 impl Decoder<'_> {
-    pub(super) fn copy(&mut self) -> Result<Op> {
+    pub(super) fn copy(&mut self) -> Result<PtxOp> {
         let reduces = self.parts.flag("reduce");
         if !self.parts.flag("async") {
             return Err(self.unsupported("the instruction"));
@@ -22,16 +22,16 @@ impl Decoder<'_> {
         } else {
             self.copy_async()?
         };
-        Ok(Op::Async(Box::new(op)))
+        Ok(PtxOp::Async(Box::new(op)))
     }
 
     /// Decodes `cp.async.mbarrier.arrive[.noinc]`.
-    fn copy_arrive(&mut self) -> Result<Op> {
+    fn copy_arrive(&mut self) -> Result<PtxOp> {
         self.parts.flag("arrive");
         self.parts.flag("b64");
         let counted = !self.parts.flag("noinc");
         let (space, cluster) = self.space();
-        Ok(Op::Mbarrier(Box::new(MbarrierOp {
+        Ok(PtxOp::Mbarrier(Box::new(MbarrierOp {
             kind: MbarrierKind::CopyArrive { counted },
             address: self.address(0)?,
             space,
@@ -74,8 +74,8 @@ impl Decoder<'_> {
 
     /// Reads the fourth operand: the number of bytes to read, or a predicate to
     /// read none.
-    fn copy_limit(&mut self, bytes: u64) -> Result<(Row, Option<(Row, bool)>)> {
-        let whole = self.words.row(Source::Literal(bytes));
+    fn copy_limit(&mut self, bytes: u64) -> Result<(RowIndex, Option<(RowIndex, bool)>)> {
+        let whole = self.words.row(RowValue::Literal(bytes));
         match self.statement.operands.get(3) {
             None => Ok((whole, None)),
             Some(Operand::Not(_)) => Ok((whole, Some(self.predicate(3)?))),
@@ -105,7 +105,7 @@ impl Decoder<'_> {
         // Every form of prefetch does nothing, so its remaining modifiers need
         // no names.
         if prefetch {
-            self.parts = super::Parts::new(&[]);
+            self.parts = super::Modifiers::new(&[]);
             return Ok(AsyncOp::Bulk(self.nothing()));
         }
         let direction = self.direction()?;
@@ -214,7 +214,7 @@ impl Decoder<'_> {
             _ => return Err(self.unsupported("the coordinates")),
         };
         let coordinates = coordinates.into_iter().map(|at| self.word_of(at));
-        let coordinates = coordinates.collect::<Result<Vec<Row>>>()?;
+        let coordinates = coordinates.collect::<Result<Vec<RowIndex>>>()?;
         let last = self.count() - usize::from(hint);
         Ok(AsyncOp::Tensor(TensorCopy {
             direction,
@@ -231,7 +231,7 @@ impl Decoder<'_> {
         }))
     }
 
-    pub(super) fn wgmma(&mut self) -> Result<Op> {
+    pub(super) fn wgmma(&mut self) -> Result<PtxOp> {
         self.parts.flag("sync");
         self.parts.flag("aligned");
         let op = if self.parts.flag("fence") {
@@ -245,7 +245,7 @@ impl Decoder<'_> {
         } else {
             return Err(self.unsupported("the operation"));
         };
-        Ok(Op::Async(Box::new(op)))
+        Ok(PtxOp::Async(Box::new(op)))
     }
 
     fn product_async(&mut self) -> Result<WgmmaOp> {
@@ -278,7 +278,7 @@ impl Decoder<'_> {
         })
     }
 
-    fn scale_d(&mut self) -> Result<Row> {
+    fn scale_d(&mut self) -> Result<RowIndex> {
         match self.operand(3)? {
             Operand::Register(_) => Ok(self.predicate(3)?.0),
             other => Err(self.unsupported(format!("a scale of D that is {other:?}"))),
@@ -302,7 +302,7 @@ impl Decoder<'_> {
     }
 
     /// Returns `Generic` or `Shared` for an address, as the opcode says.
-    pub(super) fn shared_or_generic(&mut self) -> Space {
+    pub(super) fn shared_or_generic(&mut self) -> StateSpace {
         self.space().0
     }
 }

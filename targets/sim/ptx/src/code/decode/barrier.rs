@@ -2,13 +2,13 @@
 
 use super::{Decoder, Result};
 use crate::code::op::{
-    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, MbarrierKind, MbarrierOp, NONE, Op,
+    BarrierReduce, BlockBarrier, ClusterBarrier, Fence, MbarrierKind, MbarrierOp, NONE, PtxOp,
     VoteKind, WarpOp,
 };
 use crate::text::Operand;
 
 impl Decoder<'_> {
-    pub(super) fn barrier(&mut self) -> Result<Op> {
+    pub(super) fn barrier(&mut self) -> Result<PtxOp> {
         match self.statement.part(0) {
             "bar" | "barrier" => self.block_barrier(),
             "fence" | "membar" => self.fence(),
@@ -16,23 +16,23 @@ impl Decoder<'_> {
             "griddepcontrol" => {
                 self.parts.flag("launch_dependents");
                 Ok(if self.parts.flag("wait") {
-                    Op::AwaitLaunches
+                    PtxOp::AwaitLaunches
                 } else {
-                    Op::Nop
+                    PtxOp::Nop
                 })
             }
             _ => {
                 self.number()?;
-                Ok(Op::Nop)
+                Ok(PtxOp::Nop)
             }
         }
     }
 
-    fn block_barrier(&mut self) -> Result<Op> {
+    fn block_barrier(&mut self) -> Result<PtxOp> {
         if self.parts.flag("warp") {
             self.parts.flag("sync");
             let mask = self.word(0)?;
-            return Ok(Op::Warp(Box::new(WarpOp::Barrier { mask })));
+            return Ok(PtxOp::Warp(Box::new(WarpOp::Barrier { mask })));
         }
         self.parts.flag("cta");
         let aligned = self.parts.flag("aligned") || self.statement.part(0) == "bar";
@@ -44,7 +44,7 @@ impl Decoder<'_> {
         if self.parts.flag("red") {
             return self.barrier_reduce(aligned);
         }
-        Ok(Op::Barrier(Box::new(BlockBarrier {
+        Ok(PtxOp::Barrier(Box::new(BlockBarrier {
             id: self.word(0)?,
             count: if self.count() > 1 {
                 self.word(1)?
@@ -57,7 +57,7 @@ impl Decoder<'_> {
         })))
     }
 
-    fn barrier_reduce(&mut self, aligned: bool) -> Result<Op> {
+    fn barrier_reduce(&mut self, aligned: bool) -> Result<PtxOp> {
         let population = self.parts.flag("popc");
         let and = self.parts.flag("and");
         self.parts.flag("or");
@@ -76,7 +76,7 @@ impl Decoder<'_> {
             p,
             negate,
         };
-        Ok(Op::Barrier(Box::new(BlockBarrier {
+        Ok(PtxOp::Barrier(Box::new(BlockBarrier {
             id: self.word(1)?,
             count: if self.count() > 3 {
                 self.word(2)?
@@ -89,18 +89,18 @@ impl Decoder<'_> {
         })))
     }
 
-    fn cluster_barrier(&mut self, aligned: bool) -> Result<Op> {
+    fn cluster_barrier(&mut self, aligned: bool) -> Result<PtxOp> {
         let relaxed = self.parts.flag("relaxed");
         self.parts.flag("release");
         self.parts.flag("acquire");
         if self.parts.flag("arrive") {
-            return Ok(Op::Cluster(ClusterBarrier::Arrive {
+            return Ok(PtxOp::Cluster(ClusterBarrier::Arrive {
                 release: !relaxed,
                 aligned,
             }));
         }
         if self.parts.flag("wait") {
-            return Ok(Op::Cluster(ClusterBarrier::Wait {
+            return Ok(PtxOp::Cluster(ClusterBarrier::Wait {
                 acquire: true,
                 aligned,
             }));
@@ -108,7 +108,7 @@ impl Decoder<'_> {
         Err(self.unsupported("the operation"))
     }
 
-    fn fence(&mut self) -> Result<Op> {
+    fn fence(&mut self) -> Result<PtxOp> {
         for part in [
             "cta", "cluster", "gpu", "sys", "gl", "sc", "acq_rel", "acquire", "release",
         ] {
@@ -121,39 +121,39 @@ impl Decoder<'_> {
             self.parts.flag(part);
         }
         if self.parts.flag("mbarrier_init") {
-            return Ok(Op::Fence(Fence::MbarrierInit));
+            return Ok(PtxOp::Fence(Fence::MbarrierInit));
         }
         if !self.parts.flag("proxy") {
-            return Ok(Op::Fence(Fence::Memory));
+            return Ok(PtxOp::Fence(Fence::Memory));
         }
         for asynchronous in ["async", "async::generic"] {
             if self.parts.flag(asynchronous) {
                 for part in ["global", "shared::cta", "shared::cluster"] {
                     self.parts.flag(part);
                 }
-                return Ok(Op::Fence(Fence::ProxyAsync));
+                return Ok(PtxOp::Fence(Fence::ProxyAsync));
             }
         }
         for other in ["alias", "tensormap::generic"] {
             if self.parts.flag(other) {
-                return Ok(Op::Fence(Fence::Other));
+                return Ok(PtxOp::Fence(Fence::Other));
             }
         }
         Err(self.unsupported("the proxy"))
     }
 
-    fn registers(&mut self) -> Result<Op> {
+    fn registers(&mut self) -> Result<PtxOp> {
         let grow = self.parts.one_of(&[("inc", true), ("dec", false)]);
         for part in ["sync", "aligned", "u32"] {
             self.parts.flag(part);
         }
-        Ok(Op::SetMaxRegisters {
+        Ok(PtxOp::SetMaxRegisters {
             grow: grow.ok_or_else(|| self.unsupported("the direction"))?,
             count: self.literal(0)? as u32,
         })
     }
 
-    pub(super) fn mbarrier(&mut self) -> Result<Op> {
+    pub(super) fn mbarrier(&mut self) -> Result<PtxOp> {
         let kind = self.mbarrier_kind()?;
         let relaxed = self.parts.flag("relaxed");
         for part in ["release", "acquire", "cta", "cluster", "b64"] {
@@ -186,7 +186,7 @@ impl Decoder<'_> {
         } else {
             self.word(at + 1)?
         };
-        Ok(Op::Mbarrier(Box::new(MbarrierOp {
+        Ok(PtxOp::Mbarrier(Box::new(MbarrierOp {
             kind,
             address: self.address(at)?,
             space,

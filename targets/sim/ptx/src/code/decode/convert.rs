@@ -1,11 +1,11 @@
 //! Decodes conversions between numbers and between address spaces.
 
 use super::{Decoder, Result};
-use crate::code::op::{Convert, Half, Number, Op, Rounding, Row};
-use crate::text::{Class, Operand, Space};
+use crate::code::op::{Convert, Half, Number, PtxOp, Rounding, RowIndex};
+use crate::text::{Class, Operand, StateSpace};
 
 impl Decoder<'_> {
-    pub(super) fn convert(&mut self) -> Result<Op> {
+    pub(super) fn convert(&mut self) -> Result<PtxOp> {
         match self.statement.part(0) {
             "cvt" => self.number_conversion(),
             "cvta" => self.address_conversion(),
@@ -15,7 +15,7 @@ impl Decoder<'_> {
         }
     }
 
-    fn number_conversion(&mut self) -> Result<Op> {
+    fn number_conversion(&mut self) -> Result<PtxOp> {
         if self.parts.flag("pack") {
             return Err(self.unsupported("`.pack`"));
         }
@@ -25,7 +25,7 @@ impl Decoder<'_> {
         for (name, half) in [("f16x2", Half::F16), ("bf16x2", Half::Bf16)] {
             if self.parts.flag(name) {
                 self.number()?;
-                return Ok(Op::ConvertPair {
+                return Ok(PtxOp::ConvertPair {
                     half,
                     rounding,
                     relu,
@@ -37,7 +37,7 @@ impl Decoder<'_> {
         }
         let (to, from) = (self.number()?, self.number()?);
         self.parts.flag("satfinite");
-        Ok(Op::Convert(Box::new(Convert {
+        Ok(PtxOp::Convert(Box::new(Convert {
             to,
             from,
             rounding,
@@ -58,7 +58,7 @@ impl Decoder<'_> {
         ty.bits() == 64 || self.class(at) == Some(Class::Double)
     }
 
-    fn sized(&mut self, at: usize, ty: Number) -> Result<Row> {
+    fn sized(&mut self, at: usize, ty: Number) -> Result<RowIndex> {
         if self.is_wide(at, ty) {
             self.double(at)
         } else {
@@ -85,37 +85,39 @@ impl Decoder<'_> {
 
     /// Reads the state space among the modifiers; true if shared memory of the
     /// whole cluster is meant.
-    pub(super) fn space(&mut self) -> (Space, bool) {
+    pub(super) fn space(&mut self) -> (StateSpace, bool) {
         let names = [
-            ("global", (Space::Global, false)),
-            ("shared::cluster", (Space::Shared, true)),
-            ("shared::cta", (Space::Shared, false)),
-            ("shared", (Space::Shared, false)),
-            ("local", (Space::Local, false)),
-            ("const", (Space::Const, false)),
-            ("param::entry", (Space::Param, false)),
-            ("param", (Space::Param, false)),
+            ("global", (StateSpace::Global, false)),
+            ("shared::cluster", (StateSpace::Shared, true)),
+            ("shared::cta", (StateSpace::Shared, false)),
+            ("shared", (StateSpace::Shared, false)),
+            ("local", (StateSpace::Local, false)),
+            ("const", (StateSpace::Const, false)),
+            ("param::entry", (StateSpace::Param, false)),
+            ("param", (StateSpace::Param, false)),
         ];
-        self.parts.one_of(&names).unwrap_or((Space::Generic, true))
+        self.parts
+            .one_of(&names)
+            .unwrap_or((StateSpace::Generic, true))
     }
 
-    fn address_conversion(&mut self) -> Result<Op> {
+    fn address_conversion(&mut self) -> Result<PtxOp> {
         let back = self.parts.flag("to");
         let (space, _) = self.space();
         let ty = self.number()?;
         let wide = ty.bits() == 64;
         let (d, a) = (self.value(0, ty)?, self.value(1, ty)?);
         Ok(if back {
-            Op::FromGeneric { space, wide, d, a }
+            PtxOp::FromGeneric { space, wide, d, a }
         } else {
-            Op::ToGeneric { space, wide, d, a }
+            PtxOp::ToGeneric { space, wide, d, a }
         })
     }
 
-    fn is_space(&mut self) -> Result<Op> {
+    fn is_space(&mut self) -> Result<PtxOp> {
         let (space, cluster) = self.space();
         let wide = self.class(1) == Some(Class::Double);
-        Ok(Op::IsSpace {
+        Ok(PtxOp::IsSpace {
             space,
             cluster,
             wide,
@@ -124,13 +126,13 @@ impl Decoder<'_> {
         })
     }
 
-    fn map_shared(&mut self) -> Result<Op> {
+    fn map_shared(&mut self) -> Result<PtxOp> {
         self.space();
         let ty = self.number()?;
         if matches!(self.operand(1)?, Operand::Sink) {
             return Err(self.unsupported("an address that is not there"));
         }
-        Ok(Op::MapShared {
+        Ok(PtxOp::MapShared {
             wide: ty.bits() == 64,
             d: self.value(0, ty)?,
             a: self.value(1, ty)?,
@@ -138,10 +140,10 @@ impl Decoder<'_> {
         })
     }
 
-    fn get_rank(&mut self) -> Result<Op> {
+    fn get_rank(&mut self) -> Result<PtxOp> {
         self.space();
         let ty = self.number()?;
-        Ok(Op::GetRank {
+        Ok(PtxOp::GetRank {
             wide: ty.bits() == 64,
             d: self.word(0)?,
             a: self.value(1, ty)?,

@@ -1,7 +1,7 @@
 //! Decodes floating-point arithmetic.
 
 use super::{Decoder, Result};
-use crate::code::op::{Float1, Float2, FloatTest, Half, HalfForm, Mode, Number, Op};
+use crate::code::op::{Float1, Float2, FloatMode, FloatTest, Half, HalfForm, Number, PtxOp};
 
 /// The type in which floats are computed.
 #[derive(Clone, Copy)]
@@ -12,9 +12,9 @@ enum Form {
 }
 
 impl Decoder<'_> {
-    pub(super) fn float(&mut self) -> Result<Op> {
+    pub(super) fn float(&mut self) -> Result<PtxOp> {
         let form = self.form()?;
-        let mode = Mode {
+        let mode = FloatMode {
             flush: self.parts.flag("ftz"),
             saturate: self.parts.flag("sat"),
             relu: self.parts.flag("relu"),
@@ -73,9 +73,9 @@ impl Decoder<'_> {
         }
     }
 
-    fn fused(&mut self, form: Form, mode: Mode) -> Result<Op> {
+    fn fused(&mut self, form: Form, mode: FloatMode) -> Result<PtxOp> {
         if let Form::Real = form {
-            return Ok(Op::RealFusedMulAdd {
+            return Ok(PtxOp::RealFusedMulAdd {
                 d: self.double(0)?,
                 a: self.double(1)?,
                 b: self.double(2)?,
@@ -84,26 +84,26 @@ impl Decoder<'_> {
         }
         let (d, a, b, c) = (self.word(0)?, self.word(1)?, self.word(2)?, self.word(3)?);
         Ok(match form {
-            Form::Half { half, packed } => Op::HalfFusedMulAdd {
+            Form::Half { half, packed } => PtxOp::HalfFusedMulAdd {
                 form: HalfForm { half, packed, mode },
                 d,
                 a,
                 b,
                 c,
             },
-            _ => Op::FusedMulAdd { mode, d, a, b, c },
+            _ => PtxOp::FusedMulAdd { mode, d, a, b, c },
         })
     }
 
-    fn float2(&mut self, op: Float2, form: Form, mode: Mode) -> Result<Op> {
+    fn float2(&mut self, op: Float2, form: Form, mode: FloatMode) -> Result<PtxOp> {
         Ok(match form {
-            Form::Real => Op::Real2 {
+            Form::Real => PtxOp::Real2 {
                 op,
                 d: self.double(0)?,
                 a: self.double(1)?,
                 b: self.double(2)?,
             },
-            Form::Half { half, packed } => Op::Half2 {
+            Form::Half { half, packed } => PtxOp::Half2 {
                 op,
                 form: HalfForm { half, packed, mode },
                 d: self.word(0)?,
@@ -111,7 +111,7 @@ impl Decoder<'_> {
                 b: self.word(2)?,
             },
             // The second operand of `copysign` is the magnitude.
-            Form::Single => Op::Float2 {
+            Form::Single => PtxOp::Float2 {
                 op,
                 mode,
                 d: self.word(0)?,
@@ -121,20 +121,20 @@ impl Decoder<'_> {
         })
     }
 
-    fn float1(&mut self, op: Float1, form: Form, mode: Mode) -> Result<Op> {
+    fn float1(&mut self, op: Float1, form: Form, mode: FloatMode) -> Result<PtxOp> {
         Ok(match form {
-            Form::Real => Op::Real1 {
+            Form::Real => PtxOp::Real1 {
                 op,
                 d: self.double(0)?,
                 a: self.double(1)?,
             },
-            Form::Half { half, packed } => Op::Half1 {
+            Form::Half { half, packed } => PtxOp::Half1 {
                 op,
                 form: HalfForm { half, packed, mode },
                 d: self.word(0)?,
                 a: self.word(1)?,
             },
-            Form::Single => Op::Float1 {
+            Form::Single => PtxOp::Float1 {
                 op,
                 mode,
                 d: self.word(0)?,
@@ -143,7 +143,7 @@ impl Decoder<'_> {
         })
     }
 
-    pub(super) fn float_test(&mut self) -> Result<Op> {
+    pub(super) fn float_test(&mut self) -> Result<PtxOp> {
         let tests = [
             ("finite", FloatTest::Finite),
             ("infinite", FloatTest::Infinite),
@@ -155,7 +155,7 @@ impl Decoder<'_> {
         let test = self.parts.one_of(&tests);
         let test = test.ok_or_else(|| self.unsupported("the question"))?;
         let ty = self.number()?;
-        Ok(Op::FloatTest {
+        Ok(PtxOp::FloatTest {
             test,
             wide: ty.bits() == 64,
             d: self.predicate(0)?.0,

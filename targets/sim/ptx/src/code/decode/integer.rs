@@ -1,7 +1,7 @@
 //! Decodes integer arithmetic and logic.
 
 use super::{Decoder, Result};
-use crate::code::op::{Int1, Int2, Int3, Logic, Number, Op, Row};
+use crate::code::op::{Int1, Int2, Int3, Logic, Number, PtxOp, RowIndex};
 
 /// The part of a product that an instruction keeps.
 #[derive(Clone, Copy, PartialEq)]
@@ -12,7 +12,7 @@ enum Half {
 }
 
 impl Decoder<'_> {
-    pub(super) fn integer(&mut self) -> Result<Op> {
+    pub(super) fn integer(&mut self) -> Result<PtxOp> {
         match self.statement.part(0) {
             "mul" | "mad" | "mul24" | "mad24" => self.product(),
             "shl" | "shr" => self.shift(),
@@ -29,7 +29,7 @@ impl Decoder<'_> {
         }
     }
 
-    fn simple(&mut self) -> Result<Op> {
+    fn simple(&mut self) -> Result<PtxOp> {
         let saturate = self.parts.flag("sat");
         let relu = self.parts.flag("relu");
         let ty = self.number()?;
@@ -52,12 +52,12 @@ impl Decoder<'_> {
         self.binary(op, ty)
     }
 
-    fn binary(&mut self, op: Int2, ty: Number) -> Result<Op> {
+    fn binary(&mut self, op: Int2, ty: Number) -> Result<PtxOp> {
         let (d, a, b) = (self.value(0, ty)?, self.value(1, ty)?, self.value(2, ty)?);
         Ok(match ty.bits() {
-            64 => Op::Long2 { op, d, a, b },
-            32 => Op::Int2 { op, d, a, b },
-            _ => Op::Short2 {
+            64 => PtxOp::Long2 { op, d, a, b },
+            32 => PtxOp::Int2 { op, d, a, b },
+            _ => PtxOp::Short2 {
                 op,
                 signed: ty.is_signed(),
                 d,
@@ -67,12 +67,12 @@ impl Decoder<'_> {
         })
     }
 
-    fn unary(&mut self, op: Int1, ty: Number) -> Result<Op> {
+    fn unary(&mut self, op: Int1, ty: Number) -> Result<PtxOp> {
         let (d, a) = (self.value(0, ty)?, self.value(1, ty)?);
         Ok(match ty.bits() {
-            64 => Op::Long1 { op, d, a },
-            32 => Op::Int1 { op, d, a },
-            _ => Op::Short1 {
+            64 => PtxOp::Long1 { op, d, a },
+            32 => PtxOp::Int1 { op, d, a },
+            _ => PtxOp::Short1 {
                 op,
                 signed: ty.is_signed(),
                 d,
@@ -81,7 +81,7 @@ impl Decoder<'_> {
         })
     }
 
-    fn product(&mut self) -> Result<Op> {
+    fn product(&mut self) -> Result<PtxOp> {
         let halves = [("lo", Half::Low), ("hi", Half::High), ("wide", Half::Wide)];
         let half = self.parts.one_of(&halves).unwrap_or(Half::Low);
         let ty = self.number()?;
@@ -109,35 +109,35 @@ impl Decoder<'_> {
         }
     }
 
-    fn multiply_add(&mut self, op: Int3, ty: Number) -> Result<Op> {
+    fn multiply_add(&mut self, op: Int3, ty: Number) -> Result<PtxOp> {
         let (d, a) = (self.value(0, ty)?, self.value(1, ty)?);
         let (b, c) = (self.value(2, ty)?, self.value(3, ty)?);
         match (ty.bits(), op) {
-            (64, Int3::MulAdd) => Ok(Op::LongMulAdd { d, a, b, c }),
-            (32, _) => Ok(Op::Int3 { op, d, a, b, c }),
-            (16, Int3::MulAdd) => Ok(Op::ShortMulAdd { d, a, b, c }),
+            (64, Int3::MulAdd) => Ok(PtxOp::LongMulAdd { d, a, b, c }),
+            (32, _) => Ok(PtxOp::Int3 { op, d, a, b, c }),
+            (16, Int3::MulAdd) => Ok(PtxOp::ShortMulAdd { d, a, b, c }),
             _ => Err(self.unsupported("this width")),
         }
     }
 
-    fn wide_product(&mut self, ty: Number, add: bool) -> Result<Op> {
+    fn wide_product(&mut self, ty: Number, add: bool) -> Result<PtxOp> {
         let signed = ty.is_signed();
         let (a, b) = (self.word(1)?, self.word(2)?);
         match (ty.bits(), add) {
-            (32, false) => Ok(Op::MulWide {
+            (32, false) => Ok(PtxOp::MulWide {
                 signed,
                 d: self.double(0)?,
                 a,
                 b,
             }),
-            (32, true) => Ok(Op::MulWideAdd {
+            (32, true) => Ok(PtxOp::MulWideAdd {
                 signed,
                 d: self.double(0)?,
                 a,
                 b,
                 c: self.double(3)?,
             }),
-            (16, false) => Ok(Op::Int2 {
+            (16, false) => Ok(PtxOp::Int2 {
                 op: if signed {
                     Int2::Mul16Signed
                 } else {
@@ -151,7 +151,7 @@ impl Decoder<'_> {
         }
     }
 
-    fn shift(&mut self) -> Result<Op> {
+    fn shift(&mut self) -> Result<PtxOp> {
         let ty = self.number()?;
         let op = match (self.statement.part(0), ty.is_signed()) {
             ("shl", _) => Int2::ShiftLeft,
@@ -159,7 +159,7 @@ impl Decoder<'_> {
             (_, false) => Int2::ShiftRightUnsigned,
         };
         match ty.bits() {
-            64 => Ok(Op::LongShift {
+            64 => Ok(PtxOp::LongShift {
                 op,
                 d: self.double(0)?,
                 a: self.double(1)?,
@@ -169,7 +169,7 @@ impl Decoder<'_> {
         }
     }
 
-    fn funnel(&mut self) -> Result<Op> {
+    fn funnel(&mut self) -> Result<PtxOp> {
         let left = self.parts.one_of(&[("l", true), ("r", false)]) == Some(true);
         let wrap = self.parts.one_of(&[("wrap", true), ("clamp", false)]) == Some(true);
         self.number()?;
@@ -182,8 +182,8 @@ impl Decoder<'_> {
         self.ternary(op)
     }
 
-    fn ternary(&mut self, op: Int3) -> Result<Op> {
-        Ok(Op::Int3 {
+    fn ternary(&mut self, op: Int3) -> Result<PtxOp> {
+        Ok(PtxOp::Int3 {
             op,
             d: self.word(0)?,
             a: self.word(1)?,
@@ -192,7 +192,7 @@ impl Decoder<'_> {
         })
     }
 
-    fn logic(&mut self) -> Result<Op> {
+    fn logic(&mut self) -> Result<PtxOp> {
         let stem = self.statement.part(0);
         if self.parts.flag("pred") {
             return self.predicate_logic(stem);
@@ -206,7 +206,7 @@ impl Decoder<'_> {
         }
     }
 
-    fn predicate_logic(&mut self, stem: &str) -> Result<Op> {
+    fn predicate_logic(&mut self, stem: &str) -> Result<PtxOp> {
         let (d, _) = self.predicate(0)?;
         let (a, negate) = self.predicate(1)?;
         let op = match stem {
@@ -214,7 +214,7 @@ impl Decoder<'_> {
             "or" => Logic::Or,
             "xor" => Logic::Xor,
             _ => {
-                return Ok(Op::PredicateMove {
+                return Ok(PtxOp::PredicateMove {
                     d,
                     a,
                     negate: !negate,
@@ -222,7 +222,7 @@ impl Decoder<'_> {
             }
         };
         let (b, negate_b) = self.predicate(2)?;
-        Ok(Op::Predicate2 {
+        Ok(PtxOp::Predicate2 {
             op,
             d,
             a,
@@ -231,9 +231,9 @@ impl Decoder<'_> {
         })
     }
 
-    fn logic3(&mut self) -> Result<Op> {
+    fn logic3(&mut self) -> Result<PtxOp> {
         self.number()?;
-        Ok(Op::Logic3 {
+        Ok(PtxOp::Logic3 {
             d: self.word(0)?,
             a: self.word(1)?,
             b: self.word(2)?,
@@ -242,7 +242,7 @@ impl Decoder<'_> {
         })
     }
 
-    fn bits(&mut self) -> Result<Op> {
+    fn bits(&mut self) -> Result<PtxOp> {
         let shift = self.parts.flag("shiftamt");
         self.parts.flag("clamp");
         let ty = self.number()?;
@@ -265,7 +265,7 @@ impl Decoder<'_> {
             } else {
                 Int3::FieldUnsigned
             }),
-            ("bfe", _) => Ok(Op::LongField {
+            ("bfe", _) => Ok(PtxOp::LongField {
                 signed,
                 d: self.double(0)?,
                 a: self.double(1)?,
@@ -278,15 +278,15 @@ impl Decoder<'_> {
         }
     }
 
-    fn count_bits(&mut self, op: Int1, bits: u32) -> Result<Op> {
+    fn count_bits(&mut self, op: Int1, bits: u32) -> Result<PtxOp> {
         let d = self.word(0)?;
         Ok(match bits {
-            64 => Op::LongCount {
+            64 => PtxOp::LongCount {
                 op,
                 d,
                 a: self.double(1)?,
             },
-            _ => Op::Int1 {
+            _ => PtxOp::Int1 {
                 op,
                 d,
                 a: self.word(1)?,
@@ -294,17 +294,17 @@ impl Decoder<'_> {
         })
     }
 
-    fn insert(&mut self, bits: u32) -> Result<Op> {
+    fn insert(&mut self, bits: u32) -> Result<PtxOp> {
         let (position, length) = (self.word(3)?, self.word(4)?);
         Ok(match bits {
-            64 => Op::LongInsert {
+            64 => PtxOp::LongInsert {
                 d: self.double(0)?,
                 a: self.double(1)?,
                 b: self.double(2)?,
                 position,
                 length,
             },
-            _ => Op::Insert {
+            _ => PtxOp::Insert {
                 d: self.word(0)?,
                 a: self.word(1)?,
                 b: self.word(2)?,
@@ -314,7 +314,7 @@ impl Decoder<'_> {
         })
     }
 
-    fn permute(&mut self) -> Result<Op> {
+    fn permute(&mut self) -> Result<PtxOp> {
         let modes = [
             ("f4e", Int3::PermuteForward4),
             ("b4e", Int3::PermuteBackward4),
@@ -328,16 +328,16 @@ impl Decoder<'_> {
         self.ternary(op)
     }
 
-    fn carry(&mut self) -> Result<Op> {
+    fn carry(&mut self) -> Result<PtxOp> {
         let stem = self.statement.part(0);
         if stem == "madc" {
             return Err(self.unsupported("the instruction"));
         }
         let give = self.parts.flag("cc");
         let ty = self.number()?;
-        let (d, a, b): (Row, Row, Row) =
+        let (d, a, b): (RowIndex, RowIndex, RowIndex) =
             (self.value(0, ty)?, self.value(1, ty)?, self.value(2, ty)?);
-        Ok(Op::Carry {
+        Ok(PtxOp::Carry {
             subtract: stem.starts_with("sub"),
             wide: ty.bits() == 64,
             take: stem.ends_with('c'),
@@ -348,7 +348,7 @@ impl Decoder<'_> {
         })
     }
 
-    fn dot(&mut self) -> Result<Op> {
+    fn dot(&mut self) -> Result<PtxOp> {
         let (a, b) = (self.number()?, self.number()?);
         if a != b {
             return Err(self.unsupported("operands of different signs"));
@@ -360,7 +360,7 @@ impl Decoder<'_> {
         })
     }
 
-    fn sad(&mut self) -> Result<Op> {
+    fn sad(&mut self) -> Result<PtxOp> {
         let ty = self.number()?;
         if ty.bits() != 32 {
             return Err(self.unsupported("this width"));

@@ -2,38 +2,39 @@
 
 use super::{Decoder, Result};
 use crate::code::op::{
-    Access, Address, Atomic, AtomicKind, AtomicType, NONE, Number, Op, Order, Row,
+    Address, Atomic, AtomicKind, AtomicType, MemoryAccess, MemoryOrder, NONE, Number, PtxOp,
+    RowIndex,
 };
-use crate::text::{Class, Operand, Space};
+use crate::text::{Class, Operand, StateSpace};
 
 impl Decoder<'_> {
-    pub(super) fn memory(&mut self) -> Result<Op> {
+    pub(super) fn memory(&mut self) -> Result<PtxOp> {
         match self.statement.part(0) {
             "ld" | "ldu" => self.load(),
             "st" => self.store(),
             "atom" | "red" => self.atomic(),
             // Hints change nothing that can be observed.
             _ => {
-                self.parts = super::Parts::new(&[]);
-                Ok(Op::Nop)
+                self.parts = super::Modifiers::new(&[]);
+                Ok(PtxOp::Nop)
             }
         }
     }
 
     /// Reads ordering, scope and cache modifiers.
-    fn order(&mut self) -> Order {
+    fn order(&mut self) -> MemoryOrder {
         for scope in ["cta", "cluster", "gpu", "sys"] {
             self.parts.flag(scope);
         }
         let names = [
-            ("weak", Order::Weak),
-            ("volatile", Order::Relaxed),
-            ("relaxed", Order::Relaxed),
-            ("acq_rel", Order::AcquireRelease),
-            ("acquire", Order::Acquire),
-            ("release", Order::Release),
+            ("weak", MemoryOrder::Weak),
+            ("volatile", MemoryOrder::Relaxed),
+            ("relaxed", MemoryOrder::Relaxed),
+            ("acq_rel", MemoryOrder::AcquireRelease),
+            ("acquire", MemoryOrder::Acquire),
+            ("release", MemoryOrder::Release),
         ];
-        let order = self.parts.one_of(&names).unwrap_or(Order::Weak);
+        let order = self.parts.one_of(&names).unwrap_or(MemoryOrder::Weak);
         self.parts.flag("mmio");
         order
     }
@@ -43,7 +44,7 @@ impl Decoder<'_> {
         self.parts.one_of(&names).unwrap_or(1)
     }
 
-    fn access(&mut self, values: usize, address: usize) -> Result<Access> {
+    fn access(&mut self, values: usize, address: usize) -> Result<MemoryAccess> {
         let order = self.order();
         let (space, cluster) = self.space();
         let constant = self.parts.flag("nc");
@@ -65,8 +66,8 @@ impl Decoder<'_> {
                 self.word_of(part)
             }
         });
-        Ok(Access {
-            rows: rows.collect::<Result<Vec<Row>>>()?,
+        Ok(MemoryAccess {
+            rows: rows.collect::<Result<Vec<RowIndex>>>()?,
             space,
             cluster,
             address: self.address(address)?,
@@ -78,25 +79,27 @@ impl Decoder<'_> {
         })
     }
 
-    fn load(&mut self) -> Result<Op> {
-        self.access(0, 1).map(|access| Op::Load(Box::new(access)))
+    fn load(&mut self) -> Result<PtxOp> {
+        self.access(0, 1)
+            .map(|access| PtxOp::Load(Box::new(access)))
     }
 
-    fn store(&mut self) -> Result<Op> {
+    fn store(&mut self) -> Result<PtxOp> {
         if self.parts.flag("async") {
             return Err(self.unsupported("`.async`"));
         }
-        self.access(1, 0).map(|access| Op::Store(Box::new(access)))
+        self.access(1, 0)
+            .map(|access| PtxOp::Store(Box::new(access)))
     }
 
-    fn atomic(&mut self) -> Result<Op> {
+    fn atomic(&mut self) -> Result<PtxOp> {
         if self.parts.flag("async") {
             return Err(self.unsupported("`.async`"));
         }
         let returns = self.statement.part(0) == "atom";
         // Atomics without an order are relaxed (PTX ISA, "atom").
         let order = match self.order() {
-            Order::Weak => Order::Relaxed,
+            MemoryOrder::Weak => MemoryOrder::Relaxed,
             order => order,
         };
         let (space, cluster) = self.space();
@@ -117,7 +120,7 @@ impl Decoder<'_> {
         if operands.len() != count {
             return Err(self.unsupported("a vector of another size than its type"));
         }
-        Ok(Op::Atomic(Box::new(Atomic {
+        Ok(PtxOp::Atomic(Box::new(Atomic {
             space,
             cluster,
             address: self.atomic_address(first)?,
@@ -140,7 +143,7 @@ impl Decoder<'_> {
         self.address(at)
     }
 
-    fn atomic_rows(&mut self, at: usize, bytes: u8) -> Result<Vec<Row>> {
+    fn atomic_rows(&mut self, at: usize, bytes: u8) -> Result<Vec<RowIndex>> {
         let parts: Vec<&Operand> = self.vector(at)?;
         let rows = parts.into_iter().map(|part| match bytes {
             8 => self.double_of(part),
@@ -185,16 +188,16 @@ impl AtomicType {
     }
 }
 
-impl Space {
+impl StateSpace {
     /// Returns the name of the space for messages.
     pub const fn name(self) -> &'static str {
         match self {
-            Space::Generic => "generic",
-            Space::Global => "global",
-            Space::Shared => "shared",
-            Space::Local => "local",
-            Space::Param => "parameter",
-            Space::Const => "constant",
+            StateSpace::Generic => "generic",
+            StateSpace::Global => "global",
+            StateSpace::Shared => "shared",
+            StateSpace::Local => "local",
+            StateSpace::Param => "parameter",
+            StateSpace::Const => "constant",
         }
     }
 }

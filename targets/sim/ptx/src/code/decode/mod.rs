@@ -13,33 +13,35 @@ mod tensor;
 mod warp;
 
 use super::layout::Layout;
-use super::op::{Address, Base, Guard, Instruction, InstructionClass, NONE, Number, Op, Row};
-use super::registers::Rows;
-use super::{Pool, Source};
+use super::op::{
+    Address, Base, Guard, Instruction, InstructionClass, NONE, Number, PtxOp, RowIndex,
+};
+use super::registers::RegisterRows;
+use super::{Pool, RowValue};
 use crate::error::PtxError;
-use crate::text::{Class, EntryText, Operand, Statement, Virtual};
-use parts::Parts;
+use crate::text::{Class, Operand, ParsedEntry, Statement, Virtual};
+use parts::Modifiers;
 
 type Result<T> = std::result::Result<T, PtxError>;
 
 /// The decoder of one statement.
 pub struct Decoder<'a> {
     statement: &'a Statement,
-    parts: Parts<'a>,
-    rows: &'a Rows,
+    parts: Modifiers<'a>,
+    rows: &'a RegisterRows,
     layout: &'a Layout,
     words: &'a mut Pool,
     doubles: &'a mut Pool,
 }
 
 /// Returns the exit at the end of a kernel.
-pub fn end(entry: &EntryText) -> Instruction {
+pub fn end(entry: &ParsedEntry) -> Instruction {
     Instruction {
         guard: Guard {
             row: NONE,
             negate: false,
         },
-        op: Op::Exit,
+        op: PtxOp::Exit,
         line: entry.statements.last().map_or(entry.line, |last| last.line),
         place: entry.statements.last().map_or(0, |last| last.place),
         class: InstructionClass::Control,
@@ -49,14 +51,14 @@ pub fn end(entry: &EntryText) -> Instruction {
 impl<'a> Decoder<'a> {
     pub fn new(
         statement: &'a Statement,
-        rows: &'a Rows,
+        rows: &'a RegisterRows,
         layout: &'a Layout,
         words: &'a mut Pool,
         doubles: &'a mut Pool,
     ) -> Decoder<'a> {
         Decoder {
             statement,
-            parts: Parts::new(&statement.opcode[1..]),
+            parts: Modifiers::new(&statement.opcode[1..]),
             rows,
             layout,
             words,
@@ -85,7 +87,7 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    fn family(&mut self) -> Result<(InstructionClass, Op)> {
+    fn family(&mut self) -> Result<(InstructionClass, PtxOp)> {
         use InstructionClass as C;
         let found = match self.statement.part(0) {
             "bra" | "brx" | "ret" | "exit" | "trap" | "brkpt" => (C::Control, self.control()?),
@@ -108,7 +110,7 @@ impl<'a> Decoder<'a> {
         Ok(found)
     }
 
-    fn arithmetic(&mut self) -> Result<(InstructionClass, Op)> {
+    fn arithmetic(&mut self) -> Result<(InstructionClass, PtxOp)> {
         let float = self.parts.float_type();
         if float {
             Ok((InstructionClass::Float, self.float()?))
@@ -117,10 +119,10 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    fn control(&mut self) -> Result<Op> {
+    fn control(&mut self) -> Result<PtxOp> {
         self.parts.flag("uni");
         match self.statement.part(0) {
-            "bra" => Ok(Op::Branch { to: self.label(0)? }),
+            "bra" => Ok(PtxOp::Branch { to: self.label(0)? }),
             "brx" => {
                 self.parts.flag("idx");
                 let Some(Operand::Vector(labels)) = self.statement.operands.get(1) else {
@@ -130,13 +132,13 @@ impl<'a> Decoder<'a> {
                     Operand::Label(at) => *at as u32,
                     _ => 0,
                 });
-                Ok(Op::BranchTable {
+                Ok(PtxOp::BranchTable {
                     index: self.word(0)?,
                     to: to.collect(),
                 })
             }
-            "trap" | "brkpt" => Ok(Op::Trap),
-            _ => Ok(Op::Exit),
+            "trap" | "brkpt" => Ok(PtxOp::Trap),
+            _ => Ok(PtxOp::Exit),
         }
     }
 
@@ -166,12 +168,12 @@ impl<'a> Decoder<'a> {
     }
 
     /// Returns the 32-bit row of operand `at`.
-    fn word(&mut self, at: usize) -> Result<Row> {
+    fn word(&mut self, at: usize) -> Result<RowIndex> {
         let operand = self.operand(at)?;
         self.word_of(operand)
     }
 
-    fn word_of(&mut self, operand: &Operand) -> Result<Row> {
+    fn word_of(&mut self, operand: &Operand) -> Result<RowIndex> {
         match operand {
             Operand::Register(register) if register.class == Class::Word => {
                 Ok(self.rows.row(*register))
@@ -185,12 +187,12 @@ impl<'a> Decoder<'a> {
     }
 
     /// Returns the 64-bit row of operand `at`.
-    fn double(&mut self, at: usize) -> Result<Row> {
+    fn double(&mut self, at: usize) -> Result<RowIndex> {
         let operand = self.operand(at)?;
         self.double_of(operand)
     }
 
-    fn double_of(&mut self, operand: &Operand) -> Result<Row> {
+    fn double_of(&mut self, operand: &Operand) -> Result<RowIndex> {
         match operand {
             Operand::Register(register) if register.class == Class::Double => {
                 Ok(self.rows.row(*register))
@@ -203,14 +205,14 @@ impl<'a> Decoder<'a> {
         }
     }
 
-    fn source(&self, operand: &Operand, bits: u32) -> Result<Source> {
+    fn source(&self, operand: &Operand, bits: u32) -> Result<RowValue> {
         let literal = |value: u64| match bits {
-            32 => Source::Literal(value & 0xffff_ffff),
-            _ => Source::Literal(value),
+            32 => RowValue::Literal(value & 0xffff_ffff),
+            _ => RowValue::Literal(value),
         };
         match operand {
             Operand::Immediate(value) => Ok(literal(*value)),
-            Operand::Special(special) => Ok(Source::Special(*special)),
+            Operand::Special(special) => Ok(RowValue::Special(*special)),
             Operand::Variable(at) => Ok(literal(self.layout.addresses[*at])),
             Operand::Parameter(offset) => Ok(literal(u64::from(*offset))),
             other => Err(self.unsupported(format!("an operand of {bits} bits that is {other:?}"))),
@@ -219,12 +221,12 @@ impl<'a> Decoder<'a> {
 
     /// Returns the predicate row of operand `at` and true if the operand
     /// negates it.
-    fn predicate(&mut self, at: usize) -> Result<(Row, bool)> {
+    fn predicate(&mut self, at: usize) -> Result<(RowIndex, bool)> {
         let operand = self.operand(at)?;
         self.predicate_of(operand)
     }
 
-    fn predicate_of(&self, operand: &Operand) -> Result<(Row, bool)> {
+    fn predicate_of(&self, operand: &Operand) -> Result<(RowIndex, bool)> {
         let row = |register: &Virtual| self.rows.row(*register);
         match operand {
             Operand::Register(register) if register.class == Class::Predicate => {
@@ -239,7 +241,7 @@ impl<'a> Decoder<'a> {
 
     /// Returns the row of operand `at` in the file that holds numbers of this
     /// type.
-    fn value(&mut self, at: usize, ty: Number) -> Result<Row> {
+    fn value(&mut self, at: usize, ty: Number) -> Result<RowIndex> {
         match ty.bits() {
             64 => self.double(at),
             _ => self.word(at),
@@ -303,7 +305,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// Returns the 32-bit rows of a vector.
-    fn word_rows(&mut self, at: usize) -> Result<Vec<Row>> {
+    fn word_rows(&mut self, at: usize) -> Result<Vec<RowIndex>> {
         let parts = self.vector(at)?;
         parts.into_iter().map(|part| self.word_of(part)).collect()
     }

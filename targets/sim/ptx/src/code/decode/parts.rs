@@ -3,13 +3,13 @@
 use super::Number;
 
 /// The modifiers that nobody has taken yet.
-pub struct Parts<'a> {
+pub struct Modifiers<'a> {
     left: Vec<&'a str>,
 }
 
-impl<'a> Parts<'a> {
-    pub fn new(parts: &'a [String]) -> Parts<'a> {
-        Parts {
+impl<'a> Modifiers<'a> {
+    pub fn new(parts: &'a [String]) -> Modifiers<'a> {
+        Modifiers {
             left: parts.iter().map(String::as_str).collect(),
         }
     }

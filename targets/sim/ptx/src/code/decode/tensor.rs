@@ -1,7 +1,7 @@
 //! Decodes the matrix instructions of a warp.
 
 use super::{Decoder, Result};
-use crate::code::op::{MatrixOp, Mma, Number, Op};
+use crate::code::op::{MatrixOp, Mma, Number, PtxOp};
 use moesaic_hardware::mma::{Accumulator, MmaElement, MmaKind};
 
 /// Returns the element of a matrix operand.
@@ -26,7 +26,7 @@ fn accumulator(ty: Number) -> Option<Accumulator> {
 }
 
 impl Decoder<'_> {
-    pub(super) fn mma(&mut self) -> Result<Op> {
+    pub(super) fn mma(&mut self) -> Result<PtxOp> {
         for part in ["sync", "aligned", "row", "col"] {
             self.parts.flag(part);
         }
@@ -54,13 +54,13 @@ impl Decoder<'_> {
             && mma.b.len() == kind.b_registers()
             && mma.c.len() == kind.c_registers();
         if fits {
-            Ok(Op::Mma(Box::new(mma)))
+            Ok(PtxOp::Mma(Box::new(mma)))
         } else {
             Err(self.unsupported("another number of registers than its shape has"))
         }
     }
 
-    pub(super) fn matrix(&mut self) -> Result<Op> {
+    pub(super) fn matrix(&mut self) -> Result<PtxOp> {
         let store = self.statement.part(0) == "stmatrix";
         if self.statement.part(0) == "movmatrix" {
             return Err(self.unsupported("the instruction"));
@@ -77,7 +77,7 @@ impl Decoder<'_> {
         if rows.len() != count {
             return Err(self.unsupported("another number of registers than matrices"));
         }
-        Ok(Op::Matrix(Box::new(MatrixOp {
+        Ok(PtxOp::Matrix(Box::new(MatrixOp {
             store,
             transposed,
             address: self.address(address)?,

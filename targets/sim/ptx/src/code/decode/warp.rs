@@ -1,10 +1,10 @@
 //! Decodes the instructions of a whole warp.
 
 use super::{Decoder, Result};
-use crate::code::op::{Int2, NONE, Op, Shuffle, ShuffleMode, VoteKind, WarpOp};
+use crate::code::op::{Int2, NONE, PtxOp, Shuffle, ShuffleMode, VoteKind, WarpOp};
 
 impl Decoder<'_> {
-    pub(super) fn warp(&mut self) -> Result<Op> {
+    pub(super) fn warp(&mut self) -> Result<PtxOp> {
         let sync = self.parts.flag("sync");
         let op = match self.statement.part(0) {
             "activemask" => {
@@ -18,7 +18,7 @@ impl Decoder<'_> {
             "redux" => self.reduce()?,
             _ => self.elect()?,
         };
-        Ok(Op::Warp(Box::new(op)))
+        Ok(PtxOp::Warp(Box::new(op)))
     }
 
     fn shuffle(&mut self) -> Result<WarpOp> {

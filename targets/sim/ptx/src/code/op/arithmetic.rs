@@ -1,6 +1,6 @@
 //! Operations on the registers of a lane.
 
-use super::Row;
+use super::RowIndex;
 
 /// Integer operations of two operands, any width.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -110,7 +110,7 @@ pub enum Float1 {
 /// Modifiers of a float operation: subnormals to zero, results to [0, 1],
 /// negative results to zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Mode {
+pub struct FloatMode {
     pub flush: bool,
     pub saturate: bool,
     pub relu: bool,
@@ -128,12 +128,12 @@ pub enum Half {
 pub struct HalfForm {
     pub half: Half,
     pub packed: bool,
-    pub mode: Mode,
+    pub mode: FloatMode,
 }
 
 /// Comparisons; the unordered forms are true for NaN.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Comparison {
+pub enum CompareOp {
     Eq,
     Ne,
     Lt,
@@ -180,16 +180,16 @@ pub enum Number {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Compare {
     pub ty: Number,
-    pub comparison: Comparison,
-    pub result: Row,
+    pub comparison: CompareOp,
+    pub result: RowIndex,
     /// The second result: true where the comparison is false.
-    pub inverse: Row,
+    pub inverse: RowIndex,
     pub logic: Logic,
     /// The predicate to combine with, or [`NONE`].
-    pub with: Row,
+    pub with: RowIndex,
     pub negate_with: bool,
-    pub a: Row,
-    pub b: Row,
+    pub a: RowIndex,
+    pub b: RowIndex,
 }
 
 /// The rounding of a conversion.
@@ -215,8 +215,8 @@ pub struct Convert {
     /// The result is in the 64-bit file.
     pub wide_d: bool,
     pub wide_a: bool,
-    pub d: Row,
-    pub a: Row,
+    pub d: RowIndex,
+    pub a: RowIndex,
 }
 
 /// The property that `testp` tests.

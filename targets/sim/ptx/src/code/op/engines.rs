@@ -1,7 +1,7 @@
 //! Operands of copies and matrix instructions.
 
-use super::{Address, AtomicKind, Number, Row};
-use crate::text::Space;
+use super::{Address, AtomicKind, Number, RowIndex};
+use crate::text::StateSpace;
 use moesaic_hardware::mma::MmaKind;
 use moesaic_hardware::wgmma::WgmmaKind;
 
@@ -13,8 +13,8 @@ pub struct CopyAsync {
     pub from_generic: bool,
     pub bytes: u8,
     /// Bytes that come from memory; the others are zero.
-    pub source_bytes: Row,
-    pub ignore: Option<(Row, bool)>,
+    pub source_bytes: RowIndex,
+    pub ignore: Option<(RowIndex, bool)>,
 }
 
 /// The operation of a bulk reduction.
@@ -32,9 +32,9 @@ pub struct BulkOp {
     pub direction: Direction,
     pub to: Address,
     pub from: Address,
-    pub bytes: Row,
+    pub bytes: RowIndex,
     pub mbarrier: Option<Address>,
-    pub multicast: Row,
+    pub multicast: RowIndex,
     pub reduction: Option<ReductionOp>,
 }
 
@@ -53,9 +53,9 @@ pub struct TensorCopy {
     pub direction: Direction,
     pub map: Address,
     pub shared: Address,
-    pub coordinates: Vec<Row>,
+    pub coordinates: Vec<RowIndex>,
     pub mbarrier: Option<Address>,
-    pub multicast: Row,
+    pub multicast: RowIndex,
     pub reduction: Option<ReductionOp>,
 }
 
@@ -63,10 +63,10 @@ pub struct TensorCopy {
 #[derive(Clone, Debug)]
 pub struct Mma {
     pub kind: MmaKind,
-    pub d: Vec<Row>,
-    pub a: Vec<Row>,
-    pub b: Vec<Row>,
-    pub c: Vec<Row>,
+    pub d: Vec<RowIndex>,
+    pub a: Vec<RowIndex>,
+    pub b: Vec<RowIndex>,
+    pub c: Vec<RowIndex>,
 }
 
 /// `ldmatrix` and `stmatrix`.
@@ -75,26 +75,26 @@ pub struct MatrixOp {
     pub store: bool,
     pub transposed: bool,
     pub address: Address,
-    pub space: Space,
-    pub rows: Vec<Row>,
+    pub space: StateSpace,
+    pub rows: Vec<RowIndex>,
 }
 
 /// The A operand of a wgmma.
 #[derive(Clone, Debug, PartialEq)]
 pub enum WgmmaA {
-    Descriptor(Row),
-    Registers(Vec<Row>),
+    Descriptor(RowIndex),
+    Registers(Vec<RowIndex>),
 }
 
 /// `wgmma.mma_async`.
 #[derive(Clone, Debug)]
 pub struct WgmmaOp {
     pub kind: WgmmaKind,
-    pub d: Vec<Row>,
+    pub d: Vec<RowIndex>,
     pub a: WgmmaA,
-    pub b: Row,
+    pub b: RowIndex,
     /// Predicate; where false, the product overwrites D.
-    pub scale_d: Row,
+    pub scale_d: RowIndex,
     pub negate_a: bool,
     pub negate_b: bool,
     pub transpose_a: bool,

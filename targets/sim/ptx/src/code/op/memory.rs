@@ -1,13 +1,13 @@
 //! Operands of loads, stores and atomics.
 
-use super::{Number, Row};
-use crate::text::Space;
+use super::{Number, RowIndex};
+use crate::text::StateSpace;
 
 /// The source of an address.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Base {
-    Word(Row),
-    Double(Row),
+    Word(RowIndex),
+    Double(RowIndex),
     /// The offset alone.
     Fixed,
 }
@@ -21,7 +21,7 @@ pub struct Address {
 
 /// The ordering and scope of an access, as far as the checks need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum MemoryOrder {
     Weak,
     /// `.volatile` and `.relaxed`: never races by itself and orders nothing.
     Relaxed,
@@ -32,8 +32,8 @@ pub enum Order {
 
 /// A load or a store.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Access {
-    pub space: Space,
+pub struct MemoryAccess {
+    pub space: StateSpace,
     /// Shared addresses may belong to another block of the cluster.
     pub cluster: bool,
     pub address: Address,
@@ -43,8 +43,8 @@ pub struct Access {
     pub signed: bool,
     /// The rows are of the 64-bit file.
     pub wide: bool,
-    pub rows: Vec<Row>,
-    pub order: Order,
+    pub rows: Vec<RowIndex>,
+    pub order: MemoryOrder,
     /// `.nc`: nobody writes the bytes during the launch.
     pub constant: bool,
 }
@@ -75,7 +75,7 @@ pub enum AtomicType {
 /// An `atom` or `red` instruction.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Atomic {
-    pub space: Space,
+    pub space: StateSpace,
     pub cluster: bool,
     pub address: Address,
     pub kind: AtomicKind,
@@ -83,9 +83,9 @@ pub struct Atomic {
     pub bytes: u8,
     pub wide: bool,
     /// Rows of the old values; empty for `red`.
-    pub results: Vec<Row>,
-    pub operands: Vec<Row>,
+    pub results: Vec<RowIndex>,
+    pub operands: Vec<RowIndex>,
     /// Row of the new value of a compare-and-swap.
-    pub swap: Row,
-    pub order: Order,
+    pub swap: RowIndex,
+    pub order: MemoryOrder,
 }

@@ -1,7 +1,7 @@
 //! Operands of shuffles, votes, barriers and fences.
 
-use super::{Address, Int2, Row};
-use crate::text::Space;
+use super::{Address, Int2, RowIndex};
+use crate::text::StateSpace;
 
 /// The way a shuffle names its source lane.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,12 +16,12 @@ pub enum ShuffleMode {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shuffle {
     pub mode: ShuffleMode,
-    pub d: Row,
-    pub p: Row,
-    pub a: Row,
-    pub b: Row,
-    pub c: Row,
-    pub mask: Row,
+    pub d: RowIndex,
+    pub p: RowIndex,
+    pub a: RowIndex,
+    pub b: RowIndex,
+    pub c: RowIndex,
+    pub mask: RowIndex,
 }
 
 /// The question of a vote.
@@ -39,49 +39,49 @@ pub enum WarpOp {
     Shuffle(Shuffle),
     Vote {
         kind: VoteKind,
-        d: Row,
-        a: Row,
+        d: RowIndex,
+        a: RowIndex,
         negate: bool,
-        mask: Row,
+        mask: RowIndex,
     },
     MatchAny {
-        d: Row,
-        a: Row,
+        d: RowIndex,
+        a: RowIndex,
         wide: bool,
-        mask: Row,
+        mask: RowIndex,
     },
     MatchAll {
-        d: Row,
-        p: Row,
-        a: Row,
+        d: RowIndex,
+        p: RowIndex,
+        a: RowIndex,
         wide: bool,
-        mask: Row,
+        mask: RowIndex,
     },
     Reduce {
         op: Int2,
-        d: Row,
-        a: Row,
-        mask: Row,
+        d: RowIndex,
+        a: RowIndex,
+        mask: RowIndex,
     },
     ActiveMask {
-        d: Row,
+        d: RowIndex,
     },
     Elect {
-        d: Row,
-        p: Row,
-        mask: Row,
+        d: RowIndex,
+        p: RowIndex,
+        mask: RowIndex,
     },
     Barrier {
-        mask: Row,
+        mask: RowIndex,
     },
 }
 
 /// Named barriers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BlockBarrier {
-    pub id: Row,
+    pub id: RowIndex,
     /// Number of threads; [`NONE`] stands for every thread of the block.
-    pub count: Row,
+    pub count: RowIndex,
     /// The thread arrives and goes on.
     pub arrive: bool,
     /// Every thread of a warp takes part.
@@ -95,8 +95,8 @@ pub struct BlockBarrier {
 pub struct BarrierReduce {
     pub kind: VoteKind,
     pub population: bool,
-    pub d: Row,
-    pub p: Row,
+    pub d: RowIndex,
+    pub p: RowIndex,
     pub negate: bool,
 }
 
@@ -105,12 +105,12 @@ pub struct BarrierReduce {
 pub struct MbarrierOp {
     pub kind: MbarrierKind,
     pub address: Address,
-    pub space: Space,
+    pub space: StateSpace,
     pub cluster: bool,
     /// The state that an arrival returns, or the predicate of a test.
-    pub d: Row,
+    pub d: RowIndex,
     /// Count, bytes, parity or state.
-    pub a: Row,
+    pub a: RowIndex,
     /// `.relaxed`: the operation orders nothing.
     pub relaxed: bool,
 }

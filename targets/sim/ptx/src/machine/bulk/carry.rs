@@ -2,13 +2,13 @@
 
 use super::{Action, BulkCopy};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
-use crate::machine::Machine;
+use crate::machine::ClusterRunner;
 use crate::machine::access::little;
 use moesaic_hardware::mbarrier::Mbarrier;
 use moesaic_hardware::tensor_map::ElementType;
-use moesaic_hardware::tma::{self, Move, Reduction};
+use moesaic_hardware::tma::{self, BoxPiece, BulkReduction};
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     pub fn carry_out(&mut self, job: BulkCopy) -> Step<()> {
         match &job.action {
             Action::Load {
@@ -37,7 +37,7 @@ impl Machine<'_> {
         Ok(())
     }
 
-    fn deliver_move(&mut self, from: Option<usize>, block: usize, own: &Move, fill: &[u8; 16]) {
+    fn deliver_move(&mut self, from: Option<usize>, block: usize, own: &BoxPiece, fill: &[u8; 16]) {
         let (at, bytes) = (own.shared as usize, own.bytes as usize);
         // Moves outside the tensor keep the fill value.
         let mut data = *fill;
@@ -110,8 +110,8 @@ impl Machine<'_> {
     fn store_move(
         &mut self,
         block: usize,
-        own: &Move,
-        reduction: Option<(Reduction, ElementType)>,
+        own: &BoxPiece,
+        reduction: Option<(BulkReduction, ElementType)>,
         job: &BulkCopy,
     ) -> Step<()> {
         let (at, bytes) = (own.shared as usize, own.bytes as usize);

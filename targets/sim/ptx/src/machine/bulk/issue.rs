@@ -4,18 +4,18 @@ use super::{Action, Line};
 use crate::code::layout::RANK_SHIFT;
 use crate::code::op::{self, Address, AtomicKind, Direction, NONE, Number, TensorCopy};
 use crate::finding::{Fault, FindingKind, Step};
-use crate::machine::Machine;
+use crate::machine::ClusterRunner;
 use crate::machine::access::{self, addresses, lanes_of, misaligned};
 use crate::machine::clocks::{CompletionStep, Component};
 use crate::machine::run::Flow;
 use crate::machine::shadow::Accessor;
 use crate::machine::warp::Warp;
 use crate::memory::Touch;
-use crate::text::Space;
+use crate::text::StateSpace;
 use moesaic_hardware::tensor_map::{ElementType, TensorMap};
-use moesaic_hardware::tma::{self, Move, Reduction};
+use moesaic_hardware::tma::{self, BoxPiece, BulkReduction};
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     pub fn bulk(&mut self, warp: &mut Warp, op: &op::BulkOp, mask: u32) -> Step<Flow> {
         if op.direction == Direction::PrefetchL2 {
             return Ok(Flow::Next);
@@ -36,7 +36,7 @@ impl Machine<'_> {
                         1 << lane,
                         "bulk-copies",
                         16,
-                        Space::Generic,
+                        StateSpace::Generic,
                         address,
                     ));
                 }
@@ -45,7 +45,7 @@ impl Machine<'_> {
                 self.send(warp, op, (to[lane], from[lane]), size, lane)?;
                 continue;
             }
-            let moves = (0..size).step_by(16).map(|at| Move {
+            let moves = (0..size).step_by(16).map(|at| BoxPiece {
                 shared: (shared as u32).wrapping_add(at) & ((1 << RANK_SHIFT) - 1),
                 global: Some(other + u64::from(at)),
                 bytes: 16,
@@ -110,7 +110,7 @@ impl Machine<'_> {
         // A `CUtensorMap` is aligned to 64 bytes (CUDA driver API,
         // `cuTensorMapEncodeTiled`).
         if !address.is_multiple_of(64) {
-            let space = Space::Generic;
+            let space = StateSpace::Generic;
             return Err(misaligned(
                 1 << lane,
                 "reads a tensor map of",
@@ -120,7 +120,7 @@ impl Machine<'_> {
             ));
         }
         match access::space_of(address) {
-            (Space::Param, offset) => {
+            (StateSpace::Param, offset) => {
                 let offset = offset as usize;
                 let own = self
                     .launch
@@ -128,7 +128,7 @@ impl Machine<'_> {
                     .get(offset..offset + 128)
                     .ok_or_else(|| {
                         let place = "beyond the parameters";
-                        access::outside(1 << lane, "reads", 128, Space::Param, address, place)
+                        access::outside(1 << lane, "reads", 128, StateSpace::Param, address, place)
                     })?;
                 bytes.copy_from_slice(own);
             }
@@ -151,17 +151,17 @@ impl Machine<'_> {
         asked: Option<&op::ReductionOp>,
         element: Option<ElementType>,
         lane: usize,
-    ) -> Step<Option<(Reduction, ElementType)>> {
+    ) -> Step<Option<(BulkReduction, ElementType)>> {
         let Some(asked) = asked else {
             return Ok(None);
         };
         let kind = match asked.kind {
-            AtomicKind::Add => Some(Reduction::Add),
-            AtomicKind::Min => Some(Reduction::Min),
-            AtomicKind::Max => Some(Reduction::Max),
-            AtomicKind::And => Some(Reduction::And),
-            AtomicKind::Or => Some(Reduction::Or),
-            AtomicKind::Xor => Some(Reduction::Xor),
+            AtomicKind::Add => Some(BulkReduction::Add),
+            AtomicKind::Min => Some(BulkReduction::Min),
+            AtomicKind::Max => Some(BulkReduction::Max),
+            AtomicKind::And => Some(BulkReduction::And),
+            AtomicKind::Or => Some(BulkReduction::Or),
+            AtomicKind::Xor => Some(BulkReduction::Xor),
             _ => None,
         };
         let element = element.or_else(|| asked.ty.and_then(element_of));
@@ -318,7 +318,7 @@ impl Machine<'_> {
             lane,
             None,
         )?;
-        let moves = (0..bytes).step_by(16).map(|at| Move {
+        let moves = (0..bytes).step_by(16).map(|at| BoxPiece {
             shared: (to & low) as u32 + at,
             global: Some((from & low) + u64::from(at)),
             bytes: 16,
@@ -384,7 +384,7 @@ impl Machine<'_> {
         &mut self,
         warp: &Warp,
         line: Line,
-        reduction: Option<(Reduction, ElementType)>,
+        reduction: Option<(BulkReduction, ElementType)>,
     ) -> Step<()> {
         let lane = line.lane;
         let thread = warp.number * 32 + lane as u32;

@@ -3,14 +3,14 @@
 mod carry;
 mod issue;
 
-use super::Machine;
+use super::ClusterRunner;
 use super::access::lanes_of;
 use super::clocks::Component;
 use super::run::Flow;
 use super::warp::{Wait, Warp};
 use crate::finding::{Fault, FindingKind, Step};
 use moesaic_hardware::tensor_map::ElementType;
-use moesaic_hardware::tma::{Move, Reduction};
+use moesaic_hardware::tma::{BoxPiece, BulkReduction};
 use std::collections::HashMap;
 
 /// The copies in flight and the groups of each thread.
@@ -36,7 +36,7 @@ pub struct BulkCopy {
     due: u64,
     pub pc: u32,
     pub thread: u32,
-    moves: Vec<Move>,
+    moves: Vec<BoxPiece>,
     action: Action,
 }
 
@@ -56,7 +56,7 @@ enum Action {
     Store {
         block: usize,
         group: u32,
-        reduction: Option<(Reduction, ElementType)>,
+        reduction: Option<(BulkReduction, ElementType)>,
     },
 }
 
@@ -107,13 +107,13 @@ struct Line {
     lane: usize,
     shared: u64,
     bytes: u32,
-    moves: Vec<Move>,
+    moves: Vec<BoxPiece>,
     fill: [u8; 16],
     /// The copy is of a tensor's box, not of plain memory.
     is_box: bool,
 }
 
-impl Machine<'_> {
+impl ClusterRunner<'_> {
     fn enqueue(&mut self, warp: &Warp, line: Line, action: impl FnOnce(&Line) -> Action) {
         // Delays differ per copy, so copies overtake each other. TMA gives no
         // order between two bulk operations (PTX ISA, "cp.async.bulk": no

@@ -2,13 +2,13 @@
 
 use super::half::widen;
 use super::{ask2, map1, map2};
-use crate::code::op::{Compare, Comparison, Half, Logic, NONE, Number, Op, Row};
+use crate::code::op::{Compare, CompareOp, Half, Logic, NONE, Number, PtxOp, RowIndex};
 use crate::machine::warp::{Warp, Words};
 
 #[inline(always)]
-pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+pub fn execute(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::Compare(ref compare) => {
+        PtxOp::Compare(ref compare) => {
             let yes = holds(warp, compare);
             let (with, logic) = (with(warp, compare), compare.logic);
             let (yes, no) = match with {
@@ -18,7 +18,7 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
             warp.put_predicate(compare.result, yes, mask);
             warp.put_predicate(compare.inverse, no, mask);
         }
-        Op::Select { d, a, b, p, negate } => {
+        PtxOp::Select { d, a, b, p, negate } => {
             let pick = warp.predicate(p, negate);
             let mut value = [0; 32];
             for (lane, value) in value.iter_mut().enumerate() {
@@ -27,7 +27,7 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
             }
             warp.put(d, &value, mask);
         }
-        Op::LongSelect { d, a, b, p, negate } => {
+        PtxOp::LongSelect { d, a, b, p, negate } => {
             let pick = warp.predicate(p, negate);
             let (a, b) = (warp.double(a), warp.double(b));
             let value = std::array::from_fn(|l| if pick >> l & 1 == 1 { a[l] } else { b[l] });
@@ -39,9 +39,9 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
 }
 
 #[inline(always)]
-fn rest(warp: &mut Warp, op: &Op, mask: u32) {
+fn rest(warp: &mut Warp, op: &PtxOp, mask: u32) {
     match *op {
-        Op::Predicate2 {
+        PtxOp::Predicate2 {
             op,
             d,
             a,
@@ -51,11 +51,11 @@ fn rest(warp: &mut Warp, op: &Op, mask: u32) {
             let value = op.apply(warp.predicate(a, not_a), warp.predicate(b, not_b));
             warp.put_predicate(d, value, mask);
         }
-        Op::PredicateMove { d, a, negate } => {
+        PtxOp::PredicateMove { d, a, negate } => {
             let value = warp.predicate(a, negate);
             warp.put_predicate(d, value, mask);
         }
-        Op::CompareSet {
+        PtxOp::CompareSet {
             ref compare,
             d,
             float,
@@ -66,7 +66,7 @@ fn rest(warp: &mut Warp, op: &Op, mask: u32) {
             let value = std::array::from_fn(|l| if yes >> l & 1 == 1 { one } else { 0 });
             warp.put(d, &value, mask);
         }
-        Op::SelectSign { float, d, a, b, c } => {
+        PtxOp::SelectSign { float, d, a, b, c } => {
             let take = |c: u32| {
                 if float {
                     f32::from_bits(c) >= 0.0
@@ -79,7 +79,7 @@ fn rest(warp: &mut Warp, op: &Op, mask: u32) {
             let value = std::array::from_fn(|l| if pick[l] { a[l] } else { b[l] });
             warp.put(d, &value, mask);
         }
-        Op::HalfComparePacked {
+        PtxOp::HalfComparePacked {
             half,
             comparison,
             p,
@@ -93,9 +93,9 @@ fn rest(warp: &mut Warp, op: &Op, mask: u32) {
 
 fn packed(
     warp: &mut Warp,
-    (half, comparison): (Half, Comparison),
-    (p, q): (Row, Row),
-    (a, b): (Row, Row),
+    (half, comparison): (Half, CompareOp),
+    (p, q): (RowIndex, RowIndex),
+    (a, b): (RowIndex, RowIndex),
     mask: u32,
 ) {
     for (row, shift) in [(p, 0), (q, 16)] {
@@ -177,21 +177,21 @@ fn rare(warp: &Warp, compare: &Compare) -> u32 {
 }
 
 #[inline(always)]
-fn ordered<T: Copy + PartialOrd>(comparison: Comparison, a: &[T; 32], b: &[T; 32]) -> u32 {
+fn ordered<T: Copy + PartialOrd>(comparison: CompareOp, a: &[T; 32], b: &[T; 32]) -> u32 {
     match comparison {
-        Comparison::Eq | Comparison::EqOrNan => ask2(a, b, |a, b| a == b),
-        Comparison::Ne | Comparison::NeOrNan => ask2(a, b, |a, b| a != b),
-        Comparison::Lt | Comparison::LtOrNan => ask2(a, b, |a, b| a < b),
-        Comparison::Le | Comparison::LeOrNan => ask2(a, b, |a, b| a <= b),
-        Comparison::Gt | Comparison::GtOrNan => ask2(a, b, |a, b| a > b),
-        Comparison::Ge | Comparison::GeOrNan => ask2(a, b, |a, b| a >= b),
-        Comparison::Number => u32::MAX,
-        Comparison::Nan => 0,
+        CompareOp::Eq | CompareOp::EqOrNan => ask2(a, b, |a, b| a == b),
+        CompareOp::Ne | CompareOp::NeOrNan => ask2(a, b, |a, b| a != b),
+        CompareOp::Lt | CompareOp::LtOrNan => ask2(a, b, |a, b| a < b),
+        CompareOp::Le | CompareOp::LeOrNan => ask2(a, b, |a, b| a <= b),
+        CompareOp::Gt | CompareOp::GtOrNan => ask2(a, b, |a, b| a > b),
+        CompareOp::Ge | CompareOp::GeOrNan => ask2(a, b, |a, b| a >= b),
+        CompareOp::Number => u32::MAX,
+        CompareOp::Nan => 0,
     }
 }
 
 #[inline(always)]
-fn singles(comparison: Comparison, a: &Words, b: &Words) -> u32 {
+fn singles(comparison: CompareOp, a: &Words, b: &Words) -> u32 {
     let with = |f: fn(f32, f32) -> bool| {
         let yes = map2(a, b, |a, b| {
             u32::from(f(f32::from_bits(a), f32::from_bits(b)))
@@ -201,10 +201,10 @@ fn singles(comparison: Comparison, a: &Words, b: &Words) -> u32 {
             .fold(0, |mask, (lane, bit)| mask | bit << lane)
     };
     match comparison {
-        Comparison::Lt => with(|a, b| a < b),
-        Comparison::Gt => with(|a, b| a > b),
-        Comparison::Le => with(|a, b| a <= b),
-        Comparison::Ge => with(|a, b| a >= b),
+        CompareOp::Lt => with(|a, b| a < b),
+        CompareOp::Gt => with(|a, b| a > b),
+        CompareOp::Le => with(|a, b| a <= b),
+        CompareOp::Ge => with(|a, b| a >= b),
         _ => ask2(a, b, |a, b| {
             floats(comparison, f32::from_bits(a), f32::from_bits(b))
         }),
@@ -212,23 +212,23 @@ fn singles(comparison: Comparison, a: &Words, b: &Words) -> u32 {
 }
 
 #[inline(always)]
-fn floats<T: Copy + PartialOrd>(comparison: Comparison, a: T, b: T) -> bool {
+fn floats<T: Copy + PartialOrd>(comparison: CompareOp, a: T, b: T) -> bool {
     let order = a.partial_cmp(&b);
     let nan = order.is_none();
     match comparison {
-        Comparison::Eq => a == b,
-        Comparison::Ne => !nan && a != b,
-        Comparison::Lt => a < b,
-        Comparison::Le => a <= b,
-        Comparison::Gt => a > b,
-        Comparison::Ge => a >= b,
-        Comparison::EqOrNan => nan || a == b,
-        Comparison::NeOrNan => nan || a != b,
-        Comparison::LtOrNan => nan || a < b,
-        Comparison::LeOrNan => nan || a <= b,
-        Comparison::GtOrNan => nan || a > b,
-        Comparison::GeOrNan => nan || a >= b,
-        Comparison::Number => !nan,
-        Comparison::Nan => nan,
+        CompareOp::Eq => a == b,
+        CompareOp::Ne => !nan && a != b,
+        CompareOp::Lt => a < b,
+        CompareOp::Le => a <= b,
+        CompareOp::Gt => a > b,
+        CompareOp::Ge => a >= b,
+        CompareOp::EqOrNan => nan || a == b,
+        CompareOp::NeOrNan => nan || a != b,
+        CompareOp::LtOrNan => nan || a < b,
+        CompareOp::LeOrNan => nan || a <= b,
+        CompareOp::GtOrNan => nan || a > b,
+        CompareOp::GeOrNan => nan || a >= b,
+        CompareOp::Number => !nan,
+        CompareOp::Nan => nan,
     }
 }

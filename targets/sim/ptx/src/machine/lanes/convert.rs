@@ -2,7 +2,7 @@
 
 use super::half::{narrow_exact, widen};
 use super::map1;
-use crate::code::op::{Convert, Half, Number, Op, Rounding};
+use crate::code::op::{Convert, Half, Number, PtxOp, Rounding};
 use crate::machine::warp::{Doubles, Warp};
 use moesaic_hardware::float::{
     bf16_from_f32, bf16_from_f32_rz, f16_from_f32, f32_from_f16, tf32_from_f32_rn,
@@ -10,10 +10,10 @@ use moesaic_hardware::float::{
 };
 
 #[inline(always)]
-pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+pub fn execute(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::Convert(ref convert) => one(warp, convert, mask),
-        Op::ConvertPair {
+        PtxOp::Convert(ref convert) => one(warp, convert, mask),
+        PtxOp::ConvertPair {
             half,
             rounding,
             relu,

@@ -5,7 +5,7 @@
 //! satisfies every error bound that PTX states.
 
 use super::{map1, map2, map3};
-use crate::code::op::{Float1, Float2, FloatTest, Mode, Op};
+use crate::code::op::{Float1, Float2, FloatMode, FloatTest, PtxOp};
 use crate::machine::warp::{Doubles, Warp, Words};
 
 /// The NaN that f32 arithmetic returns.
@@ -13,20 +13,20 @@ const NAN: u32 = 0x7fff_ffff;
 /// The NaN that f64 arithmetic returns.
 const REAL_NAN: u64 = 0xfff8_0000_0000_0000;
 
-const PLAIN: Mode = Mode {
+const PLAIN: FloatMode = FloatMode {
     flush: false,
     saturate: false,
     relu: false,
 };
 
 #[inline(always)]
-pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+pub fn execute(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::FusedMulAdd { mode, d, a, b, c } => {
+        PtxOp::FusedMulAdd { mode, d, a, b, c } => {
             let value = fused(mode, warp.word(a), warp.word(b), warp.word(c));
             warp.put(d, &value, mask);
         }
-        Op::Float2 { op, mode, d, a, b } => {
+        PtxOp::Float2 { op, mode, d, a, b } => {
             let value = if mode == PLAIN {
                 float2(op, warp.word(a), warp.word(b))
             } else {
@@ -34,7 +34,7 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
             };
             warp.put(d, &value, mask);
         }
-        Op::Float1 { op, mode, d, a } => {
+        PtxOp::Float1 { op, mode, d, a } => {
             let value = float1(op, mode, warp.word(a));
             warp.put(d, &value, mask);
         }
@@ -49,24 +49,24 @@ pub fn real(add: bool, a: f64, b: f64) -> u64 {
 }
 
 #[inline(never)]
-fn reals(warp: &mut Warp, op: &Op, mask: u32) {
+fn reals(warp: &mut Warp, op: &PtxOp, mask: u32) {
     match *op {
-        Op::Real2 { op, d, a, b } => {
+        PtxOp::Real2 { op, d, a, b } => {
             let value = real2(op, warp.double(a), warp.double(b));
             warp.put_double(d, &value, mask);
         }
-        Op::Real1 { op, d, a } => {
+        PtxOp::Real1 { op, d, a } => {
             let value = real1(op, warp.double(a));
             warp.put_double(d, &value, mask);
         }
-        Op::RealFusedMulAdd { d, a, b, c } => {
+        PtxOp::RealFusedMulAdd { d, a, b, c } => {
             let f = |a: u64, b: u64, c: u64| {
                 real_bits(f64::from_bits(a).mul_add(f64::from_bits(b), f64::from_bits(c)))
             };
             let value = map3(warp.double(a), warp.double(b), warp.double(c), f);
             warp.put_double(d, &value, mask);
         }
-        Op::FloatTest { test, wide, d, a } => {
+        PtxOp::FloatTest { test, wide, d, a } => {
             let mut yes = 0;
             for lane in 0..32 {
                 let holds = if wide {
@@ -129,7 +129,7 @@ fn flushed(value: u32) -> u32 {
 
 /// Applies a mode to a result.
 #[inline(always)]
-pub fn finish(mode: Mode, value: u32) -> u32 {
+pub fn finish(mode: FloatMode, value: u32) -> u32 {
     let value = if mode.flush { flushed(value) } else { value };
     let number = f32::from_bits(value);
     if mode.saturate {
@@ -144,7 +144,7 @@ pub fn finish(mode: Mode, value: u32) -> u32 {
 }
 
 #[inline(always)]
-fn fused(mode: Mode, a: &Words, b: &Words, c: &Words) -> Words {
+fn fused(mode: FloatMode, a: &Words, b: &Words, c: &Words) -> Words {
     let f = |a: u32, b: u32, c: u32| {
         bits(f32::from_bits(a).mul_add(f32::from_bits(b), f32::from_bits(c)))
     };
@@ -158,7 +158,7 @@ fn fused(mode: Mode, a: &Words, b: &Words, c: &Words) -> Words {
 }
 
 #[inline(never)]
-fn modal2(op: Float2, mode: Mode, a: &Words, b: &Words) -> Words {
+fn modal2(op: Float2, mode: FloatMode, a: &Words, b: &Words) -> Words {
     let value = if mode.flush {
         float2(op, &map1(a, flushed), &map1(b, flushed))
     } else {
@@ -216,7 +216,7 @@ fn larger(a: u32, b: u32, nan: bool) -> u32 {
 }
 
 #[inline(always)]
-fn float1(op: Float1, mode: Mode, a: &Words) -> Words {
+fn float1(op: Float1, mode: FloatMode, a: &Words) -> Words {
     match op {
         Float1::Negate if mode == PLAIN => map1(a, |v: u32| v ^ 0x8000_0000),
         Float1::Absolute if mode == PLAIN => map1(a, |v: u32| v & 0x7fff_ffff),
@@ -225,7 +225,7 @@ fn float1(op: Float1, mode: Mode, a: &Words) -> Words {
 }
 
 #[inline(never)]
-fn rare1(op: Float1, mode: Mode, a: &Words) -> Words {
+fn rare1(op: Float1, mode: FloatMode, a: &Words) -> Words {
     let take = |v: u32| if mode.flush { flushed(v) } else { v };
     map1(a, |v| finish(mode, single(op, take(v))))
 }

@@ -4,27 +4,27 @@
 //! result of the hardware.
 
 use super::float::{finish, single};
-use crate::code::op::{Float1, Float2, Half, HalfForm, Op};
+use crate::code::op::{Float1, Float2, Half, HalfForm, PtxOp};
 use crate::machine::warp::Warp;
 use moesaic_hardware::float::{bf16_from_f32, f16_from_f32, f32_from_bf16, f32_from_f16};
 
 #[inline(never)]
-pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+pub fn execute(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::Half2 { op, form, d, a, b } => {
+        PtxOp::Half2 { op, form, d, a, b } => {
             let (x, y) = (warp.word(a), warp.word(b));
             let value = std::array::from_fn(|lane| {
                 each(form, |part| half2(op, form, part(x[lane]), part(y[lane])))
             });
             warp.put(d, &value, mask);
         }
-        Op::Half1 { op, form, d, a } => {
+        PtxOp::Half1 { op, form, d, a } => {
             let x = warp.word(a);
             let value =
                 std::array::from_fn(|lane| each(form, |part| half1(op, form, part(x[lane]))));
             warp.put(d, &value, mask);
         }
-        Op::HalfFusedMulAdd { form, d, a, b, c } => {
+        PtxOp::HalfFusedMulAdd { form, d, a, b, c } => {
             let (x, y, z) = (warp.word(a), warp.word(b), warp.word(c));
             let value = std::array::from_fn(|lane| {
                 each(form, |part| {
@@ -126,7 +126,7 @@ fn close(form: HalfForm, value: f64) -> u16 {
     } else {
         bits
     };
-    let mode = crate::code::op::Mode {
+    let mode = crate::code::op::FloatMode {
         flush: false,
         ..form.mode
     };

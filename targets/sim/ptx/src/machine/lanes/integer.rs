@@ -1,30 +1,30 @@
 //! Arithmetic on 32-bit integers, and on 16-bit ones in 32-bit rows.
 
 use super::{map1, map2, map3};
-use crate::code::op::{Int1, Int2, Int3, Op, Row};
+use crate::code::op::{Int1, Int2, Int3, PtxOp, RowIndex};
 use crate::machine::warp::{Warp, Words};
 
 #[inline(always)]
-pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+pub fn execute(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::Int2 { op, d, a, b } => {
+        PtxOp::Int2 { op, d, a, b } => {
             let value = int2(op, warp.word(a), warp.word(b));
             warp.put(d, &value, mask);
         }
-        Op::Int1 { op, d, a } => {
+        PtxOp::Int1 { op, d, a } => {
             let value = int1(op, warp.word(a));
             warp.put(d, &value, mask);
         }
-        Op::Int3 { op, d, a, b, c } => {
+        PtxOp::Int3 { op, d, a, b, c } => {
             let value = int3(op, warp.word(a), warp.word(b), warp.word(c));
             warp.put(d, &value, mask);
         }
-        Op::Logic3 { d, a, b, c, table } => {
+        PtxOp::Logic3 { d, a, b, c, table } => {
             let f = |a, b, c| logic3(table, a, b, c);
             let value = map3(warp.word(a), warp.word(b), warp.word(c), f);
             warp.put(d, &value, mask);
         }
-        Op::Insert {
+        PtxOp::Insert {
             d,
             a,
             b,
@@ -40,9 +40,9 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
 }
 
 #[inline(always)]
-fn short(warp: &mut Warp, op: &Op, mask: u32) {
+fn short(warp: &mut Warp, op: &PtxOp, mask: u32) {
     match *op {
-        Op::Short2 {
+        PtxOp::Short2 {
             op,
             signed,
             d,
@@ -63,11 +63,11 @@ fn short(warp: &mut Warp, op: &Op, mask: u32) {
             let value = map1(&int2(op, &x, &y), |v| v & 0xffff);
             warp.put(d, &value, mask);
         }
-        Op::Short1 { op, signed, d, a } => {
+        PtxOp::Short1 { op, signed, d, a } => {
             let value = map1(&int1(op, &extend(warp.word(a), signed)), |v| v & 0xffff);
             warp.put(d, &value, mask);
         }
-        Op::ShortMulAdd { d, a, b, c } => {
+        PtxOp::ShortMulAdd { d, a, b, c } => {
             let f = |a: u32, b: u32, c: u32| a.wrapping_mul(b).wrapping_add(c) & 0xffff;
             let value = map3(warp.word(a), warp.word(b), warp.word(c), f);
             warp.put(d, &value, mask);
@@ -86,7 +86,7 @@ fn extend(row: &Words, signed: bool) -> Words {
 }
 
 #[inline(never)]
-fn inserts(warp: &Warp, rows: [Row; 4]) -> Words {
+fn inserts(warp: &Warp, rows: [RowIndex; 4]) -> Words {
     let [a, b, position, length] = rows.map(|row| warp.word(row));
     std::array::from_fn(|l| insert(a[l].into(), b[l].into(), position[l], length[l], 32) as u32)
 }

@@ -1,30 +1,30 @@
 //! Arithmetic on 64-bit integers.
 
 use super::{integer, map1, map2, map3, scalar};
-use crate::code::op::{Int1, Int2, Op};
+use crate::code::op::{Int1, Int2, PtxOp};
 use crate::machine::warp::{Doubles, Warp, Words};
 
 #[inline(always)]
-pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+pub fn execute(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::Long2 { op, d, a, b } => {
+        PtxOp::Long2 { op, d, a, b } => {
             let value = long2(op, warp.double(a), warp.double(b));
             warp.put_double(d, &value, mask);
         }
-        Op::LongShift { op, d, a, b } => {
+        PtxOp::LongShift { op, d, a, b } => {
             let value = shift(op, warp.double(a), warp.word(b));
             warp.put_double(d, &value, mask);
         }
-        Op::MulWide { signed, d, a, b } => {
+        PtxOp::MulWide { signed, d, a, b } => {
             let value = product(signed, warp.word(a), warp.word(b));
             warp.put_double(d, &value, mask);
         }
-        Op::MulWideAdd { signed, d, a, b, c } => {
+        PtxOp::MulWideAdd { signed, d, a, b, c } => {
             let value = product(signed, warp.word(a), warp.word(b));
             let value = map2(&value, warp.double(c), u64::wrapping_add);
             warp.put_double(d, &value, mask);
         }
-        Op::LongMulAdd { d, a, b, c } => {
+        PtxOp::LongMulAdd { d, a, b, c } => {
             let f = |a: u64, b: u64, c: u64| a.wrapping_mul(b).wrapping_add(c);
             let value = map3(warp.double(a), warp.double(b), warp.double(c), f);
             warp.put_double(d, &value, mask);
@@ -35,17 +35,17 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
 }
 
 #[inline(never)]
-fn rare(warp: &mut Warp, op: &Op, mask: u32) {
+fn rare(warp: &mut Warp, op: &PtxOp, mask: u32) {
     match *op {
-        Op::Long1 { op, d, a } => {
+        PtxOp::Long1 { op, d, a } => {
             let value = long1(op, warp.double(a));
             warp.put_double(d, &value, mask);
         }
-        Op::LongCount { op, d, a } => {
+        PtxOp::LongCount { op, d, a } => {
             let value = count(op, warp.double(a));
             warp.put(d, &value, mask);
         }
-        Op::LongInsert {
+        PtxOp::LongInsert {
             d,
             a,
             b,
@@ -57,7 +57,7 @@ fn rare(warp: &mut Warp, op: &Op, mask: u32) {
             let value = std::array::from_fn(|l| integer::insert(x[l], y[l], p[l], n[l], 64));
             warp.put_double(d, &value, mask);
         }
-        Op::LongField {
+        PtxOp::LongField {
             signed,
             d,
             a,
@@ -72,8 +72,8 @@ fn rare(warp: &mut Warp, op: &Op, mask: u32) {
     }
 }
 
-fn carry(warp: &mut Warp, op: &Op, mask: u32) {
-    let &Op::Carry {
+fn carry(warp: &mut Warp, op: &PtxOp, mask: u32) {
+    let &PtxOp::Carry {
         subtract,
         wide,
         take,

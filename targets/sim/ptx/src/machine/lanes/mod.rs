@@ -15,11 +15,11 @@ mod moves;
 pub mod scalar;
 
 use super::warp::Warp;
-use crate::code::op::Op;
+use crate::code::op::PtxOp;
 
 /// Runs an arithmetic instruction for the lanes of `mask`; returns false for
 /// any other instruction.
-pub type Execute = fn(&mut Warp, &Op, u32) -> bool;
+pub type Execute = fn(&mut Warp, &PtxOp, u32) -> bool;
 
 /// Returns the fastest version for this processor.
 pub fn pick() -> Execute {
@@ -38,59 +38,59 @@ pub fn pick() -> Execute {
 }
 
 #[cfg(target_arch = "x86_64")]
-fn with_vectors(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+fn with_vectors(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     #[target_feature(enable = "avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
-    fn run(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+    fn run(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
         execute(warp, op, mask)
     }
     // SAFETY: `pick` returns this function only when the features are there.
     unsafe { run(warp, op, mask) }
 }
 
-fn plain(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+fn plain(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     execute(warp, op, mask)
 }
 
 #[inline(always)]
-fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+fn execute(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match op {
-        Op::Int2 { .. }
-        | Op::Int1 { .. }
-        | Op::Int3 { .. }
-        | Op::Short2 { .. }
-        | Op::Short1 { .. }
-        | Op::ShortMulAdd { .. }
-        | Op::Insert { .. }
-        | Op::Logic3 { .. } => integer::execute(warp, op, mask),
-        Op::Float2 { .. }
-        | Op::Float1 { .. }
-        | Op::FusedMulAdd { .. }
-        | Op::FloatTest { .. }
-        | Op::Real2 { .. }
-        | Op::Real1 { .. }
-        | Op::RealFusedMulAdd { .. } => float::execute(warp, op, mask),
-        Op::Half2 { .. } | Op::Half1 { .. } | Op::HalfFusedMulAdd { .. } => {
+        PtxOp::Int2 { .. }
+        | PtxOp::Int1 { .. }
+        | PtxOp::Int3 { .. }
+        | PtxOp::Short2 { .. }
+        | PtxOp::Short1 { .. }
+        | PtxOp::ShortMulAdd { .. }
+        | PtxOp::Insert { .. }
+        | PtxOp::Logic3 { .. } => integer::execute(warp, op, mask),
+        PtxOp::Float2 { .. }
+        | PtxOp::Float1 { .. }
+        | PtxOp::FusedMulAdd { .. }
+        | PtxOp::FloatTest { .. }
+        | PtxOp::Real2 { .. }
+        | PtxOp::Real1 { .. }
+        | PtxOp::RealFusedMulAdd { .. } => float::execute(warp, op, mask),
+        PtxOp::Half2 { .. } | PtxOp::Half1 { .. } | PtxOp::HalfFusedMulAdd { .. } => {
             half::execute(warp, op, mask)
         }
-        Op::Long2 { .. }
-        | Op::LongShift { .. }
-        | Op::Long1 { .. }
-        | Op::LongCount { .. }
-        | Op::LongMulAdd { .. }
-        | Op::LongInsert { .. }
-        | Op::LongField { .. }
-        | Op::MulWide { .. }
-        | Op::MulWideAdd { .. }
-        | Op::Carry { .. } => long::execute(warp, op, mask),
-        Op::Compare(_)
-        | Op::CompareSet { .. }
-        | Op::HalfComparePacked { .. }
-        | Op::Select { .. }
-        | Op::LongSelect { .. }
-        | Op::SelectSign { .. }
-        | Op::Predicate2 { .. }
-        | Op::PredicateMove { .. } => compare::execute(warp, op, mask),
-        Op::Convert(_) | Op::ConvertPair { .. } => convert::execute(warp, op, mask),
+        PtxOp::Long2 { .. }
+        | PtxOp::LongShift { .. }
+        | PtxOp::Long1 { .. }
+        | PtxOp::LongCount { .. }
+        | PtxOp::LongMulAdd { .. }
+        | PtxOp::LongInsert { .. }
+        | PtxOp::LongField { .. }
+        | PtxOp::MulWide { .. }
+        | PtxOp::MulWideAdd { .. }
+        | PtxOp::Carry { .. } => long::execute(warp, op, mask),
+        PtxOp::Compare(_)
+        | PtxOp::CompareSet { .. }
+        | PtxOp::HalfComparePacked { .. }
+        | PtxOp::Select { .. }
+        | PtxOp::LongSelect { .. }
+        | PtxOp::SelectSign { .. }
+        | PtxOp::Predicate2 { .. }
+        | PtxOp::PredicateMove { .. } => compare::execute(warp, op, mask),
+        PtxOp::Convert(_) | PtxOp::ConvertPair { .. } => convert::execute(warp, op, mask),
         _ => moves::execute(warp, op, mask),
     }
 }
@@ -147,7 +147,7 @@ fn ask2<A: Copy, B: Copy>(a: &[A; 32], b: &[B; 32], f: impl Fn(A, B) -> bool) ->
 /// Extends the sign of loaded bits if the access asks for it.
 #[inline(always)]
 pub fn scalar_sign(
-    access: &crate::code::op::Access,
+    access: &crate::code::op::MemoryAccess,
     value: &super::warp::Doubles,
 ) -> Option<super::warp::Doubles> {
     if !access.signed || access.bytes == 8 {

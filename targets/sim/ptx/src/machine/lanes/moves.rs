@@ -2,38 +2,38 @@
 
 use super::map1;
 use crate::code::layout::{LOCAL_WINDOW, PARAM_WINDOW, RANK_SHIFT, SHARED_WINDOW, WINDOW};
-use crate::code::op::{Op, Row};
+use crate::code::op::{PtxOp, RowIndex};
 use crate::machine::warp::{Doubles, Warp};
-use crate::text::Space;
+use crate::text::StateSpace;
 
 #[inline(always)]
-pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+pub fn execute(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::Nop => {}
-        Op::Move { d, a } => {
+        PtxOp::Nop => {}
+        PtxOp::Move { d, a } => {
             let value = *warp.word(a);
             warp.put(d, &value, mask);
         }
-        Op::LongMove { d, a } => {
+        PtxOp::LongMove { d, a } => {
             let value = *warp.double(a);
             warp.put_double(d, &value, mask);
         }
-        Op::Join { d, low, high } => {
+        PtxOp::Join { d, low, high } => {
             let (low, high) = (warp.word(low), warp.word(high));
             let value = std::array::from_fn(|l| u64::from(high[l]) << 32 | u64::from(low[l]));
             warp.put_double(d, &value, mask);
         }
-        Op::Split { low, high, a } => {
+        PtxOp::Split { low, high, a } => {
             let value = *warp.double(a);
             warp.put(low, &map1(&value, |v: u64| v as u32), mask);
             warp.put(high, &map1(&value, |v: u64| (v >> 32) as u32), mask);
         }
-        Op::ShortJoin { d, low, high } => {
+        PtxOp::ShortJoin { d, low, high } => {
             let (low, high) = (warp.word(low), warp.word(high));
             let value = std::array::from_fn(|l| high[l] << 16 | (low[l] & 0xffff));
             warp.put(d, &value, mask);
         }
-        Op::ShortSplit { low, high, a } => {
+        PtxOp::ShortSplit { low, high, a } => {
             let value = *warp.word(a);
             warp.put(low, &map1(&value, |v: u32| v & 0xffff), mask);
             warp.put(high, &map1(&value, |v: u32| v >> 16), mask);
@@ -44,9 +44,9 @@ pub fn execute(warp: &mut Warp, op: &Op, mask: u32) -> bool {
 }
 
 #[inline(never)]
-fn rare(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+fn rare(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::ShortJoin4 { d, parts } => {
+        PtxOp::ShortJoin4 { d, parts } => {
             let rows = parts.map(|part| *warp.word(part));
             let value = std::array::from_fn(|l| {
                 let each = rows.iter().enumerate();
@@ -56,7 +56,7 @@ fn rare(warp: &mut Warp, op: &Op, mask: u32) -> bool {
             });
             warp.put_double(d, &value, mask);
         }
-        Op::ShortSplit4 { parts, a } => {
+        PtxOp::ShortSplit4 { parts, a } => {
             let value = *warp.double(a);
             for (i, part) in parts.into_iter().enumerate() {
                 warp.put(
@@ -72,20 +72,24 @@ fn rare(warp: &mut Warp, op: &Op, mask: u32) -> bool {
 }
 
 /// Executes conversions between address spaces.
-fn spaces(warp: &mut Warp, op: &Op, mask: u32) -> bool {
+fn spaces(warp: &mut Warp, op: &PtxOp, mask: u32) -> bool {
     match *op {
-        Op::ToGeneric { space, wide, d, a } => address(warp, wide, d, a, mask, |v| match space {
-            Space::Shared => v.wrapping_add(SHARED_WINDOW),
-            Space::Local => v.wrapping_add(LOCAL_WINDOW),
-            Space::Param if v < PARAM_WINDOW => v.wrapping_add(PARAM_WINDOW),
-            _ => v,
-        }),
-        Op::FromGeneric { space, wide, d, a } => address(warp, wide, d, a, mask, |v| match space {
-            Space::Shared => v.wrapping_sub(SHARED_WINDOW),
-            Space::Local => v.wrapping_sub(LOCAL_WINDOW),
-            _ => v,
-        }),
-        Op::IsSpace {
+        PtxOp::ToGeneric { space, wide, d, a } => {
+            address(warp, wide, d, a, mask, |v| match space {
+                StateSpace::Shared => v.wrapping_add(SHARED_WINDOW),
+                StateSpace::Local => v.wrapping_add(LOCAL_WINDOW),
+                StateSpace::Param if v < PARAM_WINDOW => v.wrapping_add(PARAM_WINDOW),
+                _ => v,
+            })
+        }
+        PtxOp::FromGeneric { space, wide, d, a } => {
+            address(warp, wide, d, a, mask, |v| match space {
+                StateSpace::Shared => v.wrapping_sub(SHARED_WINDOW),
+                StateSpace::Local => v.wrapping_sub(LOCAL_WINDOW),
+                _ => v,
+            })
+        }
+        PtxOp::IsSpace {
             space,
             cluster,
             wide,
@@ -98,7 +102,7 @@ fn spaces(warp: &mut Warp, op: &Op, mask: u32) -> bool {
             let yes = (0..32).fold(0, |yes, l| yes | u32::from(inside(value[l])) << l);
             warp.put_predicate(d, yes, mask);
         }
-        Op::MapShared {
+        PtxOp::MapShared {
             wide, d, a, rank, ..
         } => {
             let rank = *warp.word(rank);
@@ -109,7 +113,7 @@ fn spaces(warp: &mut Warp, op: &Op, mask: u32) -> bool {
             });
             put_any(warp, wide, d, &value, mask);
         }
-        Op::GetRank { wide, d, a, .. } => {
+        PtxOp::GetRank { wide, d, a, .. } => {
             let own = warp.block;
             let value = any_width(warp, wide, a);
             let value = map1(&value, |v: u64| {
@@ -130,17 +134,17 @@ fn is_own(own: u64, address: u64) -> bool {
 }
 
 /// Returns true if a generic address is in a space.
-pub fn is_in(space: Space, address: u64) -> bool {
+pub fn is_in(space: StateSpace, address: u64) -> bool {
     let window = |start: u64| (start..start + WINDOW).contains(&address);
     match space {
-        Space::Shared => window(SHARED_WINDOW),
-        Space::Local => window(LOCAL_WINDOW),
-        Space::Param => window(PARAM_WINDOW),
+        StateSpace::Shared => window(SHARED_WINDOW),
+        StateSpace::Local => window(LOCAL_WINDOW),
+        StateSpace::Param => window(PARAM_WINDOW),
         _ => !window(SHARED_WINDOW) && !window(LOCAL_WINDOW) && !window(PARAM_WINDOW),
     }
 }
 
-fn any_width(warp: &Warp, wide: bool, a: Row) -> Doubles {
+fn any_width(warp: &Warp, wide: bool, a: RowIndex) -> Doubles {
     if wide {
         *warp.double(a)
     } else {
@@ -148,7 +152,7 @@ fn any_width(warp: &Warp, wide: bool, a: Row) -> Doubles {
     }
 }
 
-fn put_any(warp: &mut Warp, wide: bool, d: Row, value: &Doubles, mask: u32) {
+fn put_any(warp: &mut Warp, wide: bool, d: RowIndex, value: &Doubles, mask: u32) {
     if wide {
         warp.put_double(d, value, mask)
     } else {
@@ -156,7 +160,14 @@ fn put_any(warp: &mut Warp, wide: bool, d: Row, value: &Doubles, mask: u32) {
     }
 }
 
-fn address(warp: &mut Warp, wide: bool, d: Row, a: Row, mask: u32, f: impl Fn(u64) -> u64) {
+fn address(
+    warp: &mut Warp,
+    wide: bool,
+    d: RowIndex,
+    a: RowIndex,
+    mask: u32,
+    f: impl Fn(u64) -> u64,
+) {
     let value = map1(&any_width(warp, wide, a), f);
     put_any(warp, wide, d, &value, mask);
 }

@@ -138,9 +138,9 @@ fn stages(stage: usize, arch: CudaArch) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use crate::Half;
+    use crate::ExpertGemm;
     use crate::ops::grouped_gemm::desc::routed as desc;
-    use crate::{CacheClass, GroupedGemmConfig, Machine, Operator};
+    use crate::{CacheClass, GroupedGemmConfig, Operator, TileMachine};
     use moesaic_kernel::{CudaArch, DType, Target};
     use moesaic_spec::LayerSpec;
 
@@ -152,8 +152,8 @@ mod tests {
         spec.precision.weights = dtype;
         spec.precision.activations = dtype;
         let target: Target = format!("cuda:{arch}").parse().unwrap();
-        let machine = Machine::of(target, CacheClass::default());
-        [Half::Up, Half::Down].map(|half| desc(&spec, half).tiling(machine))
+        let machine = TileMachine::of(target, CacheClass::default());
+        [ExpertGemm::Up, ExpertGemm::Down].map(|half| desc(&spec, half).tiling(machine))
     }
 
     fn families(d: usize, h: usize, dtype: DType, arch: &str) -> [&'static str; 2] {
@@ -192,12 +192,17 @@ mod tests {
             (d.weighted, d.gated, d.inner) = (weighted, gated, inner);
             super::forward(&d, arch, 128).unwrap().tile_columns
         };
-        let up =
-            |inner, weighted| [false, true].map(|gated| columns(inner, Half::Up, weighted, gated));
+        let up = |inner, weighted| {
+            [false, true].map(|gated| columns(inner, ExpertGemm::Up, weighted, gated))
+        };
         assert_eq!(up(2048, false), [128, 64]);
         assert_eq!(up(2048, true), [64, 32]);
         assert_eq!(up(2050, false), [64, 32], "small pieces");
-        assert_eq!(columns(2048, Half::Down, true, false), 128, "no addresses");
+        assert_eq!(
+            columns(2048, ExpertGemm::Down, true, false),
+            128,
+            "no addresses"
+        );
     }
 
     #[test]

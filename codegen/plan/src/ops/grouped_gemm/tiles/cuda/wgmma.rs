@@ -107,7 +107,7 @@ impl Pipeline {
 
 #[cfg(test)]
 mod tests {
-    use crate::Half;
+    use crate::ExpertGemm;
     use crate::ops::grouped_gemm::desc::routed as desc;
     use crate::{GemmFamily, GroupedGemmConfig};
     use moesaic_kernel::{CudaArch, DType};
@@ -123,7 +123,7 @@ mod tests {
             capability: 90,
             suffix: Some('a'),
         };
-        super::forward(&desc(&spec, Half::Up), arch, 128)
+        super::forward(&desc(&spec, ExpertGemm::Up), arch, 128)
     }
 
     fn stages(config: &GroupedGemmConfig) -> usize {
@@ -155,7 +155,7 @@ mod tests {
             suffix: Some('a'),
         };
         let columns = |keep, bias, gated| {
-            let mut d = desc(&spec, Half::Up);
+            let mut d = desc(&spec, ExpertGemm::Up);
             (d.weights, d.activations) = (DType::Bf16, DType::Bf16);
             (d.keep, d.bias, d.gated) = (keep, bias, gated);
             super::forward(&d, arch, 128).unwrap().tile_columns

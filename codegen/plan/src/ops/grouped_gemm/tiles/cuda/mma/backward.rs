@@ -103,9 +103,9 @@ fn warp_columns(dtype: DType, tile_columns: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use crate::Half;
+    use crate::ExpertGemm;
     use crate::ops::grouped_gemm::{desc, dgrad, wgrad};
-    use crate::{CacheClass, GroupedGemmConfig, Machine, Operator};
+    use crate::{CacheClass, GroupedGemmConfig, Operator, TileMachine};
     use moesaic_kernel::{DType, Target};
     use moesaic_spec::LayerSpec;
 
@@ -120,12 +120,12 @@ mod tests {
 
     fn chosen(desc: impl Operator<Config = GroupedGemmConfig>, arch: &str) -> GroupedGemmConfig {
         let target: Target = format!("cuda:{arch}").parse().unwrap();
-        desc.tiling(Machine::of(target, CacheClass::default()))
+        desc.tiling(TileMachine::of(target, CacheClass::default()))
     }
 
     /// Families of both halves of dgrad, then of wgrad.
     fn families(spec: &LayerSpec, arch: &str) -> [&'static str; 4] {
-        let halves = [Half::Down, Half::Up];
+        let halves = [ExpertGemm::Down, ExpertGemm::Up];
         let [a, b] = halves.map(|half| chosen(dgrad::routed(spec, half), arch).family.name());
         let [c, d] = halves.map(|half| chosen(wgrad::routed(spec, half), arch).family.name());
         [a, b, c, d]
@@ -163,7 +163,7 @@ mod tests {
             for dtype in [DType::Bf16, DType::F32] {
                 let spec = spec(d, h, [dtype; 2]);
                 for (arch, kilobytes) in archs {
-                    for half in [Half::Up, Half::Down] {
+                    for half in [ExpertGemm::Up, ExpertGemm::Down] {
                         let forward = chosen(desc::routed(&spec, half), arch);
                         let dgrad = chosen(dgrad::routed(&spec, half), arch);
                         let wgrad = chosen(wgrad::routed(&spec, half), arch);

@@ -2,7 +2,7 @@
 
 use super::{Pipeline, TILE_DEPTH, has_wgmma};
 use crate::ops::grouped_gemm::{
-    GroupedGemmConfig, GroupedGemmDgradDesc, GroupedGemmWgradDesc, Half,
+    ExpertGemm, GroupedGemmConfig, GroupedGemmDgradDesc, GroupedGemmWgradDesc,
 };
 use moesaic_kernel::{CudaArch, DType};
 
@@ -23,7 +23,11 @@ pub fn dgrad(
         return None;
     }
     let tile_columns = d.outer.next_power_of_two().clamp(64, MAX_COLUMNS);
-    let sums = if d.gated && d.half == Half::Up { 2 } else { 1 };
+    let sums = if d.gated && d.half == ExpertGemm::Up {
+        2
+    } else {
+        1
+    };
     let pipeline = Pipeline {
         arch,
         left: tile_rows,
