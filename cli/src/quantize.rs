@@ -37,8 +37,8 @@ pub struct QuantizeArgs {
     /// The model directory, with its config.json and safetensors
     #[arg(long, value_name = "DIR")]
     hf: PathBuf,
-    /// The format: for a folder fp8, fp8-channel, mxfp8, mxfp4, nvfp4, int8, int4, gptq, awq; for
-    /// a GGUF file q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1, q4_0, iq4_nl, mxfp4
+    /// The format: for a folder fp8, fp8-channel, mxfp8, mxfp6, mxfp4, nvfp4, int8, int4, gptq, awq;
+    /// for a GGUF file q8_0, q6_k, q5_k, q5_1, q5_0, q4_k, q4_1, q4_0, iq4_nl, mxfp4
     #[arg(long, value_name = "NAME")]
     format: String,
     /// Columns that share a scale in int4, gptq and awq: 32, 64 or 128 (128 if not given)

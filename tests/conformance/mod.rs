@@ -60,6 +60,7 @@ pub mod simulated;
 mod simulated_training;
 mod spoilt;
 mod stored;
+mod stored_random;
 mod stored_training;
 mod tiles;
 mod trained;

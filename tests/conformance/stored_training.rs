@@ -34,7 +34,7 @@ impl Stored {
     /// As [`trained::agrees`], for layers of every kind.
     ///
     /// [`trained::agrees`]: super::trained::agrees
-    fn agrees(&self, engine: &Engine, recompute: Recompute) -> bool {
+    pub fn agrees(&self, engine: &Engine, recompute: Recompute) -> bool {
         let layer = self.training_layer(engine, recompute);
         let dy = self.plain.dy(77);
         let (found, ids) = self.plain.train(&layer, &dy, &[false]);

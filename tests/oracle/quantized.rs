@@ -253,7 +253,7 @@ fn ascending(ids: &Tensor<'_>, top_k: usize) -> Vec<Vec<i64>> {
 #[test]
 fn published_formats_run() {
     let cases = [entries("formats"), entries("formats_more")].concat();
-    assert_eq!(cases.len(), 31);
+    assert_eq!(cases.len(), 36);
     // Codes of every other one by kernels as people get them.
     let (people, hurried) = (engine(), hurried());
     let run = |codes, first| {

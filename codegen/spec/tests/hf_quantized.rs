@@ -88,11 +88,13 @@ fn quantizations_that_are_read() {
     let by = r#""strategy": "group", "group_size": 64"#;
     for (format, bits, kind, expected) in [
         ("pack-quantized", 4, "int", "pack-quantized of 4 bits"),
+        ("pack-quantized", 3, "int", "pack-quantized of 3 bits"),
         ("pack-quantized", 8, "int", "pack-quantized of 8 bits"),
         ("int-quantized", 8, "int", "int-quantized"),
         ("int-quantized", 4, "int", "int-quantized"),
         ("nvfp4-pack-quantized", 4, "float", "nvfp4-pack-quantized"),
         ("mxfp4-pack-quantized", 4, "float", "mxfp4"),
+        ("mxfp6-pack-quantized", 6, "float", "mxfp6-pack-quantized"),
         ("mxfp8-quantized", 8, "float", "mxfp8"),
     ] {
         let expected = format!("Codes({expected}, Tile([1, 64]))");
@@ -140,13 +142,30 @@ fn quantizations_that_are_read() {
         ),
         (
             r#"{"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}"#,
-            "Codes(nvfp4, Tile([1, 16]))",
+            "Codes(nvfp4, Tile([1, 16]); nvfp4 by rows, Tile([16, 1]))",
         ),
         (
             r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION",
                 "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "MXFP8"},
                 "c": {"quant_algo": "FP8"}}}}"#,
             "Codes(fp8, MatrixOrRow; mxfp8, Tile([1, 32]))",
+        ),
+        (
+            r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 32},
+                "b": {"quant_algo": "W8A16"},
+                "c": {"quant_algo": "W4A8_MXFP4_FP8", "group_size": 32}}}}"#,
+            "Codes(nvfp4, Tile([1, 32]); nvfp4 by rows, Tile([32, 1]); \
+             int-quantized, MatrixOrRow; mxfp4, Tile([1, 32]))",
+        ),
+        (r#"{"quant_method": "w8a8_fp8"}"#, "Codes(fp8, MatrixOrRow)"),
+        (
+            r#"{"quant_method": "w8a8_int8", "is_dynamic": true}"#,
+            "Codes(int-quantized, MatrixOrRow)",
+        ),
+        (
+            r#"{"quant_method": "blockwise_int8", "weight_block_size": [128, 64]}"#,
+            "Codes(int-quantized, Tile([128, 64]))",
         ),
     ] {
         assert_eq!(codes(config), expected);
@@ -163,10 +182,11 @@ fn quantizations_that_are_refused() {
         let config = format!(r#"{{"model_type": "{model}", "quantization_config": {config}}}"#);
         error(&config, 5)
     };
-    let rest = "; supported are fp8, mxfp8, fbgemm_fp8, gpt_oss's mxfp4, gptq, awq (gemm), \
-                auto-round, modelopt's FP8, MXFP8 and NVFP4, quark's FP8 and MXFP4, and \
-                compressed-tensors' float-, int- and pack-quantized, mxfp4, mxfp8 and nvfp4: use \
-                such a checkpoint, or one in f32, f16 or bf16";
+    let rest = "; supported are fp8, mxfp8, fbgemm_fp8, w8a8_fp8, w8a8_int8, blockwise_int8, \
+                gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, MXFP8, MXFP4, \
+                NVFP4 and W8A16, quark's FP8 and MXFP4, and compressed-tensors' float-, int- and \
+                pack-quantized, mxfp4, mxfp6, mxfp8 and nvfp4: use such a checkpoint, or one in \
+                f32, f16 or bf16";
     let compressed = |rest: &str| format!(r#"{{"quant_method": "compressed-tensors", {rest}}}"#);
     let weights = |weights: &str| {
         compressed(&format!(
@@ -234,6 +254,19 @@ fn quantizations_that_are_refused() {
         (
             r#"{"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}"#.to_string(),
             "modelopt, NVFP4_AWQ",
+        ),
+        (
+            r#"{"quant_method": "modelopt", "quantization": {"quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}}}}"#
+                .to_string(),
+            "modelopt, W8A8_SQ_PER_CHANNEL",
+        ),
+        (
+            compressed(
+                r#""format": "mxfp6-pack-quantized", "config_groups": {"a": {"weights": {"type":
+                "float", "num_bits": 8, "strategy": "channel"}}}"#,
+            ),
+            "compressed-tensors, mxfp6-pack-quantized: weights of 8 bits, float, symmetric, by channel",
         ),
         (
             r#"{"quant_method": "bitsandbytes"}"#.to_string(),

@@ -482,8 +482,7 @@ impl Part<'_, '_, '_> {
                 matrices.codes(view.index(row, column), std::slice::from_mut(one));
             }
         }
-        own.iter_mut()
-            .for_each(|one| *one = one.wrapping_add(shift));
+        own.iter_mut().for_each(|one| *one = codes.canonical(*one));
         pack(code.bits(), own.into_iter(), out);
         pad(code.bits(), columns, code.zero(), out);
     }

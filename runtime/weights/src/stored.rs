@@ -29,7 +29,7 @@ pub(crate) fn is_of(way: &StoredFormat, from: &TensorRef<'_>) -> bool {
         (way.format.element, from.dtype),
         (CodeType::E4m3, Err(Dtype::F8_E4M3))
             | (CodeType::E5m2, Err(Dtype::F8_E5M2))
-            | (CodeType::E2m1, Err(Dtype::U8))
+            | (CodeType::E2m3 | CodeType::E2m1, Err(Dtype::U8))
             | (CodeType::Int8, Err(Dtype::I8))
             | (CodeType::Uint(_), Ok(DType::I32))
     ) || way.format.element == CodeType::E2m1
@@ -44,7 +44,9 @@ pub(crate) fn unlike(way: &StoredFormat, from: &TensorRef<'_>) -> WeightsError {
     let expected = match way.format.element {
         CodeType::E4m3 => format!("f8_e4m3{floats}"),
         CodeType::E5m2 => format!("f8_e5m2{floats}"),
-        CodeType::E2m1 => "u8, being codes of 4 bits".to_string(),
+        CodeType::E2m3 | CodeType::E2m1 => {
+            format!("u8, being codes of {} bits", way.format.element.bits())
+        }
         CodeType::Int8 => format!("i8{floats}"),
         CodeType::Uint(bits) => format!("i32, being packed codes of {bits} bits"),
     };
@@ -135,9 +137,15 @@ impl<'a> Parts<'a, '_, '_> {
                 return Err(misshapen(&self.from, expected.to_string()));
             }
             (CodeOrder::Rows { word: 8 }, [outer @ .., bytes]) => {
-                [outer, &[bytes.saturating_mul(8 / bits)]].concat()
+                [outer, &[bytes.saturating_mul(8) / bits]].concat()
             }
-            (CodeOrder::Rows { .. }, [rows, words]) => vec![*rows, self.columns(*rows, *words)?],
+            (CodeOrder::Rows { .. }, [outer @ .., rows, words]) => {
+                let columns = self.columns(*rows, *words)?;
+                [outer, &[*rows, columns]].concat()
+            }
+            (CodeOrder::RowPairs, [outer @ .., pairs, columns]) => {
+                [outer, &[pairs.saturating_mul(2), *columns]].concat()
+            }
             (CodeOrder::Columns, [words, rows]) => vec![*rows, words.saturating_mul(32) / bits],
             (CodeOrder::Interleaved, [columns, words]) => vec![words.saturating_mul(8), *columns],
             _ => {
@@ -165,11 +173,21 @@ impl<'a> Parts<'a, '_, '_> {
             return Err(wrong_dtype(&said, "i32 or i64, being rows and columns"));
         };
         said.check_length()?;
+        let outer = self.from.shape.len().saturating_sub(2);
         let sizes = said.bytes.chunks_exact(dtype.size());
-        // Three at most, since a third number already makes the shape wrong.
-        let sizes: Vec<i64> = sizes.take(3).map(|b| read_int(dtype, b)).collect();
+        // One more at most, since that already makes the shape wrong.
+        let sizes = sizes.take(outer + 3).map(|b| read_int(dtype, b));
+        let sizes: Vec<i64> = sizes.collect();
+        let is = |size: &i64, of: usize| usize::try_from(*size) == Ok(of);
         let columns = match sizes.as_slice() {
-            [r, columns] if usize::try_from(*r) == Ok(rows) => usize::try_from(*columns).ok(),
+            [stacked @ .., r, columns] if stacked.is_empty() || stacked.len() == outer => {
+                let same = stacked
+                    .iter()
+                    .zip(self.from.shape)
+                    .all(|(n, of)| is(n, *of));
+                let columns = usize::try_from(*columns).ok();
+                columns.filter(|_| same && is(r, rows))
+            }
             _ => None,
         };
         // A row may end inside its last word, so many column counts fit; the stated one must be
@@ -210,7 +228,7 @@ impl<'a> Parts<'a, '_, '_> {
             return Ok(made([rows, columns], None));
         }
         // GPTQ and AWQ store matrices transposed, scales included.
-        let turned = !matches!(format.packing, CodeOrder::Rows { .. });
+        let turned = matches!(format.packing, CodeOrder::Columns | CodeOrder::Interleaved);
         let wide = |[down, across]: [usize; 2]| {
             if turned {
                 vec![across, down]

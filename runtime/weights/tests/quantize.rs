@@ -205,10 +205,11 @@ fn compare(source: &Path, quantized: &Path, report: &QuantizeReport, most: f64) 
 }
 
 /// The largest error of a weight that each format may make of weights that are nearly normal.
-const MOST: [(&str, f64); 9] = [
+const MOST: [(&str, f64); 10] = [
     ("fp8", 0.03),
     ("fp8-channel", 0.03),
     ("mxfp8", 0.04),
+    ("mxfp6", 0.04),
     ("mxfp4", 0.14),
     ("nvfp4", 0.11),
     ("int8", 0.012),

@@ -11,8 +11,9 @@ use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use moesaic_weights::{
     Checkpoint, ExpertFormats, LayerReader, LoadOptions, load_import, set_expert_formats,
 };
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors};
 use std::fs;
+use std::path::Path;
 
 /// Returns every number of the matrices with a name, decoded from their codes.
 fn decoded(codes: &Tensors<'_>, matrix: &str, format: WeightFormat, shape: &[usize]) -> Vec<f32> {
@@ -137,11 +138,16 @@ const HELD: [(&str, &str); 24] = [
 ];
 
 /// The same of `formats_more`.
-const HELD_MORE: [(&str, &str); 7] = [
+const HELD_MORE: [(&str, &str); 12] = [
     ("autoround_asym", "uint4-g32 uint4-g32"),
     ("ct_fp8_block", "custom custom"),
+    ("ct_int3_asym", "custom custom"),
     ("ct_int4_bytes", "custom custom"),
+    ("ct_int6", "custom custom"),
+    ("ct_mxfp6", "mxfp8 mxfp8"),
     ("fbgemm_llama4", "fp8-row fp8-row"),
+    ("modelopt_llama4", "nvfp4 nvfp4"),
+    ("modelopt_mixed", "custom int8"),
     ("mxfp8", "mxfp8 mxfp8"),
     ("quark_mixed", "mxfp4 fp8-row"),
     ("quark_mxfp4", "mxfp4 mxfp4"),
@@ -194,6 +200,64 @@ fn check_held(archive: &str, all: &[(&str, &str)]) {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Stacks the single experts' tensors of a layer, gate before up, with the sizes of a stack for one
+/// of the two and those of a matrix for the other.
+fn stacked(dir: &Path, to: &Path) -> Checkpoint {
+    let bytes = fs::read(dir.join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let (base, mut tensors) = ("model.layers.1.mlp", quantizer::Tensors::default());
+    let router = file.tensor(&format!("{base}.gate.weight")).unwrap();
+    let data = router.data().to_vec();
+    tensors.put(
+        &format!("{base}.gate.weight"),
+        router.dtype(),
+        router.shape(),
+        data,
+    );
+    for (stack, parts) in [
+        ("gate_up_proj", &["gate_proj", "up_proj"][..]),
+        ("down_proj", &["down_proj"][..]),
+    ] {
+        for end in ["packed", "scale"] {
+            let of = |expert, part| {
+                let name = format!("{base}.experts.{expert}.{part}.weight_{end}");
+                file.tensor(&name).unwrap()
+            };
+            let all = (0..4).flat_map(|e| parts.iter().map(move |part| (e, *part)));
+            let data = all.flat_map(|(e, part)| of(e, part).data().to_vec());
+            let (one, name) = (of(0, parts[0]), format!("{base}.experts.{stack}_{end}"));
+            let shape = [4, one.shape()[0] * parts.len(), one.shape()[1]];
+            tensors.put(&name, one.dtype(), &shape, data.collect());
+        }
+        let sizes: &[i64] = if parts.len() == 2 {
+            &[4, 192, 64]
+        } else {
+            &[64, 96]
+        };
+        let data = sizes.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let name = format!("{base}.experts.{stack}_shape");
+        tensors.put(&name, Dtype::I64, &[sizes.len()], data);
+    }
+    tensors.write(to)
+}
+
+/// Packed integers of stacked experts, as compressed-tensors packs a module with a stack.
+#[test]
+fn stacks_of_packed_integers_are_single_matrices() {
+    let dir = archive::folder("formats_more").join("ct_int6");
+    let (import, single) = imported(&dir, &serde_json::json!({"layer": 1})).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let stack = stacked(&dir, &folder.path().join("model.safetensors"));
+    let [single, stack] = [&single, &stack].map(|file| {
+        let mut import = import.clone();
+        let formats = set_expert_formats(&mut import, file, LoadOptions::default());
+        assert!(formats.up.is_some(), "{formats:?}");
+        let reader = LayerReader::of_import(&import, file, LoadOptions::default());
+        reader.unwrap().load().unwrap()
+    });
+    assert_eq!(single, stack);
 }
 
 /// Returns why a layer of `formats` is refused after a change to its tensors.

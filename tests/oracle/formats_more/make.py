@@ -1,10 +1,10 @@
-"""Makes the fixtures beside it: layers packed by Quark, AutoRound and compressed-tensors.
+"""Makes the fixtures beside it: layers packed by Quark, AutoRound, compressed-tensors and ModelOpt.
 
     python make.py
 
 Each is a layer (number 1 of two) of a tiny model with random weights, as `../formats` has them.
 README.md says what the cases are. Made with amd-quark 0.13, auto-round 0.16.1, compressed-tensors
-0.20.1, transformers 5.24 and torch 2.15.
+0.20.1, nvidia-modelopt 0.47, transformers 5.24 and torch 2.15.
 """
 
 import importlib.util
@@ -18,6 +18,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
+from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from safetensors.torch import save_file
 from transformers import Llama4TextConfig, Qwen3MoeConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -99,6 +100,10 @@ def compressed(kind, settings, scales):
         down, across = settings.block_structure or [1, settings.group_size]
         tiles = weight.reshape(weight.shape[0] // down, down, -1, across)
         scale, zero = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), settings)
+        if settings.scale_dtype is torch.uint8:
+            own = {"weight": weight, "weight_scale": scale.float()}
+            packed = compressor.compress(own, scheme)
+            return packed, compressor.decompress(packed, scheme)["weight"].float()
         own = {"weight": weight, "weight_scale": scale.to(scales).float()}
         own["weight_zero_point"] = zero.to(torch.int8)
         packed = compressor.compress(own, scheme)
@@ -107,6 +112,29 @@ def compressed(kind, settings, scales):
         return packed, unpacked
 
     return pack
+
+
+def nvfp4(size, largest):
+    """ModelOpt's packer in groups of `size`; the second scale is the largest weight / `largest`."""
+
+    def pack(weight):
+        second = weight.abs().amax() / largest
+        tensor, scale, _ = NVFP4QTensor.quantize(weight, size, None, second)
+        packed = {"weight": tensor._quantized_data, "weight_scale": scale}
+        packed["weight_scale_2"] = second
+        unpacked = tensor.dequantize(
+            torch.float32, scale=scale, double_scale=second, block_sizes={-1: size}
+        )
+        return packed, unpacked
+
+    return pack
+
+
+def int8_rows(weight):
+    """ModelOpt's integers of W8A16."""
+    scale = weight.abs().amax(1) / 127
+    codes = (weight / scale[:, None]).round().clamp(-128, 127)
+    return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale[:, None]
 
 
 def autoround(weight):
@@ -180,10 +208,23 @@ def qwen(name, packer, pack, quantization, seed):
     store(name, "qwen3_moe", packer, config, tensors, block, tokens(seed))
 
 
-def llama(name, packer, quantization, seed):
-    """Stacks `[E, in, out]` of E4M3 with a scale for each output, as transformers' modules of
-    fbgemm_fp8 have them. Hidden and model sizes are equal, so that no shape tells rows from
-    columns."""
+def fbgemm(stacked):
+    scale = stacked.abs().amax(1, keepdim=True) / 448
+    codes = (stacked / scale).to(E4M3)
+    return {"": codes, "_scale": scale}, codes.float() * scale
+
+
+def nvfp4_stacked(stacked):
+    """A stack as ModelOpt exports Llama 4's: packed along inputs and then turned back."""
+    packed, unpacked = nvfp4(16, 448 * 6)(stacked.transpose(1, 2).contiguous())
+    packed = {name: part.transpose(1, 2) if part.dim() else part for name, part in packed.items()}
+    named = {"" if name == "weight" else "_" + name: part for name, part in packed.items()}
+    return named, unpacked.transpose(1, 2)
+
+
+def llama(name, packer, pack, quantization, seed, pack_linear=None):
+    """Stacks `[E, in, out]`, as transformers' modules have them. Hidden and model sizes are equal,
+    so that no shape tells rows from columns. `pack_linear` packs the shared expert."""
     config = dict(
         model_type="llama4_text", hidden_size=MODEL, intermediate_size=MODEL,
         num_local_experts=EXPERTS, num_experts_per_tok=1, interleave_moe_layer_step=1,
@@ -195,17 +236,18 @@ def llama(name, packer, quantization, seed):
     tensors = {}
     for at, (part, weight) in enumerate(block.named_parameters()):
         if not part.startswith("experts."):
-            weight.data = matrix(*weight.shape, seed + at)
-            tensors[base + part] = weight.data.bfloat16()
+            numbers = matrix(*weight.shape, seed + at)
+            tensors[base + part] = numbers.bfloat16()
+            if pack_linear and part.startswith("shared_expert."):
+                packed, numbers = pack_linear(numbers)
+                module = base + part.removesuffix(".weight")
+                tensors.update({f"{module}.{end}": tensor for end, tensor in packed.items()})
+            weight.data = numbers
             continue
         experts, inputs, outputs = weight.shape
         each = [matrix(outputs, inputs, seed + 10 * at + 100 + e) for e in range(experts)]
-        stacked = torch.stack(each).transpose(1, 2).contiguous()
-        scale = stacked.abs().amax(1, keepdim=True) / 448
-        codes = (stacked / scale).to(E4M3)
-        tensors[base + part] = codes
-        tensors[base + part + "_scale"] = scale
-        weight.data = codes.float() * scale
+        packed, weight.data = pack(torch.stack(each).transpose(1, 2).contiguous())
+        tensors.update({base + part + end: tensor for end, tensor in packed.items()})
     store(name, "llama4_text", packer, config, tensors, block, tokens(seed))
 
 
@@ -227,7 +269,14 @@ def compressed_tensors(kind, settings):
     )
 
 
-def main():
+def modelopt(algorithm, layers=None):
+    config = dict(quant_algo=algorithm, group_size=16, exclude_modules=["lm_head", "*gate"])
+    if layers:
+        config["quantized_layers"] = layers
+    return dict(quant_method="modelopt", producer={"name": "modelopt"}, quantization=config)
+
+
+def by_quark():
     mxfp4 = dict(
         dtype="fp4", qscheme="per_group", ch_axis=-1, group_size=32, scale_format="e8m0",
         is_dynamic=False,
@@ -237,13 +286,43 @@ def main():
     qwen("quark_mxfp4", "amd-quark 0.13", quark_fp4, quark(mxfp4, {}), 10)
     mixed = quark({}, {"*.experts.*": mxfp4, "*down_proj": rows})
     qwen("quark_mixed", "amd-quark 0.13", parts, mixed, 30)
-    library = "compressed-tensors 0.20.1"
+
+
+def by_compressed_tensors():
+    def case(name, kind, settings, scales, seed):
+        pack = compressed(kind, settings, scales)
+        described = {key: str(value) if key == "scale_dtype" else value
+                     for key, value in settings.items()}
+        qwen(name, "compressed-tensors 0.20.1", pack, compressed_tensors(kind, described), seed)
+
     four = dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)
-    pack = compressed("int-quantized", four, torch.bfloat16)
-    qwen("ct_int4_bytes", library, pack, compressed_tensors("int-quantized", four), 50)
+    case("ct_int4_bytes", "int-quantized", four, torch.bfloat16, 50)
     block = dict(num_bits=8, type="float", strategy="block", block_structure="32x16")
-    pack = compressed("float-quantized", block, torch.float32)
-    qwen("ct_fp8_block", library, pack, compressed_tensors("float-quantized", block), 70)
+    case("ct_fp8_block", "float-quantized", block, torch.float32, 70)
+    three = dict(four, num_bits=3)
+    case("ct_int3_asym", "pack-quantized", three, torch.bfloat16, 150)
+    six = dict(four, num_bits=6, symmetric=True)
+    case("ct_int6", "pack-quantized", six, torch.bfloat16, 170)
+    floats = dict(num_bits=6, type="float", strategy="group", group_size=32, symmetric=True)
+    floats["scale_dtype"] = torch.uint8
+    case("ct_mxfp6", "mxfp6-pack-quantized", floats, None, 190)
+
+
+def by_modelopt():
+    library = "nvidia-modelopt 0.47"
+    parts = {"gate_proj": nvfp4(32, 448), "up_proj": nvfp4(32, 448), "down_proj": int8_rows}
+    base, layers = f"model.layers.{LAYER}.mlp.experts", {}
+    for expert in range(EXPERTS):
+        for part in ["gate_proj", "up_proj"]:
+            own = {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}
+            layers[f"{base}.{expert}.{part}"] = own
+        layers[f"{base}.{expert}.down_proj"] = {"quant_algo": "W8A16"}
+    qwen("modelopt_mixed", library, parts, modelopt("MIXED_PRECISION", layers), 210)
+    linear = nvfp4(16, 448 * 6)
+    llama("modelopt_llama4", library, nvfp4_stacked, modelopt("NVFP4"), 230, linear)
+
+
+def by_others():
     asymmetric = dict(
         quant_method="auto-round", packing_format="auto_round", bits=4, group_size=32, sym=False,
         data_type="int", autoround_version="0.16.1",
@@ -253,8 +332,12 @@ def main():
     blocks = dict(quant_method="mxfp8", weight_block_size=[1, 32], scale_fmt="ue8m0", fmt="e4m3")
     blocks.update(activation_scheme="dynamic", ignored_layers=["lm_head"])
     qwen("mxfp8", ours, mxfp8, blocks, 130)
-    fbgemm = dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0)
-    llama("fbgemm_llama4", ours, {**fbgemm, "modules_to_not_convert": ["lm_head"]}, 110)
+    scaled = dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0)
+    llama("fbgemm_llama4", ours, fbgemm, {**scaled, "modules_to_not_convert": ["lm_head"]}, 110)
 
 
-main()
+if __name__ == "__main__":
+    by_quark()
+    by_compressed_tensors()
+    by_modelopt()
+    by_others()

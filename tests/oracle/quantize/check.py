@@ -63,11 +63,11 @@ QWEN = dict(
 )
 GPT_OSS = dict(**TINY, intermediate_size=96, num_local_experts=4)
 FOLDERS = [
-    "fp8", "fp8-channel", "mxfp8", "mxfp4", "nvfp4", "int8", "int4", "int4/32", "int4/64",
+    "fp8", "fp8-channel", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "int8", "int4", "int4/32", "int4/64",
     "gptq", "gptq/32", "awq", "awq/64",
 ]
 # transformers 5.24 has no code for experts in these.
-NOT_LOADED = ["mxfp8", "nvfp4", "int8"]
+NOT_LOADED = ["mxfp8", "mxfp6", "nvfp4", "int8"]
 BLOCKS = ["q8_0", "q6_k", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "iq4_nl", "mxfp4"]
 
 

@@ -55,7 +55,7 @@ def by_compressed_tensors(weight, format, **settings):
         state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
     if args.scale_dtype == torch.uint8:
         most = parts.abs().amax(-1)
-        largest = 2 if args.num_bits == 4 else 8
+        largest = 8 if args.num_bits == 8 else 2
         state["weight_scale"] = 2.0 ** (torch.floor(torch.log2(most)) - largest)
     else:
         found = calculate_qparams(
@@ -138,6 +138,7 @@ def main():
         "fp8": by_torch(weight),
         "fp8-channel": compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
         "mxfp8": compressed("mxfp8-quantized", num_bits=8, type="float", **e8m0),
+        "mxfp6": compressed("mxfp6-pack-quantized", num_bits=6, type="float", **e8m0),
         "mxfp4": compressed("mxfp4-pack-quantized", num_bits=4, type="float", **e8m0),
         "nvfp4": compressed(
             "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group",

@@ -23,6 +23,32 @@ pub static E5M2: [f32; 256] = {
     values
 };
 
+/// FP6 E2M3 (OCP); bit 5 is the sign.
+pub static E2M3: [f32; 64] = {
+    let mut values = [0f32; 64];
+    let mut code = 0;
+    while code < 64 {
+        values[code] = E4M3[e2m3_as_e4m3(code as u8) as usize];
+        code += 1;
+    }
+    values
+};
+
+/// Returns the E4M3 code of the number that an E2M3 code stands for. E4M3 has as many mantissa bits
+/// and smaller exponents, so each number has one, subnormal ones a normal one.
+pub const fn e2m3_as_e4m3(code: u8) -> u8 {
+    let (sign, exponent, mantissa) = ((code >> 5) & 1, (code >> 3) & 3, code & 7);
+    let size = match (exponent, mantissa) {
+        (0, 0) => 0,
+        (0, 1) => 4 << 3,
+        (0, 2..4) => 5 << 3 | (mantissa & 1) << 2,
+        (0, _) => 6 << 3 | (mantissa & 3) << 1,
+        // The biases are 1 and 7.
+        _ => (exponent + 6) << 3 | mantissa,
+    };
+    sign << 7 | size
+}
+
 /// FP4 E2M1 (OCP); bit 3 is the sign.
 pub static E2M1: [f32; 16] = [
     0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
@@ -83,6 +109,7 @@ pub(super) struct SmallFloat {
 
 pub(super) const FLOAT_E4M3: SmallFloat = small(3, 7, 448.0);
 pub(super) const FLOAT_E5M2: SmallFloat = small(2, 15, 57_344.0);
+pub(super) const FLOAT_E2M3: SmallFloat = small(3, 1, 7.5);
 pub(super) const FLOAT_E2M1: SmallFloat = small(1, 1, 6.0);
 pub(super) const F16: SmallFloat = small(10, 15, 65_504.0);
 pub(super) const BF16: SmallFloat = small(7, 127, 3.389_531_389_251_535_5e38);
@@ -176,6 +203,15 @@ mod tests {
                     assert_eq!(f64::from(found).to_bits(), wanted.to_bits(), "{code:#x}");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn every_code_of_e2m3() {
+        for code in 0..64u8 {
+            let wanted = defined(code >> 5, i32::from((code >> 3) & 3), code & 7, 3, 1);
+            let found = f64::from(E2M3[usize::from(code)]);
+            assert_eq!(found.to_bits(), wanted.to_bits(), "{code:#x}");
         }
     }
 

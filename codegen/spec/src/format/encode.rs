@@ -5,7 +5,7 @@
 //! Scales and quotients are f32 before they are rounded, as in other libraries, so that codes equal
 //! theirs:
 //!
-//! - float codes: the largest magnitude over the largest code's value (448, 57344, 6);
+//! - float codes: the largest magnitude over the largest code's value (448, 57344, 7.5, 6);
 //! - float codes with E8M0 scales: 2 to the exponent of the largest magnitude, less the exponent of
 //!   the largest code's value (OCP MX); larger elements saturate;
 //! - symmetric integers: the largest magnitude over half of the range, 2 / (2^bits - 1);
@@ -160,6 +160,7 @@ impl CodeType {
         match self {
             CodeType::E4m3 => Some(code::FLOAT_E4M3),
             CodeType::E5m2 => Some(code::FLOAT_E5M2),
+            CodeType::E2m3 => Some(code::FLOAT_E2M3),
             CodeType::E2m1 => Some(code::FLOAT_E2M1),
             CodeType::Int8 | CodeType::Uint(_) => None,
         }
@@ -245,9 +246,11 @@ impl Format {
             _ => 1,
         };
         let word = match self.packing {
+            // Four codes of six bits fill three bytes.
+            CodeOrder::Rows { word: 8 } if bits == 6 => 4,
             CodeOrder::Rows { word: 8 } => 8 / bits,
             CodeOrder::Columns => 32 / bits,
-            CodeOrder::Rows { .. } | CodeOrder::Interleaved => 1,
+            CodeOrder::Rows { .. } | CodeOrder::Interleaved | CodeOrder::RowPairs => 1,
         };
         let multiple = if block.is_multiple_of(word) {
             block
@@ -263,6 +266,8 @@ impl Format {
         }
         let multiple = match self.packing {
             CodeOrder::Rows { .. } => 1,
+            // Blocks of rows, of an even number.
+            CodeOrder::RowPairs => layout::block(self, [rows, columns])[0],
             CodeOrder::Columns | CodeOrder::Interleaved => 32 / bits,
         };
         if !rows.is_multiple_of(multiple) {

@@ -17,6 +17,10 @@ fn formats() -> Vec<Format> {
     all.extend([
         group(INT4, 64),
         group(INT4, 128),
+        bits(INT4, 3),
+        bits(INT4, 5),
+        bits(INT4, 6),
+        bits(INT4, 7),
         bits(INT4, 8),
         bits(GPTQ, 8),
     ]);
@@ -51,6 +55,7 @@ fn table(element: CodeType) -> Vec<f32> {
     match element {
         CodeType::E4m3 => code::E4M3.to_vec(),
         CodeType::E5m2 => code::E5M2.to_vec(),
+        CodeType::E2m3 => code::E2M3.to_vec(),
         CodeType::E2m1 => code::E2M1.to_vec(),
         CodeType::Int8 => (-128..128).map(|v| v as f32).collect(),
         CodeType::Uint(bits) => (0..1 << bits).map(|v| v as f32).collect(),
@@ -151,6 +156,7 @@ fn sizes_are_refused_or_cut_off() {
     for (format, size, multiple) in [
         (MXFP4, [2, 48], 32),
         (MXFP8, [2, 31], 32),
+        (MXFP6, [2, 36], 32),
         (NVFP4, [2, 24], 16),
         (INT4, [2, 40], 32),
         (GPTQ, [8, 64], 128),
@@ -168,6 +174,12 @@ fn sizes_are_refused_or_cut_off() {
         multiple: 8,
     };
     assert_eq!(encode(AWQ, [12, 128]), Err(wanted));
+    let wanted = EncodeError::Rows {
+        format: NVFP4_TURNED.name,
+        rows: 24,
+        multiple: 16,
+    };
+    assert_eq!(encode(NVFP4_TURNED, [24, 128]), Err(wanted));
 }
 
 #[test]

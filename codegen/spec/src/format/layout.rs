@@ -26,6 +26,7 @@ pub fn codes_shape(format: &Format, [rows, columns]: [usize; 2]) -> [usize; 2] {
         CodeOrder::Rows { word } => [rows, (columns * bits).div_ceil(usize::from(word))],
         CodeOrder::Columns => [(columns * bits).div_ceil(32), rows],
         CodeOrder::Interleaved => [columns, rows / 8],
+        CodeOrder::RowPairs => [rows / 2, columns],
     }
 }
 
@@ -33,7 +34,7 @@ pub fn codes_shape(format: &Format, [rows, columns]: [usize; 2]) -> [usize; 2] {
 pub fn scales_shape(format: &Format, size: [usize; 2]) -> [usize; 2] {
     let [down, across] = grid(format, size);
     match format.packing {
-        CodeOrder::Rows { .. } => [down, across],
+        CodeOrder::Rows { .. } | CodeOrder::RowPairs => [down, across],
         CodeOrder::Columns | CodeOrder::Interleaved => [across, down],
     }
 }
@@ -44,7 +45,7 @@ pub fn zeros_shape(format: &Format, size: [usize; 2]) -> [usize; 2] {
     let words = (down * format.element.bits()).div_ceil(32);
     match format.packing {
         CodeOrder::Rows { .. } if format.element == CodeType::Int8 => [down, across],
-        CodeOrder::Rows { .. } => [words, across],
+        CodeOrder::Rows { .. } | CodeOrder::RowPairs => [words, across],
         CodeOrder::Columns | CodeOrder::Interleaved => [across, words],
     }
 }
@@ -52,7 +53,7 @@ pub fn zeros_shape(format: &Format, size: [usize; 2]) -> [usize; 2] {
 /// Returns the index of a block's scale.
 pub(super) fn scale_index(format: &Format, grid: [usize; 2], [down, across]: [usize; 2]) -> usize {
     match format.packing {
-        CodeOrder::Rows { .. } => down * grid[1] + across,
+        CodeOrder::Rows { .. } | CodeOrder::RowPairs => down * grid[1] + across,
         CodeOrder::Columns | CodeOrder::Interleaved => across * grid[0] + down,
     }
 }
@@ -67,10 +68,13 @@ pub(super) fn pack(format: &Format, size: [usize; 2], codes: &[u8]) -> Vec<u8> {
             let mut packed = vec![0; rows * width];
             for (row, codes) in codes.chunks_exact(columns.max(1)).enumerate() {
                 let line = &mut packed[row * width..(row + 1) * width];
-                // Codes of these widths never straddle a byte.
                 for (column, code) in codes.iter().enumerate() {
                     let bit = column * bits;
-                    line[bit / 8] |= code << (bit % 8);
+                    let [low, high] = (u16::from(*code) << (bit % 8)).to_le_bytes();
+                    line[bit / 8] |= low;
+                    if high != 0 {
+                        line[bit / 8 + 1] |= high;
+                    }
                 }
             }
             packed
@@ -82,6 +86,14 @@ pub(super) fn pack(format: &Format, size: [usize; 2], codes: &[u8]) -> Vec<u8> {
                 packed.put(bit / 32 * rows + row, rows, bit % 32, *code);
             }
             packed.0
+        }
+        CodeOrder::RowPairs => {
+            let mut packed = vec![0; rows / 2 * columns];
+            for (at, code) in codes.iter().enumerate() {
+                let (row, column) = (at / columns, at % columns);
+                packed[row / 2 * columns + column] |= code << (row % 2 * 4);
+            }
+            packed
         }
         CodeOrder::Interleaved => {
             let (across, mut packed) = (rows / 8, Words::new(columns * rows / 8));
@@ -110,7 +122,7 @@ pub(super) fn pack_zeros(format: &Format, [down, across]: [usize; 2], zeros: &[u
         let (row, group) = (at / across, at % across);
         let (zero, bit) = (zero.wrapping_sub(less) & mask, row * bits);
         match format.packing {
-            CodeOrder::Rows { .. } => {
+            CodeOrder::Rows { .. } | CodeOrder::RowPairs => {
                 packed.put(bit / 32 * across + group, across, bit % 32, zero);
             }
             CodeOrder::Columns => packed.put(group * words + bit / 32, 1, bit % 32, zero),

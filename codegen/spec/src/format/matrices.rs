@@ -66,6 +66,7 @@ impl Matrices<'_> {
         match self.format.element {
             CodeType::E4m3 => self.floats(line, column, values, scale, &code::E4M3),
             CodeType::E5m2 => self.floats(line, column, values, scale, &code::E5M2),
+            CodeType::E2m3 => self.floats(line, column, values, scale, &code::E2M3),
             CodeType::E2m1 => self.floats(line, column, values, scale, &code::E2M1),
             CodeType::Int8 => {
                 let zero = self.zero(line, group);
@@ -91,6 +92,11 @@ impl Matrices<'_> {
                 let width = self.row_bytes();
                 let end = elements.end.div_ceil(columns.max(1)) * width;
                 elements.start / columns.max(1) * width..end.min(self.codes.len())
+            }
+            CodeOrder::RowPairs => {
+                let numbers = (self.size[0] * self.size[1]).max(1);
+                let end = elements.end.div_ceil(numbers) * numbers / 2;
+                elements.start / numbers * numbers / 2..end.min(self.codes.len())
             }
             // A row's codes are spread over the words of the whole matrix.
             CodeOrder::Columns | CodeOrder::Interleaved => 0..self.codes.len(),
@@ -173,7 +179,7 @@ impl Matrices<'_> {
                 let word = usize::from(word);
                 (self.size[1] * self.format.element.bits()).div_ceil(word) * word / 8
             }
-            CodeOrder::Columns | CodeOrder::Interleaved => 0,
+            CodeOrder::Columns | CodeOrder::Interleaved | CodeOrder::RowPairs => 0,
         }
     }
 
@@ -197,7 +203,7 @@ impl Matrices<'_> {
         };
         let block = line.row / self.scales.block[0];
         let at = match self.format.packing {
-            CodeOrder::Rows { .. } => block * across + group,
+            CodeOrder::Rows { .. } | CodeOrder::RowPairs => block * across + group,
             CodeOrder::Columns | CodeOrder::Interleaved => group * down + block,
         };
         line.matrix * down * across + at
@@ -241,10 +247,16 @@ impl Matrices<'_> {
                     8 => values
                         .zip(&row[column..])
                         .for_each(|(v, c)| *v = number(*c)),
-                    // Codes of two or four bits never straddle a byte.
-                    _ => values.zip(column..).for_each(|(value, column)| {
+                    // Codes of these widths never straddle a byte.
+                    1 | 2 | 4 => values.zip(column..).for_each(|(value, column)| {
                         let bit = column * bits;
                         *value = number(row[bit / 8] >> (bit % 8) & mask as u8);
+                    }),
+                    _ => values.zip(column..).for_each(|(value, column)| {
+                        let bit = column * bits;
+                        let next = row.get(bit / 8 + 1).copied().unwrap_or(0);
+                        let both = u16::from_le_bytes([row[bit / 8], next]);
+                        *value = number((both >> (bit % 8)) as u8 & mask as u8);
                     }),
                 }
             }
@@ -253,12 +265,16 @@ impl Matrices<'_> {
                 let first = line.matrix * words * rows + line.row;
                 for (value, column) in values.iter_mut().zip(column..) {
                     let bit = column * bits;
-                    let word = |at: usize| u64::from(self.word(first + at * rows));
-                    let mut found = word(bit / 32) >> (bit % 32);
-                    if bit % 32 + bits > 32 {
-                        found |= word(bit / 32 + 1) << (32 - bit % 32);
-                    }
+                    let at = first + bit / 32 * rows;
+                    let found = straddling(self.codes, at, rows, bit, bits);
                     *value = number((found & mask) as u8);
+                }
+            }
+            CodeOrder::RowPairs => {
+                let first = (line.matrix * rows + line.row) / 2 * columns + column;
+                let (shift, codes) = (line.row % 2 * 4, &self.codes[first..]);
+                for (value, byte) in values.iter_mut().zip(codes) {
+                    *value = number(byte >> shift & 15);
                 }
             }
             CodeOrder::Interleaved => {
@@ -298,21 +314,16 @@ impl Matrices<'_> {
             CodeOrder::Rows { .. } if self.format.element == CodeType::Int8 => {
                 return i32::from(zeros.bytes[self.index(line, group)] as i8);
             }
-            CodeOrder::Rows { .. } => {
+            CodeOrder::Rows { .. } | CodeOrder::RowPairs => {
                 let bit = block * bits;
                 let words = (down * bits).div_ceil(32);
-                let at = line.matrix * words + bit / 32;
-                u64::from(word(zeros.bytes, at * across + group)) >> (bit % 32)
+                let at = (line.matrix * words + bit / 32) * across + group;
+                straddling(zeros.bytes, at, across, bit, bits)
             }
             CodeOrder::Columns => {
                 let (words, bit) = ((down * bits).div_ceil(32), block * bits);
                 let at = (line.matrix * across + group) * words + bit / 32;
-                let low = u64::from(word(zeros.bytes, at)) >> (bit % 32);
-                if bit % 32 + bits > 32 {
-                    low | u64::from(word(zeros.bytes, at + 1)) << (32 - bit % 32)
-                } else {
-                    low
-                }
+                straddling(zeros.bytes, at, 1, bit, bits)
             }
             CodeOrder::Interleaved => {
                 let at = (line.matrix * across + group) * (down / 8) + block / 8;
@@ -322,6 +333,17 @@ impl Matrices<'_> {
         // GPTQ stores a zero point of 0 as all ones, so adding one must wrap.
         let more = u64::from(self.format.zero == Zero::LessOne);
         ((stored + more) & mask) as i32
+    }
+}
+
+/// Returns the bits of word `at` from `bit` of the stream on, and of the next word, `step` words
+/// further, if a number of `bits` reaches into that.
+fn straddling(bytes: &[u8], at: usize, step: usize, bit: usize, bits: usize) -> u64 {
+    let low = u64::from(word(bytes, at)) >> (bit % 32);
+    if bit % 32 + bits > 32 {
+        low | u64::from(word(bytes, at + step)) << (32 - bit % 32)
+    } else {
+        low
     }
 }
 

@@ -57,11 +57,13 @@ pub enum CodeType {
     E4m3,
     /// FP8 with 5 exponent and 2 mantissa bits.
     E5m2,
+    /// FP6 with 2 exponent and 3 mantissa bits.
+    E2m3,
     /// FP4 with 2 exponent bits and 1 mantissa bit.
     E2m1,
     /// A signed byte in two's complement.
     Int8,
-    /// An unsigned integer of 2, 3, 4 or 8 bits, with a zero point.
+    /// An unsigned integer of 1 to 8 bits, with a zero point.
     Uint(u8),
 }
 
@@ -80,6 +82,9 @@ pub enum CodeOrder {
     /// AWQ's order: 32-bit words `[columns, rows / 8]`, each with one column's codes of eight rows
     /// in the order 0 2 4 6 1 3 5 7. Scales are `[groups, rows]`.
     Interleaved,
+    /// ModelOpt's order of stacks whose rows are input features: bytes `[rows / 2, columns]`, each
+    /// with one column's codes of two rows, the first in the low half.
+    RowPairs,
 }
 
 /// The block of elements that shares one scale.
@@ -139,6 +144,7 @@ impl CodeType {
     pub fn bits(self) -> usize {
         match self {
             CodeType::E4m3 | CodeType::E5m2 | CodeType::Int8 => 8,
+            CodeType::E2m3 => 6,
             CodeType::E2m1 => 4,
             CodeType::Uint(bits) => usize::from(bits),
         }
@@ -212,6 +218,13 @@ pub const MXFP8: Format = Format {
     ..FP8
 };
 
+/// FP6 with a power-of-two scale per 32 columns (OCP), as compressed-tensors writes it.
+pub const MXFP6: Format = Format {
+    name: "mxfp6-pack-quantized",
+    element: CodeType::E2m3,
+    ..MXFP8
+};
+
 /// FP4 with a power-of-two scale per 32 columns (OCP).
 pub const MXFP4: Format = Format {
     name: "mxfp4",
@@ -226,6 +239,14 @@ pub const NVFP4: Format = Format {
     scale: ScaleType::E4m3,
     second: Some(Second::Times),
     ..MXFP4
+};
+
+/// NVIDIA's FP4 of stacked experts whose rows are input features, as ModelOpt writes Llama 4's.
+pub const NVFP4_TURNED: Format = Format {
+    name: "nvfp4 by rows",
+    packing: CodeOrder::RowPairs,
+    block: ScaleBlock::Tile([16, 1]),
+    ..NVFP4
 };
 
 /// NVIDIA's FP4 as compressed-tensors writes it: the second scale is the inverse.
@@ -243,7 +264,7 @@ pub const INT8: Format = Format {
     ..FP8
 };
 
-/// compressed-tensors' integers, eight to a word.
+/// compressed-tensors' integers of 1 to 8 bits; those of odd widths straddle words.
 pub const INT4: Format = Format {
     name: "pack-quantized",
     element: CodeType::Uint(4),
@@ -283,8 +304,10 @@ pub const FORMATS: &[Format] = &[
     FP8,
     FP8_BLOCK,
     MXFP8,
+    MXFP6,
     MXFP4,
     NVFP4,
+    NVFP4_TURNED,
     NVFP4_DIVIDED,
     INT8,
     INT4,

@@ -4,7 +4,7 @@
 //! [`PublishedCodes`] and [`Blocks`] tell which of them has the same numbers as a published matrix,
 //! to the bit, and [`StoredMatrix`] decodes it.
 
-use super::{BlockScales, Blocks, CodeType, Format, ScaleType, Zero};
+use super::{BlockScales, Blocks, CodeType, Format, ScaleType, Zero, code};
 use crate::{OffsetType, WeightCode, WeightFormat};
 
 /// A format with nothing but one scale for a row.
@@ -78,19 +78,29 @@ impl PublishedCodes {
 
     fn code(&self) -> WeightCode {
         match self.format.element {
-            CodeType::E4m3 => WeightCode::E4m3,
+            // E4M3 has every number of E2M3.
+            CodeType::E4m3 | CodeType::E2m3 => WeightCode::E4m3,
             CodeType::E5m2 => WeightCode::E5m2,
             CodeType::E2m1 => WeightCode::E2m1,
-            CodeType::Int8 | CodeType::Uint(8) => WeightCode::Int8,
+            CodeType::Int8 | CodeType::Uint(5..) => WeightCode::Int8,
             CodeType::Uint(_) if self.zeros || self.format.zero == Zero::None => WeightCode::Uint4,
             CodeType::Uint(_) => WeightCode::Int4,
         }
     }
 
-    /// Returns the number that makes a canonical code of a published one, added to it as a byte.
+    /// Returns the canonical code of a published one.
+    pub fn canonical(&self, code: u8) -> u8 {
+        match self.format.element {
+            CodeType::E2m3 => code::e2m3_as_e4m3(code),
+            _ => code.wrapping_add(self.code_shift()),
+        }
+    }
+
+    /// Returns the number that makes a canonical code of a published one of the same width, added
+    /// to it as a byte.
     pub fn code_shift(&self) -> u8 {
         match (self.format.element, self.code()) {
-            (CodeType::Uint(8), _) => 128,
+            (CodeType::Uint(bits), WeightCode::Int8) => 0u8.wrapping_sub(1 << (bits - 1)),
             (CodeType::Uint(bits), WeightCode::Int4) => 8 - (1 << (bits - 1)),
             _ => 0,
         }
@@ -99,7 +109,7 @@ impl PublishedCodes {
     /// Returns the number that makes a canonical zero point of a published one, added to it.
     pub fn zero_shift(&self) -> i32 {
         match self.format.element {
-            CodeType::Uint(8) => -128,
+            CodeType::Uint(bits @ 5..) => -(1 << (bits - 1)),
             _ => 0,
         }
     }

@@ -156,7 +156,10 @@ impl Made {
 
 #[test]
 fn integers_in_rows() {
-    for (bits, size) in [(4, [16, 40]), (8, [8, 24]), (2, [16, 48])] {
+    // Widths that are no power of two straddle words, zero points of 16 rows, too.
+    let powers = [(4, [16, 40]), (8, [8, 24]), (2, [16, 48]), (1, [32, 40])];
+    let others = [3, 5, 6, 7].map(|bits| (bits, [16, 40]));
+    for (bits, size) in powers.into_iter().chain(others) {
         let made = Made::new(size, 8, bits);
         let format = Format {
             element: CodeType::Uint(bits as u8),
@@ -264,6 +267,32 @@ fn nvfp4_has_two_scales() {
         assert_eq!(values[..2], [wanted, 6.0 * wanted]);
         assert_eq!(matrices.run(17, &mut values), 15);
         assert_eq!(values[0], 6.0 * next);
+    }
+}
+
+/// Codes of two rows share a byte, and a scale belongs to a column of 16 rows.
+#[test]
+fn stacks_by_rows_are_turned() {
+    let (size, mut rng) = ([32, 5], crate::testing::SampleRng::new(3));
+    let values: Vec<f32> = (0..160).map(|_| rng.real(-9.0, 9.0) as f32).collect();
+    let turned: Vec<f32> = (0..160).map(|at| values[at % 32 * 5 + at / 32]).collect();
+    let options = EncodeOptions::default();
+    let encoded = NVFP4_TURNED.encode(&values, size, options).unwrap();
+    let plain = NVFP4.encode(&turned, [5, 32], options).unwrap();
+    assert_eq!(encoded.second, plain.second);
+    for (row, column) in (0..32).flat_map(|row| (0..5).map(move |column| (row, column))) {
+        let scale = encoded.scales[row / 16 * 5 + column];
+        assert_eq!(scale, plain.scales[column * 2 + row / 16]);
+        let shift = row % 2 * 4;
+        let code = encoded.codes[row / 2 * 5 + column] >> shift & 15;
+        assert_eq!(code, plain.codes[column * 16 + row / 2] >> shift & 15);
+        let [mut found, mut wanted] = [[0f32]; 2];
+        let decoder = NVFP4_TURNED.decoder(&encoded, size);
+        decoder.run(row * 5 + column, &mut found);
+        NVFP4
+            .decoder(&plain, [5, 32])
+            .run(column * 32 + row, &mut wanted);
+        assert_eq!(found, wanted, "{row}, {column}");
     }
 }
 

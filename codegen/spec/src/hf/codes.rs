@@ -88,6 +88,14 @@ pub(super) const IN_PLACE: TensorNames = TensorNames {
     refused: &[end(".weight", ".pre_quant_scale")],
 };
 
+/// ModelOpt's names of a stack of experts that is no module of its own.
+pub(super) const STACKED: TensorNames = TensorNames {
+    scales: &[end("", "_weight_scale")],
+    second: Some(end("", "_weight_scale_2")),
+    unread: &[end("", "_input_scale")],
+    ..IN_PLACE
+};
+
 /// compressed-tensors' names of packed codes.
 pub(super) const PACKED: TensorNames = TensorNames {
     codes: end("", "_packed"),

@@ -138,9 +138,10 @@ pub enum HfError {
     /// The weights are quantized in a form that moesaic does not read.
     #[error(
         "{model}: the quantization is not supported ({method}); supported are fp8, mxfp8, \
-         fbgemm_fp8, gpt_oss's mxfp4, gptq, awq (gemm), auto-round, modelopt's FP8, MXFP8 and \
-         NVFP4, quark's FP8 and MXFP4, and compressed-tensors' float-, int- and pack-quantized, \
-         mxfp4, mxfp8 and nvfp4: use such a checkpoint, or one in f32, f16 or bf16"
+         fbgemm_fp8, w8a8_fp8, w8a8_int8, blockwise_int8, gpt_oss's mxfp4, gptq, awq (gemm), \
+         auto-round, modelopt's FP8, MXFP8, MXFP4, NVFP4 and W8A16, quark's FP8 and MXFP4, and \
+         compressed-tensors' float-, int- and pack-quantized, mxfp4, mxfp6, mxfp8 and nvfp4: use \
+         such a checkpoint, or one in f32, f16 or bf16"
     )]
     Quantized {
         /// The model type.

@@ -1,7 +1,7 @@
 //! `quantization_config`: the quantized checkpoints that moesaic reads.
 
 use super::HfError;
-use super::codes::{BLOCKS, Codes, IN_PLACE, PACKED, QWEIGHT, StoredFormat, TensorNames};
+use super::codes::{BLOCKS, Codes, IN_PLACE, PACKED, QWEIGHT, STACKED, StoredFormat, TensorNames};
 use super::config::shortened;
 use crate::format::{self, CodeType, Format, ScaleBlock, Zero};
 use serde_json::{Map, Value};
@@ -41,7 +41,10 @@ pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
         Some("auto-round") => reader.auto_round()?,
         Some("quark") => reader.quark()?,
         // A scale for each row.
-        Some("fbgemm_fp8") => vec![stored(format::FP8, IN_PLACE)],
+        Some("fbgemm_fp8" | "w8a8_fp8") => vec![stored(format::FP8, IN_PLACE)],
+        // SGLang's, with scales for rows or for blocks.
+        Some("w8a8_int8") => vec![stored(format::INT8, IN_PLACE)],
+        Some("blockwise_int8") => reader.blockwise_int8()?,
         Some(method) if method.starts_with("modelopt") => reader.modelopt()?,
         Some(other) => return Err(refused(model, &shortened(other))),
         None if reader.config.contains_key("group_size") => {
@@ -143,6 +146,17 @@ impl Reader<'_> {
         Ok(vec![bytes, stored(format::MXFP4, IN_PLACE)])
     }
 
+    /// Reads SGLang's integers in blocks.
+    fn blockwise_int8(&self) -> Result<Vec<StoredFormat>, HfError> {
+        let size = self.config.get("weight_block_size");
+        let block = self.block("weight_block_size", size.unwrap_or(&Value::Null))?;
+        let tiles = Format {
+            block: ScaleBlock::Tile(block),
+            ..format::INT8
+        };
+        Ok(vec![stored(tiles, IN_PLACE)])
+    }
+
     /// Reads llm-compressor's format: groups of modules, any of which may hold our layer.
     fn compressed(&self) -> Result<Vec<StoredFormat>, HfError> {
         let refused = |what: &str| self.refused(&format!("compressed-tensors, {what}"));
@@ -210,7 +224,7 @@ impl Reader<'_> {
             ("float-quantized" | "naive-quantized", "float", Some(8)) => (format::FP8, IN_PLACE),
             // Fewer bits take a byte each, too.
             ("int-quantized" | "naive-quantized", "int", Some(1..=8)) => (format::INT8, IN_PLACE),
-            ("pack-quantized", "int", Some(bits @ (2 | 4 | 8))) => {
+            ("pack-quantized", "int", Some(bits @ 1..=8)) => {
                 let element = CodeType::Uint(bits as u8);
                 let packed = Format {
                     element,
@@ -220,6 +234,7 @@ impl Reader<'_> {
             }
             ("nvfp4-pack-quantized", "float", Some(4)) => (format::NVFP4_DIVIDED, PACKED),
             ("mxfp4-pack-quantized", "float", Some(4)) => (format::MXFP4, PACKED),
+            ("mxfp6-pack-quantized", "float", Some(6)) => (format::MXFP6, PACKED),
             ("mxfp8-quantized", "float", Some(8)) => (format::MXFP8, IN_PLACE),
             (
                 "float-quantized"
@@ -228,6 +243,7 @@ impl Reader<'_> {
                 | "pack-quantized"
                 | "nvfp4-pack-quantized"
                 | "mxfp4-pack-quantized"
+                | "mxfp6-pack-quantized"
                 | "mxfp8-quantized",
                 ..,
             ) => return Err(unread()),
@@ -256,9 +272,10 @@ impl Reader<'_> {
             if algorithm == "MIXED_PRECISION" && mixed.is_some() {
                 continue;
             }
-            let way = self.algorithm(algorithm, layer)?;
-            if !found.contains(&way) {
-                found.push(way);
+            for way in self.algorithm(algorithm, layer)? {
+                if !found.contains(&way) {
+                    found.push(way);
+                }
             }
         }
         if found.is_empty() {
@@ -268,12 +285,20 @@ impl Reader<'_> {
         }
     }
 
-    fn algorithm(&self, named: &str, layer: &Map<String, Value>) -> Result<StoredFormat, HfError> {
+    /// Returns the forms in which ModelOpt stores the weights of an algorithm.
+    fn algorithm(
+        &self,
+        named: &str,
+        layer: &Map<String, Value>,
+    ) -> Result<Vec<StoredFormat>, HfError> {
         let of = match named {
             "FP8" | "FP8_PER_CHANNEL_PER_TOKEN" => format::FP8,
             "FP8_PB_WO" => format::FP8_BLOCK,
             "MXFP8" => format::MXFP8,
-            "NVFP4" | "W4A16_NVFP4" | "NVFP4_W4A16" => format::NVFP4,
+            "MXFP4" | "W4A8_MXFP4_FP8" => format::MXFP4,
+            // Activations of 8 bits have larger blocks of the same weights.
+            "NVFP4" | "W4A16_NVFP4" | "NVFP4_W4A16" | "W4A8_NVFP4_FP8" => format::NVFP4,
+            "W8A16" => format::INT8,
             other => return Err(self.refused(&format!("modelopt, {}", shortened(other)))),
         };
         let grouped = layer.get("config_groups").and_then(Value::as_object);
@@ -286,7 +311,15 @@ impl Reader<'_> {
             (ScaleBlock::Tile([1, _]), Some(size)) => self.tile(size)?,
             (block, _) => block,
         };
-        Ok(stored(Format { block, ..of }, IN_PLACE))
+        let mut ways = vec![stored(Format { block, ..of }, IN_PLACE)];
+        if let (format::NVFP4, ScaleBlock::Tile([_, size])) = (of, block) {
+            let turned = Format {
+                block: ScaleBlock::Tile([size, 1]),
+                ..format::NVFP4_TURNED
+            };
+            ways.push(stored(turned, STACKED));
+        }
+        Ok(ways)
     }
 
     /// Reads GPTQ, as AutoGPTQ and GPTQModel write it.

@@ -70,12 +70,14 @@ const GROUPS: &[usize] = &[128, 64, 32];
 
 /// Every scheme.
 #[rustfmt::skip] // a table
-pub static SCHEMES: [Scheme; 9] = [
+pub static SCHEMES: [Scheme; 10] = [
     scheme("fp8", "DeepSeek-V3's E4M3 in blocks of 128 x 128", format::FP8_BLOCK, IN_PLACE, Method::Fp8),
     scheme("fp8-channel", "compressed-tensors float-quantized, E4M3 with a scale per row", format::FP8, SCALE,
         Method::Compressed("float-quantized", Activations::PerToken)),
     scheme("mxfp8", "compressed-tensors mxfp8-quantized, E4M3 in groups of 32", format::MXFP8, SCALE,
         Method::Compressed("mxfp8-quantized", Activations::PerGroup)),
+    scheme("mxfp6", "compressed-tensors mxfp6-pack-quantized, E2M3 in groups of 32", format::MXFP6, PACKED,
+        Method::Compressed("mxfp6-pack-quantized", Activations::None)),
     scheme("mxfp4", "compressed-tensors mxfp4-pack-quantized; gpt-oss in its own layout", format::MXFP4, PACKED,
         Method::Compressed("mxfp4-pack-quantized", Activations::None)),
     scheme("nvfp4", "compressed-tensors nvfp4-pack-quantized, E2M1 in groups of 16", format::NVFP4_DIVIDED, PACKED,
@@ -357,7 +359,7 @@ fn code_dtype(element: CodeType) -> &'static str {
     match element {
         CodeType::E4m3 => "F8_E4M3",
         CodeType::E5m2 => "F8_E5M2",
-        CodeType::E2m1 => "U8",
+        CodeType::E2m3 | CodeType::E2m1 => "U8",
         CodeType::Int8 => "I8",
         CodeType::Uint(_) => "I32",
     }

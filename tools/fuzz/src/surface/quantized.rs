@@ -11,8 +11,9 @@ use std::fs;
 use tempfile::TempDir;
 
 /// Layers that the files are for, the same tensors for all: FP8 in blocks that do not divide
-/// the widths, in rows, and MXFP4; integers of compressed-tensors, GPTQ and AWQ, and NVFP4.
-pub(super) const CONFIGS: [&str; 7] = [
+/// the widths, in rows, and MXFP4; integers of compressed-tensors, GPTQ and AWQ, and NVFP4; MXFP6
+/// beside integers that straddle words, and NVFP4 of stacks that are stored transposed.
+pub(super) const CONFIGS: [&str; 9] = [
     r#"{"model_type": "qwen3_moe", "hidden_size": 5, "moe_intermediate_size": 3, "num_experts": 2,
         "num_experts_per_tok": 1, "num_hidden_layers": 1,
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 4]}}"#,
@@ -36,10 +37,21 @@ pub(super) const CONFIGS: [&str; 7] = [
     r#"{"model_type": "qwen3_moe", "hidden_size": 32, "moe_intermediate_size": 32,
         "num_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 2,
         "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#,
+    r#"{"model_type": "mixtral", "hidden_size": 32, "intermediate_size": 32,
+        "num_local_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 1,
+        "quantization_config": {"quant_method": "compressed-tensors", "config_groups": {
+        "a": {"format": "mxfp6-pack-quantized", "weights": {"num_bits": 6, "type": "float",
+        "strategy": "group", "group_size": 32}},
+        "b": {"format": "pack-quantized", "weights": {"num_bits": 3, "type": "int",
+        "strategy": "group", "group_size": 16, "symmetric": false}}}}}"#,
+    r#"{"model_type": "llama4_text", "hidden_size": 16, "intermediate_size": 16,
+        "num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+        "num_hidden_layers": 1,
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}"#,
 ];
 
 /// Names and shapes of the tensors of all, and scales for both kinds of FP8.
-pub(super) const TENSORS: [(&str, &str, &[u64]); 46] = [
+pub(super) const TENSORS: [(&str, &str, &[u64]); 65] = [
     ("layers.0.mlp.gate.weight", "BF16", &[2, 5]),
     (
         "layers.0.mlp.experts.0.gate_proj.weight",
@@ -86,6 +98,89 @@ pub(super) const TENSORS: [(&str, &str, &[u64]); 46] = [
         &[2, 64, 1, 16],
     ),
     ("layers.0.mlp.experts.down_proj_scales", "U8", &[2, 64, 1]),
+    ("layers.0.block_sparse_moe.gate.weight", "BF16", &[1, 32]),
+    (
+        "layers.0.block_sparse_moe.experts.0.w1.weight_packed",
+        "U8",
+        &[32, 24],
+    ),
+    (
+        "layers.0.block_sparse_moe.experts.0.w1.weight_scale",
+        "U8",
+        &[32, 1],
+    ),
+    (
+        "layers.0.block_sparse_moe.experts.0.w3.weight_packed",
+        "U8",
+        &[32, 24],
+    ),
+    (
+        "layers.0.block_sparse_moe.experts.0.w3.weight_scale",
+        "U8",
+        &[32, 1],
+    ),
+    (
+        "layers.0.block_sparse_moe.experts.0.w2.weight_packed",
+        "I32",
+        &[32, 3],
+    ),
+    (
+        "layers.0.block_sparse_moe.experts.0.w2.weight_scale",
+        "BF16",
+        &[32, 2],
+    ),
+    (
+        "layers.0.block_sparse_moe.experts.0.w2.weight_zero_point",
+        "I32",
+        &[3, 2],
+    ),
+    ("layers.0.feed_forward.router.weight", "BF16", &[2, 16]),
+    (
+        "layers.0.feed_forward.experts.gate_up_proj",
+        "U8",
+        &[2, 8, 32],
+    ),
+    (
+        "layers.0.feed_forward.experts.gate_up_proj_weight_scale",
+        "F8_E4M3",
+        &[2, 1, 32],
+    ),
+    (
+        "layers.0.feed_forward.experts.gate_up_proj_weight_scale_2",
+        "F32",
+        &[],
+    ),
+    ("layers.0.feed_forward.experts.down_proj", "U8", &[2, 8, 16]),
+    (
+        "layers.0.feed_forward.experts.down_proj_weight_scale",
+        "F8_E4M3",
+        &[2, 1, 16],
+    ),
+    (
+        "layers.0.feed_forward.experts.down_proj_weight_scale_2",
+        "F32",
+        &[],
+    ),
+    (
+        "layers.0.feed_forward.shared_expert.gate_proj.weight",
+        "BF16",
+        &[16, 16],
+    ),
+    (
+        "layers.0.feed_forward.shared_expert.up_proj.weight",
+        "BF16",
+        &[16, 16],
+    ),
+    (
+        "layers.0.feed_forward.shared_expert.down_proj.weight",
+        "U8",
+        &[16, 8],
+    ),
+    (
+        "layers.0.feed_forward.shared_expert.down_proj.weight_scale",
+        "F8_E4M3",
+        &[16, 1],
+    ),
     // Layer 1 has experts in several forms at once; each configuration reads its own.
     ("layers.1.mlp.gate.weight", "BF16", &[1, 32]),
     ("layers.1.mlp.experts.0.gate_proj.qweight", "I32", &[4, 32]),
@@ -170,14 +265,12 @@ pub struct Quantized {
 impl Quantized {
     /// Over small layers of every kind.
     pub fn new() -> Quantized {
-        // The first three layers are number 0, the others number 1.
-        let layers = [0, 0, 0, 1, 1, 1, 1];
-        let imports = std::array::from_fn::<_, 7, _>(|at| {
-            import(CONFIGS[at], layers[at]).expect("it is read")
-        });
+        let layers = [0, 0, 0, 1, 1, 1, 1, 0, 0];
+        let imports = CONFIGS.iter().zip(layers);
+        let imports = imports.map(|(config, layer)| import(config, layer).expect("it is read"));
         Quantized {
             folder: folder(),
-            imports: imports.to_vec(),
+            imports: imports.collect(),
         }
     }
 }
