@@ -352,7 +352,7 @@ fn segments(path: &str) -> Name {
 fn paths(own: &Name, code: &str, names: &BTreeSet<Name>) -> Vec<Name> {
     let word = |c: char| !c.is_alphanumeric() && c != '_' && c != ':';
     let found = code.split(word).filter(|path| path.contains("::"));
-    let found = found.map(|path| segments(path));
+    let found = found.map(segments);
     let begins = |path: &Name| ["crate", "super", "self"].contains(&path[0].as_str());
     let found = found.filter(|path| !path.is_empty() && begins(path));
     found

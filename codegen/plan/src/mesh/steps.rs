@@ -33,6 +33,8 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     let scanned = plan.tokens.routing_of(steps).len();
     launch(&mut list, PlanPart::Dispatch, 0..scanned);
     let together = plan.scope == TokenScope::World;
+    // The scan has placed this rank's slots among its own tokens. They are placed anew among those
+    // of all ranks before any count of them is exchanged.
     if together {
         list.push(counts("routing of all tokens", CollectiveOp::GlobalRouting));
     }
@@ -92,6 +94,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     // After the choice of shadows, because rows of shadowed experts stay and are not counted.
     list.push(counts("counts", CollectiveOp::RowCounts));
     list.extend(sent.iter().filter_map(|rows| dispatch(plan, rows)));
+    // Shadows multiply first: their rows are here already, and the first chunks still travel.
     if let Some(shadows) = &plan.shadows {
         launch(
             &mut list,
