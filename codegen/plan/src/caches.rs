@@ -16,6 +16,8 @@ const MIB: u64 = 1 << 20;
 
 impl Default for CacheClass {
     fn default() -> CacheClass {
+        // The caches of server CPUs with AMX, which the constants of `tiles/cpu.rs` assume, so an
+        // unknown CPU gets them unchanged.
         CacheClass {
             l1_bytes: 48 * KIB,
             l2_bytes: 2 * MIB,

@@ -67,6 +67,8 @@ pub(crate) fn check_row_format(
 impl Builder {
     /// Adds a forward pass with the layer's own experts.
     fn forward(&mut self) {
+        // Shared experts come after routed ones, whose launches may run the first shared expert
+        // too: `expert_gemm` then adds no step for it.
         self.routing();
         self.experts();
         self.every_shared(Self::shared);
@@ -91,6 +93,8 @@ impl Builder {
     fn routing(&mut self) {
         let routed = self.gate();
         self.scan(routed);
+        // Behind the scan, because `LayerPlan::routing_of` takes the leading steps that route, and
+        // a loss is none of them.
         if self.trains() {
             self.losses();
         }

@@ -106,6 +106,8 @@ impl Knob {
                 _ => None,
             },
             Op::GroupedGemmWgrad { desc, config } if !desc.dense => match self {
+                // The rows of its tiles are those of a matrix, so `TileRows` leaves them as they
+                // are.
                 Knob::WgradRows => Some(Field::rows(config, Some(desc.height))),
                 Knob::WgradColumns => Some(Field::columns(config, desc.width)),
                 _ => None,

@@ -46,6 +46,8 @@ impl Work {
             .levels
             .iter()
             .position(|level| level.holds(self.bytes));
+        // A level whose rate is unknown sets no limit, because a guess could put the roofline above
+        // a kernel.
         let rate = level.and_then(|i| roofs.levels[i].bytes_per_second);
         let memory = rate.map_or(0.0, |rate| self.bytes / rate);
         let seconds = compute.max(memory).max(roofs.launch_seconds);

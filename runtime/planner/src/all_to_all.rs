@@ -48,6 +48,7 @@ pub fn all_to_all_factor(
     };
     let mut by = POSSIBLE;
     for _ in 0..HALVINGS {
+        // The geometric mean, because factors are ratios: 4 is as far from 1 as 0.25 is.
         found.by = (by[0] * by[1]).sqrt();
         scenario.machine.all_to_all_factors = vec![found];
         let step = Simulator::new(&scenario).predict(mesh, strategy)?;

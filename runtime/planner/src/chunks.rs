@@ -135,6 +135,7 @@ impl ChunkShare {
     fn of(chunk: Chunk, groups: usize, expert_tp: usize) -> ChunkShare {
         if chunk.by == OverlapBy::Rows {
             let part = 1.0 / chunk.of as f64;
+            // Each chunk has rows for every peer, so its messages are smaller and as many.
             return ChunkShare {
                 others: part,
                 own: part,

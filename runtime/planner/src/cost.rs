@@ -148,6 +148,8 @@ impl Launch {
 impl GemmTiling {
     /// Returns the seconds of the tiles in waves; the last rows of each expert are rounded up.
     fn seconds(&self, flops: f64, blocks: f64, asked: u64, rows: LaunchRows) -> f64 {
+        // Rows are the depth of a weight gradient: they make its tiles deeper and never more of
+        // them.
         let (flops, tiles) = if self.sums_rows {
             (flops, blocks)
         } else {
@@ -162,6 +164,8 @@ impl GemmTiling {
             };
             // Experts do not share tiles, so each expert's last tile is rounded up by itself.
             let (row_tiles, multiplied) = (of(&tile), of(&least));
+            // The grid is the bound that the plan set, a partly filled tile for each expert
+            // included, so dividing the blocks by that bound leaves the column tiles.
             let most = if self.by_expert {
                 let experts = rows.by_expert.len().max(1) as u64;
                 tile(asked as f64) + asked.min(experts) as f64
@@ -198,6 +202,7 @@ fn gemm(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<GemmTiling
         least_rows: least_rows as f64,
         sums_rows,
         by_expert,
+        // Of one multiprocessor, because an exchange in flight may occupy some of them.
         rate: machine.gemm_rate(plan.spec.precision.activations)
             / machine.compute.multiprocessors as f64,
     })

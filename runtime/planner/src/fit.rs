@@ -94,6 +94,7 @@ pub fn fit_line(measured: &[(f64, f64)]) -> Fit {
     let least = measured.iter().map(|m| m.1).fold(f64::INFINITY, f64::min);
     let rate = measured.iter().map(|m| m.1 / m.0.max(1.0));
     let rate = rate.fold(f64::INFINITY, f64::min);
+    // Half of the shortest time, because every measurement contains the fixed one.
     let start = [(least / 2.0).min(1.0), rate.min(1.0)];
     let mut fit = match measured.len() {
         0 | 1 => judged(vec![0.0, start[1]], &points, line),

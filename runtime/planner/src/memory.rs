@@ -72,6 +72,7 @@ pub(crate) fn memory(plan: &RankPlan, ranks: &[Rank], owned: f64, part: f64) -> 
     let experts = kept(&plan.experts);
     let (shared, shadows) = (plan.shared.as_ref(), plan.shadows.as_ref());
     let stay = most(&|rank| rank.stay.iter().sum());
+    // TP peers gather the tokens of all of them.
     let tp_tokens = tokens * plan.mesh.expert_tp as f64;
     let row = plan.experts.tensor("rows").map_or(0.0, |rows| {
         let width: u64 = rows.shape.iter().skip(1).map(|size| size.eval(0)).product();

@@ -77,6 +77,7 @@ pub(crate) fn pipeline(
             }
         };
         lines = listed((now, free), group, overlap_degree, slowed);
+        // A single chunk has nothing in flight while it is multiplied.
         if overlap_degree > 1 && round + 1 < ROUNDS {
             overlapped = lines.iter().map(parts).collect();
         }

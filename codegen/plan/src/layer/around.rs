@@ -65,6 +65,8 @@ impl Builder {
     pub(crate) fn forget_experts(&mut self) {
         let named = self.named_tensors();
         let sharded = self.sharded.is_some();
+        // Some are named all the same: `combine_bwd_weights` reads the last bias of experts on
+        // other ranks for the gradient of their weights.
         let of_expert = |name: &str| {
             let name = name.trim_start_matches("grad.");
             name.starts_with("experts.") || sharded && name.starts_with("shared.")
@@ -99,6 +101,8 @@ impl Builder {
 
     /// Adds the backward pass without the routed experts, and returns where they belong.
     fn backward_around(&mut self) -> usize {
+        // The place of the experts is between the two halves of `combine_bwd`: they read the `dout`
+        // of the first, and the second reads their `dweight_parts`.
         let combine = self.combine_bwd();
         let at = self.plan.backward.len();
         self.shared_bwd(&combine);

@@ -45,11 +45,13 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let of = |name: &str, dtype: DType, width: Size, role: TensorRole| {
         tensor(name, dtype, &[tokens.clone(), width], role)
     };
+    // `router.rows` is a copy of what the router read, and an `rms-scaled` router read f32.
     let router = match spec.router.input {
         RouterInput::Token => activations,
         RouterInput::RmsScaled => F32,
     };
     let experts = constant(spec.routed_experts());
+    // Without a projection no step names its tensor, so any width will do.
     let projection = constant(spec.router.projection_dim.unwrap_or(1));
     vec![
         of("dy", activations, output, TensorRole::OutputGradient),
@@ -151,6 +153,7 @@ impl Builder {
         self.expert_bwd(None, &mut has_rows);
         self.shared_bwd(&combine);
         self.gate_bwd();
+        // Last, because it sums what all the others left for each token, the router included.
         self.dispatch_bwd();
     }
 
@@ -169,6 +172,7 @@ impl Builder {
 
     /// Adds the shared experts, and then the weights of all.
     pub(super) fn shared_bwd(&mut self, combine: &CombineBwd) {
+        // The rows of a shared expert are the tokens, so they are always in place (`true`).
         if self.sharded.is_none() {
             self.every_shared(|builder, index| builder.expert_bwd(Some(index), &mut true));
         }

@@ -74,6 +74,7 @@ impl Builder {
     pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
         let training = options.training;
         let machine = TileMachine::of(target, options.caches);
+        // Asked before `multiplied` takes the codes away: on a GPU, too, they have no gradients.
         let frozen = spec.precision.experts.is_some();
         let spec = &multiplied(spec, machine);
         let (tuning, caches) = match machine {

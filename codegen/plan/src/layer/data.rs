@@ -152,6 +152,8 @@ impl LayerPlan {
                 if access != Access::Write && !written.contains(&tensor) {
                     saved.insert(tensor);
                 }
+                // Second, because a step that reads and writes a tensor needs what forward left in
+                // it.
                 if access != Access::Read {
                     written.insert(tensor);
                 }

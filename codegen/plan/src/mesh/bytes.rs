@@ -13,6 +13,8 @@ impl RankPlan {
     /// ranks share a node. [`OpRow::sent`](moesaic_dist::OpRow::sent) says how reductions count.
     pub fn bytes(&self, exchange: &Exchange, tokens: u64, per_node: usize) -> Sent {
         let (row, nodes) = (exchange.op.row(), self.nodes(per_node));
+        // Shared experts keep the shards that the mesh stores, whatever degree the routed experts
+        // run at.
         let place = match row.group {
             OpGroup::SharedTp => self.place,
             _ => self.by().place(self.own()),

@@ -222,6 +222,9 @@ impl CastPlan {
         let mut pack = vec![rows, sent.places, sent.bytes];
         let mut steps = Vec::new();
         if desc.counts() {
+            // All kinds of rows share both tensors: the output is the count of everything that this
+            // rank cast. Blocks of other kinds have other numbers of rows, so there is room for
+            // blocks of one row.
             let counts = self.tensor(
                 "comm_cast",
                 "counts",

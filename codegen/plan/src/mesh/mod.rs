@@ -169,6 +169,8 @@ pub fn plan_rank<'p>(
         unpacked: options.unpacked || !by.is_owner_only(),
         ..options.clone()
     };
+    // Where rows stay (a degree of 0), each rank multiplies with all experts in order, wherever
+    // their owners are.
     let own = match placement.filter(|_| adaptive_r > 0) {
         None => experts_of(spec, by.mesh(), by.place(rank)),
         Some(placement) => {
@@ -320,6 +322,7 @@ fn plan_shared(
 ) -> LayerPlan {
     let mut builder = Builder::new(&shared_shards(spec, mesh), target, options);
     builder.shared_alone(options.training.map(|training| training.recompute));
+    // After the passes, which declare `dweight_parts`: its width follows from their tilings.
     ports::of_shared(&mut builder.plan.tensors);
     builder.forget_unnamed();
     builder.finish()

@@ -64,6 +64,7 @@ impl RankPlan {
         let placement = self.placement();
         let owners = block.clone().map(|rank| (rank - block.start, rank));
         let regions = |(owner, rank): (usize, usize)| {
+            // A shard to multiply with consists of `width` stored ones, those of adjacent ranks.
             let shard = rank % self.mesh.expert_tp % by.width();
             // A tensor that shards do not split (the last bias) is gathered from one owner alone: the
             // other shards hold zeros.

@@ -27,14 +27,16 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
         id.filter(|id| steps.iter().any(|step| step.tensors().contains(id)))
     };
     let mut list = Vec::new();
+    // First, because these counts say at which token of the world the random numbers of a rank
+    // begin, and the gate draws.
     if needs_token_counts(&plan.tokens.spec, trains) {
         list.push(counts("tokens", CollectiveOp::TokenCounts));
     }
     let scanned = plan.tokens.routing_of(steps).len();
     launch(&mut list, PlanPart::Dispatch, 0..scanned);
     let together = plan.scope == TokenScope::World;
-    // The scan has placed this rank's slots among its own tokens. They are placed anew among those
-    // of all ranks before any count of them is exchanged.
+    // The scan placed the tokens of this rank by themselves; their places among the tokens of all
+    // ranks replace those before any row is dispatched.
     if together {
         list.push(counts("routing of all tokens", CollectiveOp::GlobalRouting));
     }
@@ -94,7 +96,7 @@ fn forward(plan: &RankPlan, trains: bool, at: usize) -> Vec<RankStep> {
     // After the choice of shadows, because rows of shadowed experts stay and are not counted.
     list.push(counts("counts", CollectiveOp::RowCounts));
     list.extend(sent.iter().filter_map(|rows| dispatch(plan, rows)));
-    // Shadows multiply first: their rows are here already, and the first chunks still travel.
+    // Rows of shadows are here, so they are multiplied while others are in flight.
     if let Some(shadows) = &plan.shadows {
         launch(
             &mut list,

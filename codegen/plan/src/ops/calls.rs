@@ -5,6 +5,7 @@
 use moesaic_kernel::{Entry, Size};
 
 /// The largest number of tokens of a call that runs the decode kernels.
+// The scan of `route` takes as many tokens for one tile, so one block places a whole decode call.
 pub const DECODE_TOKENS: u64 = 64;
 
 /// The calls in which an entry is launched.

@@ -10,6 +10,7 @@ pub(crate) const COPY_THREADS: u32 = 128;
 const BLOCK_BYTES: usize = 32 << 10;
 
 /// Slots whose sources a block of `combine` lists: 32 KB.
+// A row and a weight are eight bytes. CUDA lets a block declare 48 KB.
 const BLOCK_SOURCES: usize = 4096;
 
 /// Adjacent threads that sum a slice of a token in decode calls, a pack each. With packs of 16
@@ -76,6 +77,7 @@ pub(crate) fn slice_tiling(
     top_k: usize,
     token_threads: u32,
 ) -> SliceTiling {
+    // With fewer threads for a slice a block would have more tokens than its list of sources holds.
     let least = COPY_THREADS / most_tokens(top_k) as u32;
     let threads = token_threads.min(DECODE_THREADS.max(least));
     SliceTiling {

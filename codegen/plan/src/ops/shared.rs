@@ -46,6 +46,8 @@ impl SharedBwdDesc {
 
 /// Returns the shared experts of a backward pass, each with the columns of its parts.
 pub(super) fn shared_bwd(spec: &LayerSpec, parts: &[usize]) -> Vec<SharedBwdDesc> {
+    // Callers pass no parts where another kernel adds the shared experts (`adds_later`), so that
+    // `zip` leaves none here.
     let list = spec.shared.iter().zip(parts).enumerate();
     list.map(|(index, (shared, &parts))| SharedBwdDesc {
         gated: shared.gate != SharedGate::None,

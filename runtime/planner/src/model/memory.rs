@@ -129,6 +129,7 @@ impl LayerMemory {
         let layers = stage.moe as f64 * self.moe + stage.dense as f64 * self.dense;
         let flying = in_flight(at, mesh.pp, schedule, micro_batches);
         let head = if stage.last { self.head } else { 0.0 };
+        // Two micro-batches are then in a layer at once: one exchanges while the other computes.
         let buffers = if schedule.overlap_batches {
             2.0 * self.buffers
         } else {

@@ -71,6 +71,7 @@ fn desc(spec: &LayerSpec, parts: usize, shared_parts: &[usize]) -> CombineBwdDes
         activations: spec.precision.activations,
         weights: spec.precision.weights,
         weight_on: spec.router.weight_on,
+        // A weight on the input does not multiply the bias, which then has no part in its gradient.
         bias: spec.experts.bias.down() && spec.router.weight_on != WeightSite::Input,
         parts,
         renormalized: spec

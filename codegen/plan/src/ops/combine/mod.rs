@@ -100,6 +100,7 @@ fn desc(spec: &LayerSpec, trains: bool) -> CombineDesc {
 /// experts as the first shared expert, then the others.
 fn later(spec: &LayerSpec) -> CombineDesc {
     let weighted = spec.residual().is_some();
+    // The two logits of a residual gate weight the sum and the expert: the first is of the sum.
     let routed = SharedDesc {
         gated: weighted,
         of_pair: weighted.then_some(0),

@@ -129,6 +129,8 @@ fn entries(d: &CommCastDesc, c: &CommCastConfig) -> Vec<Entry> {
     let summary = "converts rows to the communication dtype";
     let mut list = vec![entry("comm_cast_pack", summary, pack, grid(), c.threads)];
     if d.counts() {
+        // One block adds the counts of all blocks in a launch behind them, so no kernel needs
+        // atomics.
         let summary = "adds up the counts of saturated values";
         list.push(entry(
             "comm_cast_count",

@@ -119,6 +119,7 @@ fn on_cpu() -> DispatchBwdConfig {
 }
 
 fn on_gpu(d: &DispatchBwdDesc) -> DispatchBwdConfig {
+    // A token costs the rows of its experts, those of shared experts, and `dx`.
     let rows = d.top_k + 1 + d.shared.len();
     let tiling = token_tiling(d.model_dim, d.activations, d.top_k, rows);
     DispatchBwdConfig {

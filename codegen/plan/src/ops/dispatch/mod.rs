@@ -150,6 +150,7 @@ impl Builder {
     /// Adds a second dispatch, for a backward pass whose forward pass gathered rows and kept none.
     pub(crate) fn dispatch_again(&mut self) {
         let is_dispatch = |kernel: &KernelPlan| matches!(kernel.op, Op::Dispatch { .. });
+        // A kernel of the forward pass serves again: its text is the same, so it is compiled once.
         match self.plan.kernels.iter().position(is_dispatch) {
             Some(kernel) => self.step(kernel, 0, &self.around()),
             None => self.dispatch(Calls::All),

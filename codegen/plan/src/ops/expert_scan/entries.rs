@@ -13,6 +13,9 @@ const HELPER_TILE: usize = 64;
 
 pub(super) fn entries(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Vec<Entry> {
     let counts = c.counted_by == CountedBy::Scan;
+    // Tiles take tokens in the order of their rank, so tokens are ranked before anything is
+    // counted. Ranks inside an expert need the lists of experts, which `place` leaves, so they come
+    // behind it.
     let list = [
         d.ordered().then(|| sort(d, c)).flatten(),
         d.ordered().then(|| order(d, c)),
@@ -64,6 +67,7 @@ fn order(d: &ExpertScanDesc, c: &ExpertScanConfig) -> Entry {
             vec![d.sorted_keys(Access::Read), order],
             [tokens_by(c.threads as usize), one()],
         ),
+        // A whole list is sorted by one block, and all tokens are one list.
         None => (
             vec![
                 Param::read("best_score", F32, "[tokens]"),

@@ -125,6 +125,8 @@ const SCAN_COUNTERS: usize = 12032;
 const SUM_EXPERTS: usize = 8;
 
 fn on_cpu() -> ExpertScanConfig {
+    // No runs to sort: a thread sorts a list byte by byte, in time that grows with its length
+    // alone, while searches in runs grow with its square.
     ExpertScanConfig {
         threads: 1,
         scan_threads: 1,
@@ -145,6 +147,9 @@ fn on_gpu(d: &ExpertScanDesc, wave: u32) -> ExpertScanConfig {
     let order = d.capacity.order;
     // The selection kernel has every choice in registers, so its counts save a pass over the ids.
     let gate = !d.external && histogram(order, d.routed_experts, d.top_k) != Histogram::None;
+    // A thread that sums holds 16 tiles of an expert, so 128 threads for each of eight experts take
+    // 2048 tiles a round. An item of a sorted run has up to 16 bytes, so a run fills 16 KB of
+    // shared memory.
     ExpertScanConfig {
         threads,
         scan_threads: 1024,
@@ -190,6 +195,7 @@ pub fn most_rows(spec: &LayerSpec, factor: f64, tokens: u64) -> Option<u64> {
             limit => limit as u64,
         },
     };
+    // The device rounds up likewise, and the host must not expect fewer rows than that keeps.
     Some(rows.next_multiple_of(capacity.align.max(1) as u64))
 }
 

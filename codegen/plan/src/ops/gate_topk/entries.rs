@@ -123,6 +123,7 @@ fn sinkhorn(d: &GateTopkDesc, c: &GateTopkConfig) -> [Entry; 3] {
     let columns =
         |access: Access| Param::tensor("columns", F32, access, format!("[{}]", d.experts));
     let parts = |access: Access| {
+        // Behind the experts a tile has the number of its tokens that take part.
         let shape = format!("[tiles, {}]", d.experts + 1);
         Param::tensor("column_parts", F32, access, shape)
     };

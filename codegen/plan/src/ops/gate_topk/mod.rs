@@ -230,6 +230,7 @@ impl GateTopkDesc {
         let divides = match router.renormalize {
             Renormalize::None => false,
             Renormalize::Sum | Renormalize::Clamp => router.renormalize_eps as f32 == 0.0,
+            // A p-norm has no epsilon that could keep its denominator from zero.
             Renormalize::PNorm => true,
         };
         // The best of all softmax scores is 1 / E at least.
@@ -243,6 +244,7 @@ impl GateTopkDesc {
         let reaches_nothing = match router.score {
             Score::Sigmoid | Score::SqrtSoftplus => true,
             Score::Softmax => !best_chosen,
+            // Of a softmax over the chosen the largest is 1 / K at least.
             Score::SoftmaxSelected | Score::One => false,
         };
         let mixes = matches!(router.select, Select::SparseMixer(_));
@@ -321,6 +323,7 @@ fn scale_loss(spec: &LayerSpec) -> bool {
 /// Returns the projection behind the scale of learned noise.
 pub(crate) fn noise_gate(spec: &LayerSpec) -> Option<GateTopkDesc> {
     let gate = gate_topk(spec, true)?;
+    // Its tokens are those that the gate has jittered already, so it draws nothing itself.
     gate.learned_noise().then(|| GateTopkDesc {
         logits: Logits::Linear,
         router: Router {
@@ -391,6 +394,8 @@ fn on_cpu(d: &GateTopkDesc, core: Core) -> GateTopkConfig {
 }
 
 fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
+    // A thread sums 4 x 4 logits, so no tile is narrower. A cosine router has 32 experts for its
+    // 256 threads: a thread compares one of them with every eighth token.
     let columns = match d.logits {
         Logits::Cosine(_) => 32,
         _ => d.experts.next_power_of_two().clamp(4, 32),

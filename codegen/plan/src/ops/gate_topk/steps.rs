@@ -264,6 +264,7 @@ impl Builder {
 
     fn gate_kernel(&self) -> usize {
         let mut kernels = self.plan.kernels.iter();
+        // By name, because the gates of shared experts and of learned noise are the same operator.
         let found = kernels.position(|kernel| kernel.name == "gate_topk");
         found.expect("the forward pass has a gate")
     }

@@ -11,6 +11,7 @@ impl Builder {
         if !self.decode {
             return None;
         }
+        // The tile height of larger calls, because routing lists tiles of one height for all GEMMs.
         let among = self.tiling(desc);
         tiles::decode(desc, self.machine, among.tile_rows)
     }

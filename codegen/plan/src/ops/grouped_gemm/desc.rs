@@ -287,6 +287,7 @@ pub(crate) fn routed(spec: &LayerSpec, half: ExpertGemm) -> GroupedGemmDesc {
             ExpertGemm::Down => spec.precision.down_format(),
         },
         row_format: spec.precision.expert_activations,
+        // Down: the activations carry their weight already, and only the bias still lacks it.
         weighted: weighted && (half == ExpertGemm::Up || spec.experts.bias.down()),
         plain_rows: half == ExpertGemm::Up && spec.router.weight_on != WeightSite::Input,
         ..expert_half(spec, half, &routed_widths(spec), spec.experts.bias)

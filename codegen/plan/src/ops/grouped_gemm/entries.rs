@@ -72,6 +72,8 @@ pub(super) fn entries(d: &GroupedGemmDesc, c: &GroupedGemmConfig) -> Vec<Entry> 
     }
     let mut product = entry(symbol, summary, params, grid, c.threads);
     product.launch.shared_bytes = c.shared_bytes();
+    // The GEMM is the last entry, whatever matrices are packed before it: `Builder::gemm` counts on
+    // that.
     let mut entries = packs(d, c, symbol, matrix);
     entries.push(product);
     entries
@@ -310,6 +312,8 @@ pub(super) fn tiles_of(dense: bool, top_k: usize, experts: usize, c: &GroupedGem
     if dense {
         return tokens_by(c.tile_rows);
     }
+    // Every expert with rows may leave its last tile partly filled, which makes one tile more for
+    // each of them.
     let rows = Size::Tokens * top_k as u64;
     rows.clone().ceil_div(c.tile_rows as u64) + rows.min(experts as u64)
 }

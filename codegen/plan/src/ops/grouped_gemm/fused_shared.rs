@@ -10,6 +10,8 @@ impl Builder {
     /// those of larger calls, which take the same types and widths.
     pub(super) fn fused_shared(&self, half: ExpertGemm) -> Option<FusedShared> {
         let spec = &self.plan.spec;
+        // Ranks that share a layer have tokens and routed experts in different parts, and behind a
+        // projection the routed experts read other rows than the tokens.
         if self.part != Part::Whole || spec.shared.is_empty() || spec.latent.is_some() {
             return None;
         }

@@ -22,6 +22,8 @@ impl Builder {
         debug_assert_eq!(up.tile_rows, down.tile_rows, "one list of row tiles");
         self.latent_down();
         if !up.gather() && !self.rows_given() {
+            // A decode kernel that gathers reads x itself, so only larger calls need copies of
+            // rows.
             let decode = self.decode(&self.routed(ExpertGemm::Up));
             self.dispatch(if decode.is_some_and(|config| config.gather()) {
                 Calls::Prefill
@@ -67,6 +69,7 @@ impl Builder {
         let names = self.expert_names(shared);
         let fused_shared = match shared {
             None => self.fused_shared(half),
+            // Its tiles are in the launch of the routed experts already.
             Some(0) if self.has_fused_shared(half) => return,
             Some(_) => None,
         };
@@ -161,10 +164,14 @@ impl Builder {
         };
         let name = |stem: &str| format!("grouped_gemm_{stem}{suffix}");
         let frozen = shared.is_none() && self.frozen;
+        // First, because all the others read its results: `hidden` for the gradient of down,
+        // `dgate` and `dup` for both GEMMs of up.
         self.dgrad(&name("dgrad_down"), dgrad(ExpertGemm::Down), &names);
         self.wgrad(&name("wgrad_down"), wgrad(ExpertGemm::Down), frozen, &bind);
         self.dgrad(&name("dgrad_up"), dgrad(ExpertGemm::Up), &names);
         let up = wgrad(ExpertGemm::Up);
+        // Of these GEMMs only the gradient of up reads rows, and only a family that cannot gather
+        // them from x wants copies.
         if shared.is_none() && !frozen && !self.tiling(&up).gather() && !*has_rows {
             self.dispatch_again();
             *has_rows = true;
@@ -175,6 +182,7 @@ impl Builder {
     /// Adds the gradients of a half's inputs, of routed experts also from the forward pass's panels
     /// of codes.
     fn dgrad(&mut self, name: &str, desc: GroupedGemmDgradDesc, names: &[(String, String)]) {
+        // Shared experts are never codes, so their kernels have no parameter of this name.
         let packed = packed_name("experts", desc.half);
         let mut bind = borrowed(names);
         bind.push(("packed", &packed));
@@ -188,6 +196,7 @@ impl Builder {
             self.launch(name, desc, bind);
         } else if desc.bias {
             let kernel = self.kernel(name, desc);
+            // The entry of the bias is the last of a wgrad.
             let bias = self.plan.kernels[kernel].entries.len() - 1;
             self.step(kernel, bias, bind);
         }

@@ -138,8 +138,10 @@ pub(crate) fn latent(spec: &LayerSpec, way: ExpertGemm) -> GroupedGemmWgradDesc 
 fn has_empty_tokens(spec: &LayerSpec) -> bool {
     use CapacityMode::{Dropless, MaxCount};
     let r = &spec.router;
+    // A caller may mask a slot by a negative id, and a table masks token ids that it does not have.
     let given = r.kind.chooser() != Chooser::Scores;
     let chosen = matches!(r.select, Select::ExpertChoice(_));
+    // A capacity of the largest count has room for every assignment.
     let drops = !matches!(spec.capacity.mode, Dropless | MaxCount);
     r.token_mask || r.active_k || given || chosen || drops
 }

@@ -64,6 +64,7 @@ impl Operator for RouteDesc {
         let scan = self.scan.as_ref().map(|scan| scan.tiling(machine));
         let logits = decode_logits(&self.gate, &gate);
         let tile = DECODE_TOKENS as usize;
+        // One block selects and then scans, so both have the same threads.
         let scan = scan.map(|scan| ExpertScanConfig {
             threads: gate.select_threads,
             scan_threads: gate.select_threads,

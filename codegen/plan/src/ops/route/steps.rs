@@ -23,11 +23,13 @@ impl Builder {
         let routed = if desc.is_one_block(self.machine) {
             Routed::Whole
         } else {
+            // Logits alone, then: selection and scan run in the launches of larger calls.
             desc.scan = None;
             Routed::Logits
         };
         let mut config = desc.tiling(self.machine);
         if let Some(scan) = &mut config.scan {
+            // The GEMMs of decode calls read the row tiles that this scan lists.
             scan.tile_rows = self.tile_rows();
         }
         if desc.entries(&config).is_empty() {

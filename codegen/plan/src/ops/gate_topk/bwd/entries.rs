@@ -237,6 +237,8 @@ fn cosine(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig, width: usize) -> [Entry; 3
         gradient("temperature", "", "[1]"),
         Param::i64("accumulate"),
     ];
+    // Three launches: each needs what blocks of the one before left, the temperature that of all
+    // experts, and blocks of a grid do not wait for each other.
     [
         entry(
             "gate_cosine_bwd",

@@ -52,6 +52,7 @@ pub(crate) fn tensors(spec: &LayerSpec, machine: TileMachine) -> Vec<TensorPlan>
 fn loss_tensors(desc: &GateTopkBwdDesc, [tiles, experts]: &[Size; 2]) -> Vec<TensorPlan> {
     let sequences = match desc.sequence_length {
         Some(length) => Size::Tokens.ceil_div(length as u64),
+        // Sequences named by ids may be as many as tokens.
         None => Size::Tokens,
     };
     let (sums, slopes) = (constant(desc.sums.len()), constant(desc.slopes.len()));
@@ -124,9 +125,13 @@ impl Builder {
             self.gate_steps(kernel, &BEFORE_GEMMS);
             if logits {
                 self.router_gemms();
+                // Second, because it adds to the `router.dx` that the GEMMs write.
                 self.noise_bwd();
             }
+            // In this order: `gate_rms_bwd` overwrites in place the gradient that the other reads.
             self.gate_steps(kernel, &["gate_input_scale_bwd", "gate_rms_bwd"]);
+            // Forward multiplied tokens by random factors before the router took their root mean
+            // square, so backward meets the factors last.
             self.draw_bwd();
         }
         self.shared_gates_bwd();

@@ -149,6 +149,7 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
     let step = step.clone().find(|words| words.is_multiple_of(DEPTH_STEP));
     let tile_depth = tile_depth.next_multiple_of(step.unwrap_or(record));
     let (rows, panel) = (TILE_ROWS * tile_depth, tile_depth * nr);
+    // A single slice leaves its sums in registers until they are stored.
     let sums = match slices {
         1 => 0,
         _ => TILE_ROWS * tile_columns * matrices,
@@ -157,6 +158,8 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         let blocks = (tile_depth * elements).div_ceil(format.depth());
         (TILE_ROWS + thread_rows) * blocks * row_block_words(d)
     });
+    // A thread keeps the codes of rows for its next block, and the head says whose they are. Rows
+    // that are only copied are copied again.
     let head = if d.row_format.is_some() {
         SCRATCH_HEAD
     } else {
@@ -172,6 +175,7 @@ pub fn forward(d: &GroupedGemmDesc, core: Core) -> GroupedGemmConfig {
         thread_columns,
         family: GemmFamily::Vectors(CpuGemm {
             gather: d.plain_rows && !d.dense,
+            // `Builder::tiled` takes this back where weights change at every step.
             packed: true,
             decode_tokens,
             decode_columns,
@@ -401,6 +405,8 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
 fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     const DEPTH: usize = 256;
     const HEIGHT: usize = 768;
+    // Tiles of equal height, because each of them packs the right operand again, and a low one
+    // would pack it for few rows.
     let tiles = d.height.div_ceil(core.scratch_rows(HEIGHT));
     let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_NR);
     let panels = 2 * DEPTH * AMX_NR * AMX_WGRAD_PANELS;

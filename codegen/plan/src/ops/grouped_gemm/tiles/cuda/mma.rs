@@ -70,6 +70,7 @@ pub fn decode(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<G
         tile_rows,
         tile_columns: DECODE_LINES / d.matrices(),
         tile_depth: LINE / d.weights.size(),
+        // Weights are the A operand of an mma and rows the B operand, which has eight columns.
         thread_rows: 8,
         thread_columns: DECODE_LINES / d.matrices(),
         family: GemmFamily::MmaDecode {
@@ -131,8 +132,10 @@ fn fast(dtype: DType, tf32: bool, arch: CudaArch) -> bool {
 /// one block where two would have less than two stages each.
 fn stages(stage: usize, arch: CudaArch) -> usize {
     let limit = arch.caps().block_shared as usize;
+    // CUDA keeps 1 KiB of shared memory for each block.
     let two = (limit / 2 - 1024) / stage;
     let fit = if two >= 2 { two } else { limit / stage };
+    // Two at least, because copies land in one stage while the other is multiplied.
     fit.clamp(2, 4)
 }
 

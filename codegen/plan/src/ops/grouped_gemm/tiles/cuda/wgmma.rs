@@ -39,6 +39,8 @@ pub fn forward(d: &GroupedGemmDesc, arch: CudaArch, tile_rows: usize) -> Option<
     let matrices = if d.gated { 2 } else { 1 };
     let most = most_sums(d) * WARPGROUP / WARPGROUP_ROWS / matrices;
     let tile_columns = d.outer.next_power_of_two().clamp(64, most);
+    // The pipeline serves both experts, so the one with more slices says how many stages have a
+    // use.
     let longest = d
         .fused_shared
         .map_or(d.inner, |shared| d.inner.max(shared.inner));
@@ -84,6 +86,7 @@ impl Pipeline {
             tile_rows,
             tile_columns,
             tile_depth: TILE_DEPTH,
+            // A warp has 16 of the 64 rows that its warpgroup multiplies.
             thread_rows: 16,
             thread_columns: tile_columns,
             family: GemmFamily::Wgmma {

@@ -59,8 +59,10 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<GroupedGemmConf
         return None;
     }
     let (panel, matrices) = (LINE / size, if d.gated { 2 } else { 1 });
+    // An f32 is two factors of tf32, so a warp holds more fragments next to its sums.
     let most_rows = if dtype == DType::F32 { 64 } else { 128 };
     let most_columns = if divide(widths, size, 16) { 128 } else { 64 };
+    // Tiles have whole panels, because copies swizzle lines of 128 bytes.
     let tile_rows = d
         .height
         .next_power_of_two()

@@ -52,7 +52,9 @@ pub fn wgrad(d: &GroupedGemmWgradDesc, arch: CudaArch) -> Option<GroupedGemmConf
         arch,
         left: matrices * tile_rows,
         right: tile_columns,
+        // Sums are f32 and go to memory from the registers, in pairs, so nothing is staged.
         epilogue_bytes: 0,
+        // The contraction is over the rows of an expert, which only the device has counted.
         slices: usize::MAX,
     };
     Some(pipeline.config(tile_rows, tile_columns))
