@@ -504,7 +504,12 @@ def fastmoe_experts(group, rank):
     from moesaic import InvalidError
     from moesaic.compat.fastmoe import FMoE, SwitchGate
 
-    both_of_fastmoe(*fastmoe_pair(group, FMoE, expert=Widening), rank)
+    one, ours = fastmoe_pair(group, FMoE, expert=Widening)
+    both_of_fastmoe(one, ours, rank)
+    # gloo has no bf16 of its own.
+    x = tokens(rank).bfloat16()
+    found, wanted = ours.bfloat16()(x), one.bfloat16()(x)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
     with pytest.raises(InvalidError, match="moe_group has 2 ranks"):
         FMoE(num_expert=2, d_model=24, world_size=3, expert=Widening)
     # An expert takes ceil(0.4 * 5 / 2) = 1 token of all ranks.

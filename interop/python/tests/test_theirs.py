@@ -1,8 +1,12 @@
 """transformers' own tests of models, with moesaic's experts in every model.
 
-MOESAIC_TRANSFORMERS is the folder of a source distribution of the installed transformers:
-`pip download --no-deps --no-binary :all: transformers==VERSION`, unpacked. It has the tests that
-all models share and that of training, and lacks those of generation and export, which are skipped.
+MOESAIC_TRANSFORMERS is the folder of the installed transformers' sources, in one of two forms. The
+repository has the tests of each model, with those of generation, training and export; put its `src`
+on PYTHONPATH if no transformers is installed. A source distribution (`pip download --no-deps
+--no-binary :all: transformers==VERSION`, unpacked) has the tests that all models share and that of
+training, and lacks those of generation and export, which are skipped.
+
+MOESAIC_TRANSFORMERS_EXPERTS=eager runs the models' own experts, to see what fails without moesaic.
 """
 
 import importlib
@@ -25,9 +29,30 @@ from transformers.integrations import moe
 import moesaic.transformers
 from test_transformers import MODELS, SIZES
 
+# Each with tests of its own in the repository.
+FILES = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3"]
+WHOLE = os.path.isdir(os.path.join(FOLDER, "tests", "models", FILES[0]))
+EAGER = os.environ.get("MOESAIC_TRANSFORMERS_EXPERTS") == "eager"
+
+
+def whole():
+    """Imports modules of the repository, which need a package with the name of a test of ours."""
+    ours = sys.modules.pop("test_module", None)
+    sys.path[:0] = [FOLDER, os.path.join(FOLDER, "utils")]
+    for name in FILES:
+        importlib.import_module(f"tests.models.{name}.test_modeling_{name}")
+    importlib.import_module("tests.utils.test_modeling_utils")
+    del sys.path[1]
+    del sys.modules["test_module"]
+    if ours is not None:
+        sys.modules["test_module"] = ours
+
 
 def shared():
-    """The module of tests that all models share."""
+    """Returns the module of tests that all models share."""
+    if WHOLE:
+        whole()
+        return importlib.import_module("tests.test_modeling_common")
     sys.path.insert(0, FOLDER)
     tests = types.ModuleType("tests")
     tests.__path__ = [os.path.join(FOLDER, "tests")]
@@ -43,22 +68,24 @@ def shared():
 common = shared()
 overfit = importlib.import_module("tests.test_training_mixin").TrainingTesterMixin
 # Their comparison of implementations with eager compares moesaic with eager.
-common.batched_mm_experts_forward = moesaic.transformers.experts_forward
-common.grouped_mm_experts_forward = moesaic.transformers.experts_forward
+if not EAGER:
+    common.batched_mm_experts_forward = moesaic.transformers.experts_forward
+    common.grouped_mm_experts_forward = moesaic.transformers.experts_forward
 _named = moe.ExpertsInterface.get_interface
 
 
 def _ours(self, name, default):
     """Whatever a model asks for, eager aside, is moesaic; the mocks of their test stay."""
-    if name == "eager":
-        return default
-    mocked = name in self and isinstance(self[name], unittest.mock.Mock)
-    return _named(self, name, default) if mocked else moesaic.transformers.experts_forward
+    found = _named(self, name, default)
+    if name == "eager" or isinstance(found, unittest.mock.Mock):
+        return found
+    return moesaic.transformers.experts_forward
 
 
 @pytest.fixture(autouse=True)
 def every_model(monkeypatch):
-    monkeypatch.setattr(moe.ExpertsInterface, "get_interface", _ours)
+    if not EAGER:
+        monkeypatch.setattr(moe.ExpertsInterface, "get_interface", _ours)
 
 
 class Tester:
@@ -97,4 +124,30 @@ def _suite(name):
     return Suite
 
 
-globals().update({f"Test{name}": _suite(name) for name in MODELS})
+def _theirs(name):
+    """The test cases of a model's own file; those of trained weights, to be downloaded, aside."""
+    module = sys.modules[f"tests.models.{name}.test_modeling_{name}"]
+    own = [each for each in vars(module).values() if isinstance(each, type)]
+    own = [each for each in own if issubclass(each, unittest.TestCase)]
+    own = [each for each in own if each.__module__ == module.__name__]
+    own = [each for each in own if "Integration" not in each.__name__]
+    for each in own:
+        for test in dir(each):
+            # The processes that these start would have the models' own experts.
+            if test.startswith(("test_fsdp2", "test_tp_", "test_ep_")):
+                setattr(each, test, None)
+    return {each.__name__: each for each in own}
+
+
+def _interface():
+    """The case of their tests of the interfaces of attention and of experts."""
+    module = sys.modules["tests.utils.test_modeling_utils"]
+    return {"TestInterfaces": module.TestAttentionImplementation}
+
+
+if WHOLE:
+    globals().update(_interface())
+    for _file in FILES:
+        globals().update(_theirs(_file))
+else:
+    globals().update({f"Test{name}": _suite(name) for name in MODELS})

@@ -149,7 +149,8 @@ def _plan(experts: torch.nn.Module, top_k: int) -> _Plan:
 
 
 def _new_plan(experts: torch.nn.Module, top_k: int) -> _Plan:
-    if experts.has_post_expert_norm:
+    # Older releases of transformers 5 have no such attribute.
+    if getattr(experts, "has_post_expert_norm", False):
         raise InvalidError(
             f"{_name(experts)} normalises the output of each expert, which no spec of moesaic "
             f'describes: run this model with experts_implementation="eager"'
