@@ -253,7 +253,7 @@ mod tests {
         ];
         let mut rng = crate::testing::SampleRng::new(1);
         for (float, bits) in floats {
-            let mut check = |pattern: u32| {
+            let check = |pattern: u32| {
                 let value = f32::from_bits(pattern);
                 if value.is_nan() {
                     return;
