@@ -433,7 +433,7 @@ fn floats(values: &[f32], codes: &mut [u8], scale: f32, float: SmallFloat, bits:
 
 /// Encodes numbers as integers, by quotients of f32.
 fn integers(values: &[f32], codes: &mut [u8], block: &Block, [least, most]: [i32; 2]) {
-    // The last bit of the sum is a one, and no code is as far from zero as the bounds.
+    // The last bit of the sum counts ones, and the bounds are farther from zero than any code.
     const LARGE: f32 = 12_582_912.0; // 1.5 * 2^23
     let (scale, zero) = (block.scale, i32::from(block.zero));
     for (value, code) in values.iter().zip(codes) {
