@@ -36,6 +36,24 @@ pub fn read_float(dtype: DType, b: &[u8]) -> f64 {
     }
 }
 
+/// Widens floats to f32 in bytes, as [`read_float`] does, but faster for many. Integers are not
+/// converted.
+pub fn widen_floats(dtype: DType, bytes: &[u8], out: &mut [u8]) {
+    let pairs = bytes
+        .as_chunks::<2>()
+        .0
+        .iter()
+        .zip(out.as_chunks_mut::<4>().0);
+    match dtype {
+        DType::F32 => out.copy_from_slice(bytes),
+        DType::Bf16 => pairs.for_each(|(b, out)| *out = [0, 0, b[0], b[1]]),
+        DType::F16 => {
+            pairs.for_each(|(b, out)| *out = f16::from_le_bytes(*b).to_f32().to_le_bytes())
+        }
+        DType::I32 | DType::I64 => {}
+    }
+}
+
 /// Reads one integer element; zero for floats.
 pub fn read_int(dtype: DType, b: &[u8]) -> i64 {
     match dtype {

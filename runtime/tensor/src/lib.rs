@@ -26,7 +26,9 @@ mod tensor;
 mod tensors;
 
 pub use bytes::Bytes;
-pub use element::{Element, read_float, read_int, round_float, write_f32s, write_float};
+pub use element::{
+    Element, read_float, read_int, round_float, widen_floats, write_f32s, write_float,
+};
 pub use map::Map;
 pub use sink::{Described, WeightSink};
 pub use source::{SourceError, WeightSource};

@@ -6,7 +6,7 @@ use crate::copy::{copy, dense};
 use crate::quantized::Quantized;
 use crate::view::Layout;
 use moesaic_kernel::DType;
-use moesaic_tensor::{Bytes, Tensor, read_float, read_int, write_f32s, write_float};
+use moesaic_tensor::{Bytes, Tensor, read_float, read_int, widen_floats, write_f32s, write_float};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::Range;
@@ -323,6 +323,11 @@ impl Weight<'_> {
         let wanted = self.dtype;
         let (range, mut lost) = (Range64::of(wanted), Lost::default());
         let dense = dense(layout, part.from.bytes, found.size());
+        if wanted == DType::F32 && self.columns.is_none() && found.is_float() {
+            // No float has a wider range, so nothing is lost.
+            widen_floats(found, &dense, out);
+            return Ok(lost);
+        }
         let pairs = dense
             .chunks_exact(found.size())
             .zip(out.chunks_exact_mut(wanted.size()));

@@ -95,21 +95,33 @@ pub enum EncodeError {
 }
 
 /// The least and the largest element of a block.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Extent {
     pub least: f32,
     pub largest: f32,
 }
 
 impl Extent {
-    /// Returns the extent of elements, zero among them.
-    pub fn of<'a>(values: impl IntoIterator<Item = &'a f32>) -> Extent {
-        let (mut least, mut largest) = (0f32, 0f32);
-        for value in values {
-            least = least.min(*value);
-            largest = largest.max(*value);
+    /// Returns the extent of finite elements, zero among them.
+    pub fn of(values: &[f32]) -> Extent {
+        Extent::default().with(values)
+    }
+
+    /// Adds elements. Several extents grow side by side, as vector instructions have it.
+    fn with(self, values: &[f32]) -> Extent {
+        const LANES: usize = 16;
+        let (mut least, mut largest) = ([self.least; LANES], [self.largest; LANES]);
+        let rest = values.chunks_exact(LANES).remainder();
+        for values in values.chunks_exact(LANES).chain([rest]) {
+            for (value, (least, largest)) in values.iter().zip(least.iter_mut().zip(&mut largest)) {
+                *least = if *value < *least { *value } else { *least };
+                *largest = if *value > *largest { *value } else { *largest };
+            }
         }
-        Extent { least, largest }
+        Extent {
+            least: least.into_iter().fold(0.0, f32::min),
+            largest: largest.into_iter().fold(0.0, f32::max),
+        }
     }
 
     pub fn magnitude(self) -> f32 {
@@ -316,7 +328,8 @@ impl Encoder<'_> {
         let part = |at: usize, size: usize, all: usize| at * size..all.min((at + 1) * size);
         let (lines, width) = (part(down, block[0], rows), part(across, block[1], columns));
         let span = |row: usize| row * columns + width.start..row * columns + width.end;
-        let extent = Extent::of(lines.clone().flat_map(|row| &self.values[span(row)]));
+        let rows = lines.clone().map(|row| &self.values[span(row)]);
+        let extent = rows.fold(Extent::default(), Extent::with);
         let block = self.scaled(extent)?;
         lines.for_each(|row| self.codes_of(span(row), &block));
         Ok(block)
@@ -394,25 +407,39 @@ impl Encoder<'_> {
 
     /// Encodes elements that share a scale.
     fn codes_of(&mut self, span: Range<usize>, block: &Block) {
-        // The quotient is that of f32, as other libraries compute it: ties are then theirs.
-        let (scale, zero) = (block.scale, f64::from(block.zero));
+        let (values, codes) = (&self.values[span.clone()], &mut self.codes[span]);
         let element = self.format.element;
-        let pairs = self.values[span.clone()].iter().zip(&mut self.codes[span]);
-        match element.float() {
-            Some(float) => pairs.for_each(|(value, code)| {
-                *code = float.signed(f64::from(*value / scale), element.bits());
-            }),
-            None => {
-                let (least, most) = match element {
-                    CodeType::Int8 => (-128.0, 127.0),
-                    _ => (0.0, ((1u32 << element.bits()) - 1) as f64),
-                };
-                pairs.for_each(|(value, code)| {
-                    let number = code::whole(f64::from(*value / scale)) + zero;
-                    *code = number.clamp(least, most) as i32 as u8;
-                });
-            }
+        let most = (1 << element.bits()) - 1;
+        // A loop for each type has the type's numbers as constants.
+        match element {
+            CodeType::E4m3 => floats(values, codes, block.scale, code::FLOAT_E4M3, 8),
+            CodeType::E5m2 => floats(values, codes, block.scale, code::FLOAT_E5M2, 8),
+            CodeType::E2m3 => floats(values, codes, block.scale, code::FLOAT_E2M3, 6),
+            CodeType::E2m1 => floats(values, codes, block.scale, code::FLOAT_E2M1, 4),
+            CodeType::Int8 => integers(values, codes, block, [-128, 127]),
+            CodeType::Uint(_) => integers(values, codes, block, [0, most]),
         }
+    }
+}
+
+/// Encodes numbers as floats. The quotient is that of f32, as other libraries compute it: ties are
+/// then theirs.
+#[inline(always)]
+fn floats(values: &[f32], codes: &mut [u8], scale: f32, float: SmallFloat, bits: usize) {
+    for (value, code) in values.iter().zip(codes) {
+        *code = float.signed(*value / scale, bits);
+    }
+}
+
+/// Encodes numbers as integers, by quotients of f32.
+fn integers(values: &[f32], codes: &mut [u8], block: &Block, [least, most]: [i32; 2]) {
+    // The last bit of the sum counts ones, and the bounds are farther from zero than any code.
+    const LARGE: f32 = 12_582_912.0; // 1.5 * 2^23
+    let (scale, zero) = (block.scale, i32::from(block.zero));
+    for (value, code) in values.iter().zip(codes) {
+        let steps = (*value / scale).clamp(-512.0, 512.0) + LARGE;
+        let number = steps.to_bits().wrapping_sub(LARGE.to_bits()) as i32 + zero;
+        *code = number.clamp(least, most) as u8;
     }
 }
 
@@ -422,6 +449,14 @@ pub(super) fn check_finite(
     values: &[f32],
     columns: usize,
 ) -> Result<(), EncodeError> {
+    // In parts, because a search that may end at any element is slow.
+    let odd = |part: &[f32]| {
+        part.iter()
+            .fold(false, |odd, value| odd | !value.is_finite())
+    };
+    if !values.chunks(256).any(odd) {
+        return Ok(());
+    }
     let at = values.iter().position(|value| !value.is_finite());
     at.map_or(Ok(()), |at| {
         Err(EncodeError::NotFinite {

@@ -64,7 +64,8 @@ fn steps(value: f32, scale: f32, offset: f32, least: i32, most: i32) -> i32 {
         return 0;
     }
     let steps = (f64::from(value) - f64::from(offset)) / f64::from(scale);
-    (steps.round_ties_even() as i32).clamp(least, most)
+    // Whole numbers bound the steps, so that rounding comes second.
+    code::whole(steps.clamp(least.into(), most.into())) as i32
 }
 
 /// Packs 32 codes of 4 bits into 16 bytes: the first half goes to the low nibbles.
@@ -93,7 +94,8 @@ fn symmetric(values: &[f32], block: &mut [u8], half: u8) -> Option<[u8; 32]> {
     let scale = extreme(values) / -half;
     put_nearest(block, 0, scale)?;
     let inverse = inverse(scale);
-    let code = |at: usize| (values[at] * inverse + (half + 0.5)).trunc();
+    // The cast truncates.
+    let code = |at: usize| values[at] * inverse + (half + 0.5);
     Some(std::array::from_fn(|at| {
         code(at).clamp(0.0, 2.0 * half - 1.0) as u8
     }))
@@ -121,7 +123,7 @@ fn offset(values: &[f32], block: &mut [u8], most: u8) -> Option<[u8; 32]> {
     put_nearest(block, 0, scale)?;
     put_nearest(block, 2, least)?;
     let inverse = inverse(scale);
-    let code = |at: usize| ((values[at] - least) * inverse + 0.5).trunc();
+    let code = |at: usize| (values[at] - least) * inverse + 0.5;
     Some(std::array::from_fn(|at| code(at).clamp(0.0, most) as u8))
 }
 
@@ -143,7 +145,9 @@ pub(super) fn q8_0(values: &[f32], block: &mut [u8]) -> Option<()> {
     put_nearest(block, 0, scale)?;
     let inverse = inverse(scale);
     for (value, byte) in values.iter().zip(&mut block[2..]) {
-        *byte = (value * inverse).round() as i8 as u8;
+        // `round` is a call on CPUs that are not known to have SSE4.1. The sum is exact in f64.
+        let number = f64::from(value * inverse);
+        *byte = (number + 0.5f64.copysign(number)) as i8 as u8;
     }
     Some(())
 }
@@ -229,21 +233,30 @@ pub(super) fn q6_k(values: &[f32], block: &mut [u8]) -> Option<()> {
 
 pub(super) fn iq4_nl(values: &[f32], block: &mut [u8]) -> Option<()> {
     let scale = put_half(block, 0, f64::from(extreme(values)) / -127.0)?;
-    let nearest = |value: f32| {
-        let wanted = if scale == 0.0 { 0.0 } else { value / scale };
-        let off = |code: &u8| (f32::from(NONLINEAR[usize::from(*code)]) - wanted).abs();
-        let codes = (0..16u8).min_by(|a, b| off(a).total_cmp(&off(b)));
-        codes.unwrap_or_default()
-    };
-    let codes: [u8; 32] = std::array::from_fn(|at| nearest(values[at]));
+    let wanted = |value: f32| if scale == 0.0 { 0.0 } else { value / scale };
+    let wanted: [f32; 32] = std::array::from_fn(|at| wanted(values[at]));
+    let middles = NONLINEAR
+        .windows(2)
+        .map(|pair| (f32::from(pair[0]) + f32::from(pair[1])) / 2.0);
+    let codes = above(&wanted, middles);
     put_halves(&mut block[2..], |at| codes[at]);
     Some(())
 }
 
-/// E2M1 in halves, by code.
-const FOURS: [f32; 16] = [
-    0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0,
-];
+/// Returns how many of the limits each number exceeds: its code, if limits are the middles between
+/// neighbouring codes, and ties take the lower one.
+fn above(numbers: &[f32; 32], limits: impl Iterator<Item = f32>) -> [u8; 32] {
+    let mut codes = [0; 32];
+    for limit in limits {
+        for (code, number) in codes.iter_mut().zip(numbers) {
+            *code += u8::from(*number > limit);
+        }
+    }
+    codes
+}
+
+/// The middles between neighbouring magnitudes of E2M1, in halves.
+const MIDDLES: [f32; 7] = [0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0];
 
 pub(super) fn mxfp4(values: &[f32], block: &mut [u8]) -> Option<()> {
     let magnitude = f64::from(extreme(values).abs());
@@ -252,11 +265,10 @@ pub(super) fn mxfp4(values: &[f32], block: &mut [u8]) -> Option<()> {
         _ => (code::exponent(magnitude) - 2 + 127).clamp(0, 254) as u8,
     };
     let half = code::e8m0(block[0]) / 2.0;
-    let nearest = |value: f32| {
-        let off = |code: &u8| (half * FOURS[usize::from(*code)] - value).abs();
-        let codes = (0..16u8).min_by(|a, b| off(a).total_cmp(&off(b)));
-        codes.unwrap_or_default()
-    };
-    put_halves(&mut block[1..], |at| nearest(values[at]));
+    let sizes: [f32; 32] = std::array::from_fn(|at| values[at].abs());
+    let codes = above(&sizes, MIDDLES.into_iter().map(|middle| half * middle));
+    // A number that becomes zero loses its sign.
+    let signed = |at: usize| codes[at] | u8::from(values[at] < 0.0 && codes[at] > 0) << 3;
+    put_halves(&mut block[1..], signed);
     Some(())
 }

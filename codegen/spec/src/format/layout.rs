@@ -68,6 +68,12 @@ pub(super) fn pack(format: &Format, size: [usize; 2], codes: &[u8]) -> Vec<u8> {
             let mut packed = vec![0; rows * width];
             for (row, codes) in codes.chunks_exact(columns.max(1)).enumerate() {
                 let line = &mut packed[row * width..(row + 1) * width];
+                if bits == 4 {
+                    for (byte, pair) in line.iter_mut().zip(codes.chunks(2)) {
+                        *byte = pair[0] | pair.get(1).copied().unwrap_or(0) << 4;
+                    }
+                    continue;
+                }
                 for (column, code) in codes.iter().enumerate() {
                     let bit = column * bits;
                     let [low, high] = (u16::from(*code) << (bit % 8)).to_le_bytes();
@@ -85,7 +91,7 @@ pub(super) fn pack(format: &Format, size: [usize; 2], codes: &[u8]) -> Vec<u8> {
                 let (row, bit) = (at / columns, at % columns * bits);
                 packed.put(bit / 32 * rows + row, rows, bit % 32, *code);
             }
-            packed.0
+            packed.into_bytes()
         }
         CodeOrder::RowPairs => {
             let mut packed = vec![0; rows / 2 * columns];
@@ -102,7 +108,7 @@ pub(super) fn pack(format: &Format, size: [usize; 2], codes: &[u8]) -> Vec<u8> {
                 let word = column * across + row / 8;
                 packed.put(word, 0, PLACES[row % 8] * 4, *code);
             }
-            packed.0
+            packed.into_bytes()
         }
     }
 }
@@ -131,23 +137,28 @@ pub(super) fn pack_zeros(format: &Format, [down, across]: [usize; 2], zeros: &[u
             }
         }
     }
-    packed.0
+    packed.into_bytes()
 }
 
-/// Words of 32 bits in little-endian bytes.
-struct Words(Vec<u8>);
+/// Words of 32 bits.
+struct Words(Vec<u32>);
 
 impl Words {
     fn new(count: usize) -> Words {
-        Words(vec![0; count * 4])
+        Words(vec![0; count])
     }
 
     /// Puts a code at a bit of a word. What does not fit goes to the word `next` words further.
     fn put(&mut self, word: usize, next: usize, bit: usize, code: u8) {
-        let wide = (u64::from(code) << bit).to_le_bytes();
-        for (at, part) in wide.iter().enumerate().filter(|(_, part)| **part != 0) {
-            let word = word + if at < 4 { 0 } else { next };
-            self.0[word * 4 + at % 4] |= part;
+        let wide = u64::from(code) << bit;
+        self.0[word] |= wide as u32;
+        if wide >> 32 != 0 {
+            self.0[word + next] |= (wide >> 32) as u32;
         }
+    }
+
+    /// Returns the words in little-endian bytes.
+    fn into_bytes(self) -> Vec<u8> {
+        self.0.into_iter().flat_map(u32::to_le_bytes).collect()
     }
 }

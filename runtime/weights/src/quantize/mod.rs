@@ -118,11 +118,18 @@ struct Squares {
 
 impl Squares {
     fn add(&mut self, values: &[f32], found: &[f32]) {
-        for (value, found) in values.iter().zip(found) {
-            let (value, found) = (f64::from(*value), f64::from(*found));
-            self.errors += (found - value) * (found - value);
-            self.values += value * value;
+        // Several sums side by side, because one waits for each of its additions.
+        const LANES: usize = 8;
+        let (mut errors, mut squares) = ([0f64; LANES], [0f64; LANES]);
+        for (values, found) in values.chunks(LANES).zip(found.chunks(LANES)) {
+            for (at, (value, found)) in values.iter().zip(found).enumerate() {
+                let (value, found) = (f64::from(*value), f64::from(*found));
+                errors[at] += (found - value) * (found - value);
+                squares[at] += value * value;
+            }
         }
+        self.errors += errors.iter().sum::<f64>();
+        self.values += squares.iter().sum::<f64>();
     }
 
     fn relative_rms(self) -> f64 {
