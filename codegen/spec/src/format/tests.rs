@@ -296,6 +296,58 @@ fn stacks_by_rows_are_turned() {
     }
 }
 
+/// A reader that takes these bytes alone has every code of the elements that it asked for.
+#[test]
+fn bytes_of_some_elements_are_enough() {
+    let (size, mut rng) = ([128, 128], crate::testing::SampleRng::new(5));
+    let values: Vec<f32> = (0..128 * 128).map(|_| rng.real(-9.0, 9.0) as f32).collect();
+    for format in FORMATS {
+        let encoded = format
+            .encode(&values, size, EncodeOptions::default())
+            .unwrap();
+        let stacked = [&encoded.codes[..], &encoded.codes].concat();
+        let mut whole = format.decoder(&encoded, size);
+        whole.codes = &stacked;
+        for first in [0, 128, 128 * 127, 128 * 128, 128 * 129, 128 * 255] {
+            let bytes = whole.bytes(&(first..first + 128));
+            let mut spoilt: Vec<u8> = stacked.iter().map(|byte| !byte).collect();
+            spoilt[bytes.clone()].copy_from_slice(&stacked[bytes]);
+            let [mut found, mut wanted] = [[0u8; 128]; 2];
+            whole.codes(first, &mut wanted);
+            let some = Matrices {
+                codes: &spoilt,
+                ..whole.clone()
+            };
+            some.codes(first, &mut found);
+            assert_eq!(found, wanted, "{}: {first}", format.name);
+        }
+    }
+}
+
+/// A canonical code is as far from its zero point as the published one.
+#[test]
+fn codes_and_zero_points_move_together() {
+    for bits in 5..=8 {
+        let format = Format {
+            element: CodeType::Uint(bits),
+            ..GPTQ
+        };
+        let codes = PublishedCodes {
+            format,
+            block: [1, 128],
+            scale: ScaleType::F16,
+            zeros: true,
+            in_order: true,
+        };
+        for code in 0..=u8::MAX >> (8 - bits) {
+            let canonical = codes.canonical(code) as i8;
+            let zero = 3 + codes.zero_shift();
+            let (found, wanted) = (i32::from(canonical) - zero, i32::from(code) - 3);
+            assert_eq!(found, wanted, "{code} of {bits} bits");
+        }
+    }
+}
+
 #[test]
 fn published_formats_have_names_of_their_own() {
     for (at, format) in FORMATS.iter().enumerate() {
