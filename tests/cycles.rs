@@ -152,7 +152,7 @@ struct Use {
     /// Whether others see it there. A parent that shows what its children have needs nothing of
     /// them.
     public: bool,
-    /// What is imported, from the root of the crate on.
+    /// The path of the imported item from the root of the crate.
     path: Name,
     /// The name that it has in the module.
     alias: String,

@@ -331,6 +331,18 @@ impl Config {
             .ok_or_else(|| self.bad(key, value, "a list of strings"))
     }
 
+    /// Makes the configuration of an object inside this one.
+    fn inside(&self, values: Map<String, Value>) -> Config {
+        Config {
+            model: self.model.clone(),
+            values,
+            around: Map::new(),
+            dtype: self.dtype,
+            codes: self.codes.clone(),
+            read: RefCell::default(),
+        }
+    }
+
     /// Returns the object under `key`; empty when absent.
     pub fn nested(&self, key: &str) -> Result<Config, HfError> {
         let values = match self.find(&[key]) {
@@ -338,14 +350,7 @@ impl Config {
             Some((_, Value::Object(inner))) => inner.clone(),
             Some((_, value)) => return Err(self.bad(key, value, "an object")),
         };
-        let mut nested = Config {
-            model: self.model.clone(),
-            values,
-            around: Map::new(),
-            dtype: self.dtype,
-            codes: self.codes.clone(),
-            read: RefCell::default(),
-        };
+        let mut nested = self.inside(values);
         nested.read_types()?;
         Ok(nested)
     }
@@ -360,14 +365,7 @@ impl Config {
         };
         let mut values = self.values.clone();
         values.extend(own.clone());
-        Ok(Config {
-            model: self.model.clone(),
-            values,
-            around: Map::new(),
-            dtype: self.dtype,
-            codes: self.codes.clone(),
-            read: RefCell::default(),
-        })
+        Ok(self.inside(values))
     }
 
     /// Returns the word `name` of every object in the list `key`.

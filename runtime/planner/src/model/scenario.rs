@@ -54,14 +54,14 @@ pub struct Batch {
     pub sequences: usize,
 }
 
-/// The bytes of a parameter besides its weight.
+/// The bytes of a parameter and of what belongs to it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StateBytes {
-    /// Those of the weight itself; those of the layer's type where absent.
+    /// The bytes of the weight, or `None` for those of the layer's type.
     pub weight: Option<f64>,
-    /// Those of its gradient.
+    /// The bytes of its gradient.
     pub gradient: f64,
-    /// Those of the optimizer's state, which the ranks with the same parameter share.
+    /// The bytes of the optimizer's state, which the ranks with the same parameter share.
     pub optimizer: f64,
 }
 
