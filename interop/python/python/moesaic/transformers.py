@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Iterator, NamedTuple, Optional
+from typing import Any, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 from torch.nn import functional
@@ -241,10 +241,8 @@ def _pack(
     """Returns the gradient of a weight from those of its parts; all but `few` experts' are zero."""
     if few is None:
         whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    elif like.dtype == torch.float32:
-        whole = ops.zeros(like.shape)
     else:
-        whole = torch.zeros(like.shape, dtype=like.dtype)
+        whole = ops.zeros(like.shape, like.dtype)
     for part, gradient in zip(_parts(whole, *kind), gradients):
         if few is None:
             part.copy_(gradient)
@@ -372,7 +370,7 @@ class _Experts(torch.autograd.Function):
             whole = torch.empty(sources[0].shape, dtype=torch.float32, device=x.device)
             into = dict(zip(ctx.kinds[0][2], _halves(whole)))
         dx, dchosen, found = ops.gradients(
-            ctx.options, dy, state, x, inputs, weights, [], into
+            ctx.options, dy, state, x, inputs, weights, [], into, rounded=False
         )
         named = dict(zip(plan.names, found))
         packed = []
@@ -381,19 +379,22 @@ class _Experts(torch.autograd.Function):
             if whole is not None and len(parts) == 2:
                 packed.append(_alternate(whole))
             else:
-                packed.append(_pack(parts, source, kind, few) if any(kind) else parts[0])
-        packed += _bias_gradients(plan, named)
+                own = not any(kind) and parts[0].dtype == source.dtype
+                packed.append(parts[0] if own else _pack(parts, source, kind, few))
+        packed += _bias_gradients(plan, named, sources[len(ctx.kinds) :])
         return (None, None, dx, None, dchosen, *packed)
 
 
-def _bias_gradients(plan: _Plan, named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def _bias_gradients(
+    plan: _Plan, named: dict[str, torch.Tensor], like: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     if not plan.bias:
         return []
-    down = named["experts.down.bias"]
-    if not plan.gated:
-        return [named["experts.up.bias"], down]
-    both = [named["experts.gate.bias"], named["experts.up.bias"]]
-    return [torch.stack(both, 2).flatten(1) if plan.interleaved else torch.cat(both, 1), down]
+    first, down = named["experts.up.bias"], named["experts.down.bias"]
+    if plan.gated:
+        both = [named["experts.gate.bias"], first]
+        first = torch.stack(both, 2).flatten(1) if plan.interleaved else torch.cat(both, 1)
+    return [gradient.to(source.dtype) for gradient, source in zip((first, down), like)]
 
 
 class _Packed:
