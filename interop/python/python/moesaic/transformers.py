@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from . import ops
+from ._codes import ATTRIBUTE, Codes, keep_codes
 from ._changes import Copies, Stamps
 from ._layers import CONVERTED
 from ._native import InvalidError, PackedLayer, Spec
@@ -480,6 +481,9 @@ def experts_forward(
     hidden_states [T, d]; top_k_index [T, K], in which an id beyond the experts masks a slot;
     top_k_weights [T, K]. Returns [T, d].
     """
+    codes = getattr(self, ATTRIBUTE, None)
+    if codes is not None:
+        return _of_codes(codes, hidden_states, top_k_index, top_k_weights)
     plan = _Plan(*_plan_of(self, top_k_index.shape[-1]))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     ids = top_k_index.reshape(x.shape[0], -1)
@@ -499,6 +503,30 @@ def experts_forward(
         weights = _weights(self, plan)
         y = ops.layer(plan.text, x, names, [ids, chosen], weights, False)[0]
     return y.reshape(hidden_states.shape)
+
+
+class _OfCodes(torch.autograd.Function):
+    """Experts that are codes; a backward pass through them is an error."""
+
+    @staticmethod
+    def forward(ctx, codes: Codes, x, ids, weights):
+        ctx.codes = codes
+        return codes.forward(x, ids, weights)
+
+    @staticmethod
+    def backward(ctx, _dy):
+        ctx.codes.refuse("which have no gradients")
+
+
+@torch.compiler.disable
+def _of_codes(
+    codes: Codes, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    x = hidden.reshape(-1, hidden.shape[-1])
+    ids = top_k_index.reshape(x.shape[0], -1)
+    ids = torch.where(ids < codes.experts, ids, -1).to(torch.int32)
+    y = _OfCodes.apply(codes, x, ids, top_k_weights.reshape(ids.shape).float())
+    return y.reshape(hidden.shape)
 
 
 def _is_differentiated(experts: torch.nn.Module, *tensors: torch.Tensor) -> bool:
