@@ -158,7 +158,8 @@ class FMoE(nn.Module):
 
     `mask` has a number for each token: experts compute those of 0 alone. `mask_dict` has a constant
     for each other number, the output of every slot: a number, or a tensor that broadcasts to
-    [tokens, top_k, d]. With `slice_group` the mask is of this rank's slice, or of all rows.
+    [tokens, top_k, d]; without `mask_dict` nothing is masked. With `slice_group` the mask is of
+    this rank's slice, or of all rows.
     """
 
     def __init__(
