@@ -167,7 +167,7 @@ fn expected_model() -> String {
     let layer = engine().layer_from_hf(model(), 0).unwrap();
     let y = |thread: usize| {
         let x = wave(3 * 32, thread);
-        let output = layer.forward(Input::new(3, &x)).unwrap();
+        let output = layer.forward(&Input::new(3, &x)).unwrap();
         bits("y", &output.get("y").unwrap().to_f32())
     };
     [y(0), y(1)].concat()
