@@ -52,7 +52,7 @@ typedef struct {
   moesaic_tensor *tensors;
 } weights;
 
-static weights make_weights(const moesaic_spec *spec) {
+static inline weights make_weights(const moesaic_spec *spec) {
   weights made = {moesaic_spec_weight_count(spec), NULL, NULL};
   made.infos = calloc(made.count, sizeof *made.infos);
   made.tensors = calloc(made.count, sizeof *made.tensors);
@@ -67,7 +67,7 @@ static weights make_weights(const moesaic_spec *spec) {
   return made;
 }
 
-static void free_weights(weights made) {
+static inline void free_weights(weights made) {
   for (size_t i = 0; i < made.count; ++i) free(made.tensors[i].data);
   free(made.tensors);
   free(made.infos);

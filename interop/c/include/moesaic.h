@@ -359,7 +359,8 @@ enum moesaic_status moesaic_layer_bind(const struct moesaic_layer *layer,
 
 // Makes the layer of a model for inference from its folder in the form of transformers: the spec
 // from config.json, the weights from the safetensors files beside it. Layers count from zero. On a
-// CPU quantized experts stay the codes of the files.
+// CPU quantized experts stay the codes of the files. "x" and "y" have the model's type, mostly
+// bf16; moesaic_layer_find tells it.
 enum moesaic_status moesaic_layer_from_hf(const struct moesaic_engine *engine,
                                           const char *folder,
                                           size_t layer,
