@@ -5,8 +5,8 @@ use moesaic::collectives::{Call, threads};
 use moesaic::spec::canonical_tensors;
 use moesaic::train::replay::{RoutedExperts, TABLE};
 use moesaic::{
-    Engine, EngineOptions, Input, Layer, LayerOptions, LayerSpec, Mesh, Output, Parallel, RngKey,
-    Tensor, Tensors, Training,
+    DType, Engine, EngineOptions, Input, Layer, LayerOptions, LayerSpec, Mesh, Output, Parallel,
+    RngKey, Tensor, Tensors, Training,
 };
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -90,12 +90,43 @@ fn model() -> &'static Path {
     static MODEL: OnceLock<PathBuf> = OnceLock::new();
     MODEL.get_or_init(|| {
         let to = folder("model");
-        moesaic::example::write_model(&to).unwrap();
-        let config = to.join("config.json");
-        let text = std::fs::read_to_string(&config).unwrap();
-        std::fs::write(&config, text.replace("float32", "bfloat16")).unwrap();
+        let config = r#"{ "model_type": "mixtral", "hidden_size": 32, "intermediate_size": 64,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1,
+            "torch_dtype": "bfloat16" }"#;
+        std::fs::write(to.join("config.json"), config).unwrap();
+        std::fs::write(to.join("model.safetensors"), safetensors()).unwrap();
         to
     })
+}
+
+/// Returns the file of that model's weights: the size of a JSON header, the header, and waves.
+fn safetensors() -> Vec<u8> {
+    let block = "model.layers.0.block_sparse_moe";
+    let mut shapes = vec![(format!("{block}.gate.weight"), [4, 32])];
+    for expert in 0..4 {
+        for (name, shape) in [("w1", [64, 32]), ("w2", [32, 64]), ("w3", [64, 32])] {
+            shapes.push((format!("{block}.experts.{expert}.{name}.weight"), shape));
+        }
+    }
+    let (mut entries, mut data) = (Vec::new(), Vec::new());
+    for (salt, (name, [rows, columns])) in shapes.into_iter().enumerate() {
+        let begin = data.len();
+        for value in wave(rows * columns, salt) {
+            // Multiples of 1/64 below 1/2 lose nothing.
+            data.extend(((value.to_bits() >> 16) as u16).to_le_bytes());
+        }
+        entries.push(format!(
+            r#""{name}": {{ "dtype": "BF16", "shape": [{rows}, {columns}], "data_offsets": [{begin}, {}] }}"#,
+            data.len()
+        ));
+    }
+    let header = format!("{{ {} }}", entries.join(", "));
+    // Readers may want the data at a multiple of 8 bytes.
+    let header = format!("{header:<0$}", header.len().next_multiple_of(8));
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.into_bytes());
+    file.extend(data);
+    file
 }
 
 fn example_of_a_model(folder: &Path, under: &[&str]) -> String {
@@ -167,7 +198,9 @@ fn expected_model() -> String {
     let layer = engine().layer_from_hf(model(), 0).unwrap();
     let y = |thread: usize| {
         let x = wave(3 * 32, thread);
-        let output = layer.forward(&Input::new(3, &x)).unwrap();
+        let mut input = Input::new(3, &x);
+        input.insert("x", Tensor::rounded(DType::Bf16, &[3, 32], &x));
+        let output = layer.forward(&input).unwrap();
         bits("y", &output.get("y").unwrap().to_f32())
     };
     [y(0), y(1)].concat()
