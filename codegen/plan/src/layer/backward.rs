@@ -1,8 +1,8 @@
 //! The steps of the backward pass.
 
 use super::builder::Pass;
-use super::tensors::{constant, tensor};
-use super::{Builder, Recompute, Step, TensorPlan, TensorRole};
+use super::tensor::{TensorPlan, TensorRole, constant, tensor};
+use super::{Builder, Recompute, Step};
 use crate::Op;
 use crate::ops::combine::CombineBwd;
 use crate::ops::grouped_gemm::{ExpertGemm, LATENT_DOWN, dgrad};
