@@ -2,9 +2,11 @@
 
 use crate::choice::{active_k, balanced, expert_choice, exponentials, guided, live};
 use crate::math::{dot, rank, sigmoid, softmax, softplus};
-use crate::noise::{input_factors, key_noise, logit_noise, noise_scale};
+use crate::noise::{key_noise, logit_noise, noise_scale};
 use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
+use crate::router_input::router_input;
+use crate::scores::scores_row;
 use crate::{Input, Weights};
 use moesaic_spec::{
     Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind, Renormalize,
@@ -67,19 +69,6 @@ pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> GateOutput {
     }
 }
 
-/// Returns the input of the router's projection for token `t`. In training it is jittered and has
-/// channels dropped. It is then divided by its root mean square if the spec asks for that.
-pub fn router_input(spec: &LayerSpec, weights: &Weights, input: &Input, t: usize) -> Vec<f64> {
-    let d = spec.shape.model_dim;
-    let factors = input_factors(spec, input, t);
-    let x = input.x[t * d..(t + 1) * d].iter().zip(&factors);
-    let x: Vec<f64> = x.map(|(x, f)| x * f).collect();
-    match spec.router.input {
-        RouterInput::Token => x,
-        RouterInput::RmsScaled => rms_scaled(&x, &weights.get("router.input_scale").data),
-    }
-}
-
 /// Returns the logits `[T, E + identity]` of a linear, table or cosine router, without training
 /// noise.
 pub fn logits(spec: &LayerSpec, weights: &Weights, x: &[f64], tokens: usize) -> Vec<f64> {
@@ -113,15 +102,6 @@ fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
         logits.iter_mut().for_each(|z| *z = cap * (*z / cap).tanh());
     }
     logits
-}
-
-pub(crate) fn rms_scaled(x: &[f64], scale: &[f64]) -> Vec<f64> {
-    let d = x.len() as f64;
-    let rms = (dot(x, x) / d + 1e-6).sqrt();
-    x.iter()
-        .zip(scale)
-        .map(|(v, s)| v / rms * s / d.sqrt())
-        .collect()
 }
 
 /// Returns `norm(x · Pᵀ + p) · norm(S) · exp(min(t, ln 100))`.
@@ -317,17 +297,6 @@ fn selection_keys(spec: &LayerSpec, weights: &Weights, logits: &[f64], scores: &
         keys.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
     }
     keys
-}
-
-/// Returns the scores of all experts of one token, or the logits if only selected experts have
-/// scores.
-pub(crate) fn scores_row(spec: &LayerSpec, logits: &[f64]) -> Vec<f64> {
-    match spec.router.score {
-        Score::Softmax => softmax(logits),
-        Score::Sigmoid => logits.iter().map(|&z| sigmoid(z)).collect(),
-        Score::SqrtSoftplus => logits.iter().map(|&z| softplus(z).sqrt()).collect(),
-        Score::SoftmaxSelected | Score::One => logits.to_vec(),
-    }
 }
 
 /// Returns the scores of the chosen experts; zero for masked slots.

@@ -2,11 +2,13 @@
 
 use super::{Pass, add, all_zero, dot};
 use crate::choice::{guided, guided_back};
-use crate::gate::{considered, gather, mixer, relative, router_input, scores_row, unit};
+use crate::gate::{considered, gather, mixer, relative, unit};
 use crate::gate::{slope_of_log, underflows};
 use crate::math::{sigmoid, softmax, softplus};
-use crate::noise::{deviate, input_factors, noise_logits};
+use crate::noise::{deviate, noise_logits};
 use crate::norm::{denominator, denominator_slopes};
+use crate::router_input::{input_factors, router_input};
+use crate::scores::scores_row;
 use crate::{GateOutput, LossValue, Routed};
 use moesaic_spec::{Chooser, LayerSpec, LogitsFormula, RouterInput, Score, Select};
 
