@@ -1,7 +1,7 @@
 //! Stem `gate_topk`: from tokens to experts and weights.
 
 use crate::choice::{active_k, balanced, expert_choice, exponentials, guided, live};
-use crate::math::{dot, rank, sigmoid, softmax, softplus};
+use crate::math::{dot, rank, softmax};
 use crate::noise::{key_noise, logit_noise, noise_scale};
 use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
@@ -9,8 +9,8 @@ use crate::router_input::router_input;
 use crate::scores::scores_row;
 use crate::{Input, Weights};
 use moesaic_spec::{
-    Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind, Renormalize,
-    RouterInput, Score, Select, TokenBlocks,
+    Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind, Renormalize, Score,
+    Select, TokenBlocks,
 };
 
 /// The result of the gate.

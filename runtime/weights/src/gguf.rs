@@ -3,9 +3,7 @@
 use crate::gguf_header::{Header, Info, Kind, read_header};
 use crate::regular;
 use crate::{Damage, WeightsError};
-use moesaic_kernel::DType;
-use moesaic_spec::format::Blocks;
-use moesaic_spec::gguf::{Metadata, NUMBERS, TensorInfo, number_id};
+use moesaic_spec::gguf::{Metadata, TensorInfo};
 use moesaic_tensor::Map;
 use std::collections::BTreeMap;
 use std::fs;

@@ -11,7 +11,7 @@ use crate::weight::{Elements, Part, Weight};
 use moesaic_kernel::DType;
 use moesaic_spec::format::BLOCKS;
 use moesaic_spec::hf::{Alternative, TensorParts, TensorPiece, TensorStep};
-use moesaic_spec::{Chooser, LayerSpec, TensorSpec, canonical_tensors, closest};
+use moesaic_spec::{Chooser, canonical_tensors, closest};
 use moesaic_tensor::read_float;
 use safetensors::Dtype;
 use std::sync::Mutex;
