@@ -129,8 +129,8 @@ pub(super) struct Capture<V: Vendor> {
     kept: Mutex<Kept<V>>,
 }
 
-/// The resources that a graph's launches use. Fields drop in this order. A graph does nothing with
-/// most of them but drop them, so their types are of no interest here.
+/// The resources that a graph's launches use. Fields drop in this order. A graph only drops most of
+/// them, so it need not know their types.
 pub(super) struct Kept<V: Vendor> {
     pub launches: Vec<Launched>,
     pub execs: Vec<Box<dyn Send + Sync>>,

@@ -9,13 +9,13 @@ use std::collections::HashMap;
 #[derive(Default)]
 pub struct Bulks {
     pub jobs: Vec<BulkCopy>,
-    pub threads: HashMap<u32, Groups>,
+    pub threads: HashMap<u32, BulkGroups>,
     pub step: u64,
 }
 
 /// The bulk groups of a thread.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Groups {
+pub struct BulkGroups {
     /// Copies were issued since the last commit.
     pub open: bool,
     pub committed: u32,
