@@ -63,7 +63,7 @@ use graph::{Call, Tie, Whole, lock};
 use inner::Inner;
 use moesaic::Saved;
 use moesaic::{
-    Engine, EngineError, Input, Layer, LayerOptions, LayerSpec, Mesh, Output, Tensor as HostTensor,
+    Engine, EngineError, Input, LayerOptions, LayerSpec, Mesh, Output, Tensor as HostTensor,
     Training,
 };
 use std::collections::BTreeMap;
