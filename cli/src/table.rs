@@ -188,13 +188,14 @@ impl Table {
 }
 
 /// Returns the least width of a column of wrapped texts in a stream `columns` wide, if its texts are
-/// that long: 24, or less where numbers beside it need the room.
+/// that long.
 fn least_text(columns: usize) -> usize {
-    (columns / 2).saturating_sub(NUMBERS).min(24)
+    match columns {
+        // The text that names a row leaves room for one column beside it.
+        ..44 => columns / 5,
+        _ => 24,
+    }
 }
-
-/// The columns that two numbers beside a text take, less their half of the stream.
-const NUMBERS: usize = 12;
 
 /// Returns the width of a line with columns of these widths.
 fn line_width(widths: &[usize]) -> usize {

@@ -85,9 +85,13 @@ fn ranked(report: &ModelReport) -> String {
             .collect();
         format!("<tr>{cells}</tr>")
     };
+    let sign = match report.ranked.ties {
+        Some(_) => "; lines with = tie",
+        None => "",
+    };
     let rows: String = report.numbers().zip(report.shown()).map(row).collect();
     format!(
-        "<h2 id=\"ranked\">Ranked</h2><p>The best of each mesh; lines with = tie.{}{}</p><div \
+        "<h2 id=\"ranked\">Ranked</h2><p>The best of each mesh{sign}.{}{}</p><div \
          class=\"card\"><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table></div>\n",
         sentences(&report.ties()),
         sentences(&report.sensitivity())

@@ -250,12 +250,11 @@ impl ModelReport<'_> {
 
     /// Returns the numbers of the configurations to show, each with a sign if it ties.
     pub fn numbers(&self) -> impl Iterator<Item = String> {
-        let ties = self.ranked.ties.as_ref();
-        let (any, tied) = (ties.is_some(), ties.map_or(0, |ties| ties.tied));
-        (0..self.top).map(move |at| match any {
-            true if at < tied => format!("{} =", at + 1),
-            true => format!("{}  ", at + 1),
-            false => (at + 1).to_string(),
+        let tied = self.ranked.ties.as_ref().map(|ties| ties.tied);
+        (1..=self.top).map(move |number| match tied {
+            Some(tied) if number <= tied => format!("{number} ="),
+            Some(_) => format!("{number}  "),
+            None => number.to_string(),
         })
     }
 

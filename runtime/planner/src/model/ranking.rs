@@ -15,14 +15,14 @@ pub struct TieRule {
 }
 
 impl Default for TieRule {
-    /// Both figures come from elsewhere than the published meshes that the ranking is held against.
+    /// Returns the rule of plans. Neither figure was chosen by the places of published meshes.
     fn default() -> Self {
         TieRule {
             // The mean error of predicted training steps; `validate` fails where it is another.
             error: 0.063,
             // Fujii, Watanabe and Yokota (arXiv 2411.06465): of 454 training jobs on A100 and H100
             // none ran out of memory whose estimated parameters, gradients, optimizer state and
-            // activations took less than 80 %. Fragments and temporary buffers had the rest.
+            // activations took less than 80 %: fragments and temporary buffers fit into the rest.
             headroom: 0.2,
         }
     }
