@@ -35,7 +35,10 @@ pub struct Compared {
 
 /// The columns of the ranked configurations, with what they hold.
 const COLUMNS: [(&str, &str); 9] = [
-    ("=", "tied for the first place; why this one leads is below"),
+    (
+        "=",
+        "tied for the first place; below is why the first leads",
+    ),
     ("STEP", "time of one step of the whole model"),
     (
         "MESH",
