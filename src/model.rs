@@ -77,9 +77,10 @@ impl Engine {
         layer: usize,
         activations: Option<DType>,
     ) -> Result<Layer, Error> {
-        let (mut import, checkpoint) = match model.as_ref().is_dir() {
-            true => import_of_folder(model.as_ref(), layer)?,
-            false => import_of_gguf(model.as_ref(), layer)?,
+        let (mut import, checkpoint) = if model.as_ref().is_dir() {
+            import_of_folder(model.as_ref(), layer)?
+        } else {
+            import_of_gguf(model.as_ref(), layer)?
         };
         let load = LoadOptions::default();
         set_expert_formats(&mut import, &checkpoint, load);
