@@ -38,14 +38,9 @@ pub unsafe extern "C" fn moesaic_layer_over_experts_of(
         let (out, engine, bank, spec, weights) = unsafe {
             let out = Out::handle(out)?;
             let (engine, bank) = (borrow(engine, "engine")?, borrow(bank, "bank")?);
-            let weights = slice(weights, count, "weights")?;
-            (
-                out,
-                engine,
-                bank,
-                borrow(spec, "spec")?,
-                read_weights(weights)?,
-            )
+            let spec = borrow(spec, "spec")?;
+            let weights = read_weights(&spec.spec, slice(weights, count, "weights")?)?;
+            (out, engine, bank, spec, weights)
         };
         if bank.binds() {
             let problem = "has no weights of its own: bind the same experts in both layers";
@@ -213,7 +208,7 @@ pub unsafe extern "C" fn moesaic_multi_gate_open(
         let (out, engine, spec, weights, routers, options) = unsafe {
             let out = Out::handle(out)?;
             let (engine, spec) = (borrow(engine, "engine")?, borrow(spec, "spec")?);
-            let weights = read_weights(slice(weights, count, "weights")?)?;
+            let weights = read_weights(&spec.spec, slice(weights, count, "weights")?)?;
             let routers = slice(routers, router_count, "routers")?;
             let options = options.as_ref().copied().unwrap_or_default();
             (out, engine, spec, weights, routers, options)
@@ -224,7 +219,7 @@ pub unsafe extern "C" fn moesaic_multi_gate_open(
         }
         let router = |list: &TensorList| {
             // SAFETY: as above.
-            unsafe { read_weights(slice(list.tensors, list.count, "tensors")?) }
+            unsafe { read_weights(&spec.spec, slice(list.tensors, list.count, "tensors")?) }
         };
         let routers: Vec<Tensors<'_>> = routers.iter().map(router).collect::<Result<_, _>>()?;
         // SAFETY: the caller vouches for the mesh.

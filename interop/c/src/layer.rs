@@ -166,7 +166,7 @@ pub unsafe extern "C" fn moesaic_layer_open(
         let (out, engine, spec, weights, options) = unsafe {
             let out = Out::handle(out)?;
             let (engine, spec) = (borrow(engine, "engine")?, borrow(spec, "spec")?);
-            let weights = read_weights(slice(weights, count, "weights")?)?;
+            let weights = read_weights(&spec.spec, slice(weights, count, "weights")?)?;
             let options = options.as_ref().copied().unwrap_or_default();
             (out, engine, spec, weights, options.read()?)
         };
@@ -232,7 +232,8 @@ pub unsafe extern "C" fn moesaic_layer_bind(
 
 /// Makes the layer of a model for inference from its folder in the form of transformers: the spec
 /// from config.json, the weights from the safetensors files beside it. Layers count from zero. On a
-/// CPU quantized experts stay the codes of the files.
+/// CPU quantized experts stay the codes of the files. "x" and "y" have the model's type, mostly
+/// bf16; moesaic_layer_find tells it.
 ///
 /// # Safety
 /// `engine` is live, `folder` ends in NUL; `out` is valid for a write.

@@ -227,6 +227,13 @@ fn handles_and_texts_that_cannot_be_are_refused() {
         assert!(last().starts_with("/nowhere.toml: "), "{}", last());
         let status = moesaic_layer_open(opened.engine, opened.spec, null(), 0, null(), &mut layer);
         refused(status, "4 weights do not fit");
+        let mut bias = Owned::new("experts.up.bias", &[4, 16], 0);
+        let (from, spec) = (opened.engine, opened.spec);
+        let status = moesaic_layer_open(from, spec, &bias.c(), 1, null(), &mut layer);
+        refused(
+            status,
+            "`experts.up.bias` is no weight of the spec, which has: ",
+        );
         let options = LayerOptions {
             keep: 2,
             ..LayerOptions::default()

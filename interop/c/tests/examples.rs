@@ -70,14 +70,36 @@ fn built(name: &str, settings: &[&str]) -> PathBuf {
     to
 }
 
-/// Runs an example on the CPU, with the cache of these tests.
-fn example(folder: &Path, name: &str, under: &[&str]) -> String {
+/// Returns what runs an example on the CPU, with the cache of these tests.
+fn started(folder: &Path, name: &str, under: &[&str]) -> Command {
     let program = folder.join(name);
     let mut words: Vec<String> = under.iter().map(|word| word.to_string()).collect();
     words.push(program.display().to_string());
     let mut command = Command::new(&words[0]);
     // AVX2 at most: valgrind knows no AVX-512.
-    run(command.args(&words[1..]).arg(TARGET).arg(cache()))
+    command.args(&words[1..]).arg(TARGET).arg(cache());
+    command
+}
+
+fn example(folder: &Path, name: &str, under: &[&str]) -> String {
+    run(&mut started(folder, name, under))
+}
+
+/// Writes the folder of a model in bf16, once, and returns it.
+fn model() -> &'static Path {
+    static MODEL: OnceLock<PathBuf> = OnceLock::new();
+    MODEL.get_or_init(|| {
+        let to = folder("model");
+        moesaic::example::write_model(&to).unwrap();
+        let config = to.join("config.json");
+        let text = std::fs::read_to_string(&config).unwrap();
+        std::fs::write(&config, text.replace("float32", "bfloat16")).unwrap();
+        to
+    })
+}
+
+fn example_of_a_model(folder: &Path, under: &[&str]) -> String {
+    run(started(folder, "model", under).arg(model()))
 }
 
 const TARGET: &str = "cpu:avx2";
@@ -138,6 +160,17 @@ fn expected_forward() -> String {
         bits("topk_weights", &values("topk_weights")),
         ids.concat(),
     )
+}
+
+/// Returns the text that `model.c` prints, of the Rust face.
+fn expected_model() -> String {
+    let layer = engine().layer_from_hf(model(), 0).unwrap();
+    let y = |thread: usize| {
+        let x = wave(3 * 32, thread);
+        let output = layer.forward(&Input::new(3, &x)).unwrap();
+        bits("y", &output.get("y").unwrap().to_f32())
+    };
+    [y(0), y(1)].concat()
 }
 
 /// Returns the text that `train.cpp` prints, of the Rust face.
@@ -301,6 +334,7 @@ fn nothing_leaks_and_no_memory_is_misused() {
     ];
     let folder = built("sanitized", &[&flags[0], &flags[1]]);
     assert_eq!(example(&folder, "forward", &[]), expected_forward());
+    assert_eq!(example_of_a_model(&folder, &[]), expected_model());
     let trained = example(&folder, "train", &[]);
     let (losses, rest) = trained.split_at(trained.find("dx").unwrap());
     assert_eq!(rest, expected_train());
@@ -325,6 +359,7 @@ fn nothing_leaks_and_no_memory_is_misused() {
     ];
     let folder = built("valgrind", &[]);
     assert_eq!(example(&folder, "forward", &valgrind), expected_forward());
+    assert_eq!(example_of_a_model(&folder, &valgrind), expected_model());
     assert_eq!(example(&folder, "shared", &valgrind), expected_shared());
     assert_eq!(example(&folder, "replay", &valgrind), expected_replay());
 }

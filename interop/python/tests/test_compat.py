@@ -170,14 +170,25 @@ def test_fastmoes_own_experts_and_masks():
             return rows * self.factor
 
     mask = torch.tensor([0, 1, 0, 2])
-    layer = FMoE(num_expert=3, d_model=8, expert=Scale, mask=mask, mask_dict={1: 0.0, 2: 7.0})
+    slots = torch.randn(2, 8, requires_grad=True)
+    layer = FMoE(num_expert=3, d_model=8, expert=Scale, mask=mask, mask_dict={1: 0.5, 2: slots})
     x = torch.randn(4, 8)
     y = layer(x)
-    close(y[1], torch.zeros(8))
-    close(y[3], torch.full((8,), 7.0))
     ids, scores = layer.gate(x)
+    close(y[1], (scores[1].sum() * 0.5).expand(8))
+    close(y[3], scores[3] @ slots)
+    (found,) = torch.autograd.grad(y[3].sum(), slots, retain_graph=True)
+    close(found, scores[3, :, None].expand(2, 8))
     factors = torch.stack([expert.factor for expert in layer.experts])[ids[0], 0]
     close(y[0], (scores[0] * factors).sum() * x[0])
+    # A number that no constant has gives zeros; without constants there is no mask.
+    layer.mask = torch.tensor([0, 0, 9, 0])
+    close(layer(x)[2], torch.zeros(8))
+    layer.mask_dict, layer.mask = None, torch.ones(4)
+    close(layer(x)[0], y[0])
+    layer.mask_dict, layer.mask = {}, torch.ones(5)
+    with pytest.raises(moesaic.InvalidError, match="5 numbers for 4 tokens"):
+        layer(x)
     with pytest.raises(moesaic.InvalidError, match="world_size"):
         FMoE(world_size=2)
 

@@ -24,15 +24,16 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run_ranks(name):
+def run_ranks(name, file=__file__, ranks=RANKS):
+    """Runs a function of a test's file in as many processes."""
     port = str(free_port())
     processes = []
-    for rank in range(RANKS):
+    for rank in range(ranks):
         environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS),
+            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
         }
-        command = [sys.executable, __file__, name]
+        command = [sys.executable, file, name]
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
@@ -45,8 +46,8 @@ def run_ranks(name):
 
 CASES = [
     "passes", "data_parallel", "fully_sharded", "evaluation", "shards", "draws", "refusals",
-    "foreign", "several_routers", "several_shards", "several_draws", "replay", "tutel_experts",
-    "tutel_shards", "tutel_llama", "fastmoe_experts", "fastmoe_mlp", "fastmoe_groups",
+    "foreign", "replay", "tutel_experts", "tutel_shards", "tutel_llama", "fastmoe_experts",
+    "fastmoe_mlp", "fastmoe_groups", "fastmoe_masks",
 ]
 
 
@@ -272,57 +273,6 @@ def foreign(group, rank):
         close(ours(tokens(rank)), one(tokens(rank)))
 
 
-def several_routers(group, rank, scale=1, **options):
-    from moesaic import MultiGate
-
-    options = options or {"strategy": "overlap_degree=2", "gradients": "sum"}
-    torch.manual_seed(0)
-    one = MultiGate(SPEC, 3)
-    torch.manual_seed(0)
-    over = MultiGate(SPEC, 3, group=group, **options)
-    xs = [tokens(r) for r in range(RANKS)]
-    for routers in (None, [torch.arange(len(x)) % 3 for x in xs]):
-        inputs = [x.clone().requires_grad_() for x in xs]
-        ids = [{} if routers is None else {"router_ids": routers[r]} for r in range(RANKS)]
-        wanted = [one.eval()(x, **own) for x, own in zip(inputs, ids)]
-        sum(y.square().sum() for y in wanted).backward()
-        x = xs[rank].clone().requires_grad_()
-        y = over.eval()(x, **ids[rank])
-        close(y, wanted[rank])
-        y.square().sum().backward()
-        close(x.grad, inputs[rank].grad)
-        check_gradients(one.experts, over.experts, rank, scale)
-        for own, whole in zip(over.routers, one.routers):
-            found = own.weight.grad.clone()
-            torch.distributed.all_reduce(found)
-            close(found, whole.weight.grad)
-        one.zero_grad()
-        over.zero_grad()
-
-
-def several_shards(group, rank):
-    several_routers(group, rank, expert_tp=2, gradients="sum")
-    several_routers(group, rank, 1 / RANKS, gradients="mean")
-
-
-def several_draws(group, rank):
-    from moesaic import MultiGate
-
-    noisy = SPEC.replace("router = {", "router = { jitter = 0.1, ").replace("losses", "#")
-    torch.manual_seed(0)
-    one = MultiGate(noisy, 2)
-    torch.manual_seed(0)
-    over = MultiGate(noisy, 2, group=group)
-    x, before = tokens(rank), sum(len(tokens(r)) for r in range(rank))
-    y = over(x, rng_key=(1, 2, 3, 0))
-    close(y, one(x, rng_key=(1, 2, 3, before)))
-    assert not torch.equal(y, over(x))
-    y.sum().backward()
-    one(x, rng_key=(1, 2, 3, before)).sum().backward()
-    assert one.routers[0].weight.grad.abs().max() > 0
-    close(over.routers[0].weight.grad, one.routers[0].weight.grad)
-
-
 def replay(group, rank):
     one, ours = layers(group, strategy="overlap_degree=2")
     xs = [tokens(r) for r in range(RANKS)]
@@ -480,11 +430,13 @@ def fastmoe_own(whole, rank):
     return {name: value[2 * rank : 2 * rank + 2] for name, value in of.items()}
 
 
-def both_of_fastmoe(one, ours, rank):
+def both_of_fastmoe(one, ours, rank, masks=None):
     ours.load_state_dict(fastmoe_own(one.state_dict(), rank), strict=False)
     xs = [tokens(r) for r in range(RANKS)]
     x, wanted = xs[rank].clone().requires_grad_(), [x.clone().requires_grad_() for x in xs]
-    ys = [one(x) for x in wanted]
+    ys = []
+    for own, one.mask in zip(wanted, masks or [None] * RANKS):
+        ys.append(one(own))
     sum(y.square().sum() for y in ys).backward()
     y = ours(x)
     y.square().sum().backward()
@@ -541,6 +493,34 @@ def fastmoe_mlp(group, rank):
     y.square().sum().backward()
     expected.square().sum().backward()
     close(x.grad, wanted.grad)
+
+
+def fastmoe_masks(group, rank):
+    from moesaic.compat.fastmoe import FMoE, FMoETransformerMLP
+
+    constants = {1: 0.5, 2: torch.tensor([[1.0], [-2.0]])}
+    masks = [torch.arange(len(tokens(r))) % 4 for r in range(RANKS)]
+    for make, options in ((FMoE, {"expert": Widening}), (FMoETransformerMLP, {"d_hidden": 40})):
+        one, ours = fastmoe_pair(group, make, mask_dict=constants, **options)
+        ours.mask = masks[rank]
+        both_of_fastmoe(one, ours, rank, masks)
+        # Ranks with the same tokens: a mask of this rank's slice, or of all rows.
+        torch.manual_seed(5)
+        x, mask = torch.randn(8, 24), torch.arange(8) % 4
+        one.mask = mask
+        sliced = make(
+            num_expert=2, d_model=24, world_size=RANKS, slice_group=group, mask_dict=constants,
+            **options,
+        )
+        sliced.load_state_dict(ours.state_dict())
+        for own in (mask, mask.chunk(RANKS)[rank]):
+            sliced.mask = own
+            inputs = [x.clone().requires_grad_() for _ in range(2)]
+            y, wanted = sliced(inputs[0]), one(inputs[1])
+            close(y, wanted)
+            for output in (y, wanted):
+                output.square().mean().backward()
+            close(inputs[0].grad, inputs[1].grad)
 
 
 def fastmoe_groups(group, rank):

@@ -155,6 +155,11 @@ class FMoE(nn.Module):
 
     Each is called as `expert(rows, count)` on the rows of its tokens. moesaic computes experts of
     `FMoETransformerMLP`; modules of your own run as they are.
+
+    `mask` has a number for each token: experts compute those of 0 alone. `mask_dict` has a constant
+    for each other number, the output of every slot: a number, or a tensor that broadcasts to
+    [tokens, top_k, d]; without `mask_dict` nothing is masked. With `slice_group` the mask is of
+    this rank's slice, or of all rows.
     """
 
     def __init__(
@@ -189,7 +194,7 @@ class FMoE(nn.Module):
         elif expert is not None:
             self.experts = nn.ModuleList([expert(d_model) for _ in range(num_expert)])
         self.num_expert, self.d_model, self.top_k = num_expert, d_model, top_k
-        self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict or {}
+        self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
         # As FastMoE: a gate of somebody's own knows no gate_bias.
         naive = isinstance(gate, type) and issubclass(gate, NaiveGate)
         options = {"gate_bias": gate_bias} if naive else {}
@@ -230,13 +235,37 @@ class FMoE(nn.Module):
         scores = scores.reshape(ids.shape)
         if self.gate_hook is not None:
             self.gate_hook(ids, scores, None)
-        mask = None if self.mask is None else self.mask.reshape(-1)
-        if mask is not None:
-            ids = ids.masked_fill((mask != 0)[:, None], -1)
-        y = self.expert_fn(moe_inp, ids, scores)
-        for value, constant in self.mask_dict.items() if mask is not None else ():
-            whole = scores.sum(1, keepdim=True).to(y.dtype) * constant
-            y = torch.where((mask == value)[:, None], whole, y)
+        mask = self._own_mask(moe_inp.shape[0])
+        if mask is None:
+            return self.expert_fn(moe_inp, ids, scores)
+        y = self.expert_fn(moe_inp, ids.masked_fill((mask != 0)[:, None], -1), scores)
+        return self._with_constants(y, mask, scores)
+
+    def _own_mask(self, tokens: int) -> Optional[torch.Tensor]:
+        """Returns the mask of this rank's tokens: 0 for those that experts compute."""
+        # As FastMoE: without constants there is no mask.
+        if self.mask is None or self.mask_dict is None:
+            return None
+        mask = self.mask.reshape(-1)
+        slices = 1 if self.slice_group is None else self.slice_group.size()
+        if slices > 1 and mask.shape[0] == slices * tokens:
+            # FastMoE takes the mask of a slice alone.
+            mask = mask.chunk(slices)[self.slice_group.rank()]
+        if mask.shape[0] != tokens:
+            raise InvalidError(f"mask has {mask.shape[0]} numbers for {tokens} tokens of a rank")
+        return mask
+
+    def _with_constants(
+        self, y: torch.Tensor, mask: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        """Puts the constants of masked tokens, for each slot, in the place of experts' outputs."""
+        for value, constant in self.mask_dict.items():
+            token = torch.where(mask == value)[0]
+            slots = y.new_empty(len(token), scores.shape[1], y.shape[1])
+            # A number, or a tensor that broadcasts to these sizes and may have a gradient.
+            slots[:] = constant
+            own = torch.bmm(scores[token, None].to(y.dtype), slots)[:, 0]
+            y = y.index_copy(0, token, own)
         return y
 
 
