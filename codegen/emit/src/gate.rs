@@ -19,8 +19,9 @@ pub(crate) struct GateText {
     projects: bool,
     /// Columns of the product of tokens: of the projection, or the experts.
     columns: usize,
-    /// The parameters of the projection's matrix and of its bias; empty without a projection.
+    /// The parameter of the projection's matrix; empty without a projection.
     matrix: &'static str,
+    /// The parameter of its bias.
     matrix_bias: &'static str,
     /// See [`Logits::compared`].
     compared: &'static str,

@@ -234,7 +234,7 @@ impl Call<'_> {
             .map_or("router", |logits| logits.matrix)
     }
 
-    /// Whether logits are computed of projected tokens.
+    /// Returns whether logits are computed of projected tokens.
     fn projects(&self) -> bool {
         let logits = self.spec().logits();
         logits.is_some_and(|logits| logits.projected.is_some())
