@@ -1,6 +1,6 @@
 //! Layers of published models.
 
-use crate::{Engine, Error, Layer, LayerOptions};
+use crate::{DType, Engine, Error, Layer, LayerOptions, LayerSpec};
 use moesaic_spec::hf::{self, Import};
 use moesaic_weights::{Checkpoint, LayerReader, LoadOptions, set_expert_formats};
 use std::io::ErrorKind;
@@ -48,16 +48,8 @@ impl Engine {
         layer: usize,
         options: LayerOptions<'_>,
     ) -> Result<Layer, Error> {
-        let path = folder.as_ref().join("config.json");
-        let config = std::fs::read_to_string(&path);
-        let config = config.map_err(|source| match source.kind() {
-            ErrorKind::NotFound => Error::NoModel {
-                folder: folder.as_ref().to_path_buf(),
-            },
-            _ => Error::Io { path, source },
-        })?;
-        let import = hf::import(&config, layer)?;
-        self.layer_of_import(import, &Checkpoint::open(folder)?, options)
+        let (import, checkpoint) = import_of_folder(folder.as_ref(), layer)?;
+        self.layer_of_import(import, &checkpoint, options)
     }
 
     /// Makes a layer of a model from a GGUF file, as [`Engine::layer_from_hf`] does from a folder.
@@ -68,10 +60,33 @@ impl Engine {
     /// [`Error::Gguf`] for a model or a layer that no spec describes, [`Error::Weights`] for a file
     /// that is no GGUF; otherwise as [`Engine::layer`].
     pub fn layer_from_gguf(&self, file: impl AsRef<Path>, layer: usize) -> Result<Layer, Error> {
-        let checkpoint = Checkpoint::open(file)?;
-        let metadata = checkpoint.gguf().cloned().unwrap_or_default();
-        let import = moesaic_spec::gguf::import(&metadata, layer)?;
+        let (import, checkpoint) = import_of_gguf(file.as_ref(), layer)?;
         self.layer_of_import(import, &checkpoint, LayerOptions::default())
+    }
+
+    /// Makes a layer of nothing but the routed experts of a model's layer, from its folder or its
+    /// GGUF file: for a model of another library that routes by itself and has the shared experts
+    /// and projections around them. A call takes `topk_ids [T, K]` and `topk_weights [T, K]`. `x`
+    /// and `y` have `activations`, or the model's type if you give none.
+    ///
+    /// # Errors
+    /// As [`Engine::layer_from_hf`] and [`Engine::layer_from_gguf`].
+    pub fn experts_of_model(
+        &self,
+        model: impl AsRef<Path>,
+        layer: usize,
+        activations: Option<DType>,
+    ) -> Result<Layer, Error> {
+        let (mut import, checkpoint) = match model.as_ref().is_dir() {
+            true => import_of_folder(model.as_ref(), layer)?,
+            false => import_of_gguf(model.as_ref(), layer)?,
+        };
+        let load = LoadOptions::default();
+        set_expert_formats(&mut import, &checkpoint, load);
+        let mut spec = routed_experts(&import.spec);
+        spec.precision.activations = activations.unwrap_or(spec.precision.activations);
+        let weights = LayerReader::of_sources(&spec, &import.sources, &checkpoint, load)?;
+        Ok(self.layer(&spec, &weights)?)
     }
 
     fn layer_of_import(
@@ -85,6 +100,35 @@ impl Engine {
         let weights = LayerReader::of_import(&import, checkpoint, load)?;
         Ok(self.layer_with(&import.spec, &weights, options)?)
     }
+}
+
+fn import_of_folder(folder: &Path, layer: usize) -> Result<(Import, Checkpoint), Error> {
+    let path = folder.join("config.json");
+    let config = std::fs::read_to_string(&path);
+    let config = config.map_err(|source| match source.kind() {
+        ErrorKind::NotFound => Error::NoModel {
+            folder: folder.to_path_buf(),
+        },
+        _ => Error::Io { path, source },
+    })?;
+    Ok((hf::import(&config, layer)?, Checkpoint::open(folder)?))
+}
+
+fn import_of_gguf(file: &Path, layer: usize) -> Result<(Import, Checkpoint), Error> {
+    let checkpoint = Checkpoint::open(file)?;
+    let metadata = checkpoint.gguf().cloned().unwrap_or_default();
+    let import = moesaic_spec::gguf::import(&metadata, layer)?;
+    Ok((import, checkpoint))
+}
+
+/// Returns a layer of the routed experts alone, between the latent projections if there are any.
+fn routed_experts(spec: &LayerSpec) -> LayerSpec {
+    let mut alone = spec.decided_elsewhere();
+    alone.shape.model_dim = spec.expert_input_dim();
+    alone.shape.output_dim = Some(spec.expert_output_dim()).filter(|d| *d != alone.shape.model_dim);
+    alone.latent = None;
+    alone.shared = Vec::new();
+    alone
 }
 
 #[cfg(test)]
@@ -121,6 +165,23 @@ mod tests {
             // The file's codes have eight bits, and its layer computes in bf16.
             assert!(error < 0.05, "{found}, not {expected}");
         }
+    }
+
+    #[test]
+    fn experts_of_a_model_take_the_decisions_of_its_router() {
+        let folder = tempfile::tempdir().expect("a folder");
+        write_model(folder.path()).expect("a model");
+        let whole = engine().layer_from_hf(folder.path(), 1).expect("a layer");
+        let x = wave(3 * 32);
+        let mut input = Input::new(3, &x);
+        let read = ["y", "topk_ids", "topk_weights"];
+        let decided = whole.forward(input.reading(&read)).expect("it runs");
+        for name in ["topk_ids", "topk_weights"] {
+            input.insert(name, decided.get(name).expect("it is read").clone());
+        }
+        let experts = engine().experts_of_model(folder.path(), 1, None);
+        let found = experts.expect("a layer").forward(&input).expect("it runs");
+        assert_eq!(found.y().to_f32(), decided.y().to_f32());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
-use crate::spec::Spec;
+use crate::spec::{Spec, float};
 use moesaic::{Engine, Input, Layer, Output, Tensor};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
@@ -68,6 +68,23 @@ impl PackedLayer {
     #[pyo3(signature = (file, layer=0))]
     fn from_gguf(py: Python<'_>, file: PathBuf, layer: usize) -> PyResult<PackedLayer> {
         PackedLayer::read(py, |engine| engine.layer_from_gguf(&file, layer))
+    }
+
+    /// Makes a layer of nothing but the routed experts of a model's layer, from its folder or its
+    /// GGUF file: calls take topk_ids and topk_weights [T, K]. x and y have `activations`, such as
+    /// "bf16", or the model's type.
+    #[staticmethod]
+    #[pyo3(signature = (model, layer=0, activations=None))]
+    fn experts_of(
+        py: Python<'_>,
+        model: PathBuf,
+        layer: usize,
+        activations: Option<&str>,
+    ) -> PyResult<PackedLayer> {
+        let activations = activations.map(float).transpose()?;
+        PackedLayer::read(py, |engine| {
+            engine.experts_of_model(&model, layer, activations)
+        })
     }
 
     /// Evaluates x [.., model_dim] to the named outputs, such as y [T, output_dim], topk_ids [T, K]

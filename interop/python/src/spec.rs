@@ -283,7 +283,7 @@ fn replayed(spec: &LayerSpec, record: &Imported, layer: usize) -> Result<Replay,
     replay.map_err(|error| Failure::Invalid(error.to_string()))
 }
 
-fn float(name: &str) -> Result<DType, Failure> {
+pub fn float(name: &str) -> Result<DType, Failure> {
     let floats = [DType::F32, DType::F16, DType::Bf16];
     let found = floats.into_iter().find(|dtype| dtype.to_string() == name);
     found.ok_or_else(|| {

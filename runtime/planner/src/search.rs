@@ -128,6 +128,8 @@ fn of_each(scenario: &Scenario, space: &Space) -> Vec<Result<Ranked, PlannerErro
 
 /// Returns all configurations of a mesh, in no order.
 fn of_mesh(simulator: &Simulator, space: &Space, mesh: Parallel) -> Result<Ranked, PlannerError> {
+    // Before its strategies are listed: there are as many as `expert_tp` has divisors.
+    simulator.check_mesh(mesh)?;
     let scenario = simulator.scenario();
     let limit = scenario.machine.compute.memory_gib * f64::from(1u32 << 30);
     let mut ranked = Ranked::default();

@@ -234,7 +234,8 @@ impl<'q> Simulator<'q> {
     }
 
     /// Checks a strategy ([`Strategy::check`]) against the nodes that the machine has.
-    fn check(&self, mesh: Parallel, strategy: Strategy) -> Result<(), PlannerError> {
+    /// Checks that the job's ranks can form a mesh, and that the layer fits it.
+    pub(crate) fn check_mesh(&self, mesh: Parallel) -> Result<(), PlannerError> {
         let world = self.scenario.world;
         let wanted = mesh.ranks();
         let spec = &self.scenario.spec;
@@ -247,6 +248,11 @@ impl<'q> Simulator<'q> {
         if wanted != world {
             return Err(PlannerError::World { wanted, world });
         }
+        Ok(())
+    }
+
+    fn check(&self, mesh: Parallel, strategy: Strategy) -> Result<(), PlannerError> {
+        self.check_mesh(mesh)?;
         strategy.check(&mesh)?;
         if !strategy.all_to_all.row().is_direct() && strategy.overlap_by != OverlapBy::Rows {
             let all_to_all = strategy.all_to_all.to_string();

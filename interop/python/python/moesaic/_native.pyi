@@ -134,6 +134,13 @@ class PackedLayer:
     def from_gguf(file: str | os.PathLike[str], layer: int = 0) -> PackedLayer:
         """Reads the MoE layer of a model from a GGUF file. x and y are bf16 where its experts are
         codes."""
+    @staticmethod
+    def experts_of(
+        model: str | os.PathLike[str], layer: int = 0, activations: Optional[str] = None
+    ) -> PackedLayer:
+        """Makes a layer of nothing but the routed experts of a model's layer, from its folder or its
+        GGUF file: calls take topk_ids and topk_weights [T, K]. x and y have `activations`, such as
+        "bf16", or the model's type."""
     def forward(
         self,
         x: SupportsDLPack,

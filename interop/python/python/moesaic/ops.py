@@ -9,6 +9,7 @@ dispatcher, which takes longer than a small layer.
 from __future__ import annotations
 
 import math
+import threading
 from types import MappingProxyType
 from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
@@ -35,6 +36,9 @@ from ._once import once, without_second
 
 # Elements of a tensor that does not come from a heap's used pages.
 LARGE = 1 << 18
+
+# Elements of gradients whose memory a thread keeps; that of larger ones goes back.
+KEPT = 1 << 24
 
 # Tensors of other types mean something of their own by an operation.
 PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -205,11 +209,33 @@ def few_experts(of: Compiled, tokens: int, weights: Sequence[torch.Tensor]) -> b
     return 2 * tokens * of.top_k <= of.experts and most >= LARGE
 
 
-def zeros(shape: Sequence[int]) -> torch.Tensor:
-    """Returns zeros, f32. Where there are many, they take no memory until they are touched."""
-    if math.prod(shape) < LARGE:
-        return torch.zeros(shape, dtype=torch.float32)
-    return torch.from_dlpack(_native.zeros(shape))
+def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns zeros on the CPU. Where there are many, they take no memory until they are touched."""
+    count = math.prod(shape)
+    if count < LARGE:
+        return torch.zeros(shape, dtype=dtype)
+    words = -(-count * dtype.itemsize // 4)
+    return torch.from_dlpack(_native.zeros([words])).view(dtype)[:count].view(shape)
+
+
+class _Sums(threading.local):
+    """Memory for gradients in f32 that are rounded to 16 bits as soon as a call has them. A thread
+    writes to the same pages each time, because a page that is new to it has to be cleared first."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        count = math.prod(shape)
+        if not LARGE <= count <= KEPT:
+            return torch.empty(shape, dtype=torch.float32)
+        flat = self._flat.get(name)
+        if flat is None or flat.numel() < count:
+            flat = self._flat[name] = torch.empty(count, dtype=torch.float32)
+        return flat[:count].view(shape)
+
+
+_sums = _Sums()
 
 
 def gradients(
@@ -221,11 +247,13 @@ def gradients(
     weights: Sequence[torch.Tensor],
     routing: Sequence[torch.Tensor],
     into: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    rounded: bool = True,
 ) -> tuple[torch.Tensor, Optional[torch.Tensor], list[Optional[torch.Tensor]]]:
     """Returns the gradients of x, of topk_weights and of weights, where there are any.
 
     `routing` is that of the call, unless the caller routes and nothing rescales the weights. `into`
-    has memory for those of some weights, unless most experts have no token.
+    has memory for those of some weights, unless most experts have no token. Unless `rounded`, those
+    of weights in 16 bits stay f32, in memory that this thread's next call writes to.
     """
     of = family(options.text).compiled(x, weights, options.training)
     if of.external:
@@ -253,6 +281,8 @@ def gradients(
                 gradient = zeros(weight.shape)
             elif name in into:
                 gradient = into[name]
+            elif of.place is CPU and weight.dtype is not torch.float32:
+                gradient = _sums.take(name, weight.shape)
             else:
                 gradient = torch.empty(weight.shape, dtype=torch.float32, device=x.device)
             found.append(call.add(f"grad.{name}", gradient))
@@ -261,6 +291,8 @@ def gradients(
     bound, _kept = call.bind(of, weights)
     with selected(of.place):
         bound.backward(int(state), x.shape[0], call.addresses(), few)
+    if not rounded:
+        return dx, dtopk, found
     pairs = zip(found, weights)
     own = [g if g is None or g.dtype is w.dtype else g.to(w.dtype) for g, w in pairs]
     return dx, dtopk, own

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Iterator, NamedTuple, Optional
+from typing import Any, Iterator, NamedTuple, Optional, Sequence
 
 import torch
 from torch.nn import functional
 
 from . import ops
+from ._codes import ATTRIBUTE, Codes, keep_codes
 from ._changes import Copies, Stamps
 from ._layers import CONVERTED
 from ._native import InvalidError, PackedLayer, Spec
@@ -241,10 +242,8 @@ def _pack(
     """Returns the gradient of a weight from those of its parts; all but `few` experts' are zero."""
     if few is None:
         whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    elif like.dtype == torch.float32:
-        whole = ops.zeros(like.shape)
     else:
-        whole = torch.zeros(like.shape, dtype=like.dtype)
+        whole = ops.zeros(like.shape, like.dtype)
     for part, gradient in zip(_parts(whole, *kind), gradients):
         if few is None:
             part.copy_(gradient)
@@ -372,7 +371,7 @@ class _Experts(torch.autograd.Function):
             whole = torch.empty(sources[0].shape, dtype=torch.float32, device=x.device)
             into = dict(zip(ctx.kinds[0][2], _halves(whole)))
         dx, dchosen, found = ops.gradients(
-            ctx.options, dy, state, x, inputs, weights, [], into
+            ctx.options, dy, state, x, inputs, weights, [], into, rounded=False
         )
         named = dict(zip(plan.names, found))
         packed = []
@@ -381,19 +380,22 @@ class _Experts(torch.autograd.Function):
             if whole is not None and len(parts) == 2:
                 packed.append(_alternate(whole))
             else:
-                packed.append(_pack(parts, source, kind, few) if any(kind) else parts[0])
-        packed += _bias_gradients(plan, named)
+                own = not any(kind) and parts[0].dtype == source.dtype
+                packed.append(parts[0] if own else _pack(parts, source, kind, few))
+        packed += _bias_gradients(plan, named, sources[len(ctx.kinds) :])
         return (None, None, dx, None, dchosen, *packed)
 
 
-def _bias_gradients(plan: _Plan, named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def _bias_gradients(
+    plan: _Plan, named: dict[str, torch.Tensor], like: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     if not plan.bias:
         return []
-    down = named["experts.down.bias"]
-    if not plan.gated:
-        return [named["experts.up.bias"], down]
-    both = [named["experts.gate.bias"], named["experts.up.bias"]]
-    return [torch.stack(both, 2).flatten(1) if plan.interleaved else torch.cat(both, 1), down]
+    first, down = named["experts.up.bias"], named["experts.down.bias"]
+    if plan.gated:
+        both = [named["experts.gate.bias"], first]
+        first = torch.stack(both, 2).flatten(1) if plan.interleaved else torch.cat(both, 1)
+    return [gradient.to(source.dtype) for gradient, source in zip((first, down), like)]
 
 
 class _Packed:
@@ -479,6 +481,9 @@ def experts_forward(
     hidden_states [T, d]; top_k_index [T, K], in which an id beyond the experts masks a slot;
     top_k_weights [T, K]. Returns [T, d].
     """
+    codes = getattr(self, ATTRIBUTE, None)
+    if codes is not None:
+        return _of_codes(codes, hidden_states, top_k_index, top_k_weights)
     plan = _Plan(*_plan_of(self, top_k_index.shape[-1]))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     ids = top_k_index.reshape(x.shape[0], -1)
@@ -498,6 +503,30 @@ def experts_forward(
         weights = _weights(self, plan)
         y = ops.layer(plan.text, x, names, [ids, chosen], weights, False)[0]
     return y.reshape(hidden_states.shape)
+
+
+class _OfCodes(torch.autograd.Function):
+    """Experts that are codes; a backward pass through them is an error."""
+
+    @staticmethod
+    def forward(ctx, codes: Codes, x, ids, weights):
+        ctx.codes = codes
+        return codes.forward(x, ids, weights)
+
+    @staticmethod
+    def backward(ctx, _dy):
+        ctx.codes.refuse("which have no gradients")
+
+
+@torch.compiler.disable
+def _of_codes(
+    codes: Codes, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    x = hidden.reshape(-1, hidden.shape[-1])
+    ids = top_k_index.reshape(x.shape[0], -1)
+    ids = torch.where(ids < codes.experts, ids, -1).to(torch.int32)
+    y = _OfCodes.apply(codes, x, ids, top_k_weights.reshape(ids.shape).float())
+    return y.reshape(hidden.shape)
 
 
 def _is_differentiated(experts: torch.nn.Module, *tensors: torch.Tensor) -> bool:
