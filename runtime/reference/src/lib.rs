@@ -22,6 +22,7 @@ mod comm_cast;
 mod expert;
 mod expression;
 mod few;
+mod formula;
 mod gate;
 mod losses;
 mod math;

@@ -52,7 +52,7 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     };
     let experts = constant(spec.routed_experts());
     // Without a projection no step names its tensor, so any width will do.
-    let projection = constant(spec.router.projection_dim.unwrap_or(1));
+    let projection = constant(spec.logits().map_or(1, |logits| logits.width.size(spec)));
     vec![
         of("dy", activations, output, TensorRole::OutputGradient),
         of("dx", activations, model.clone(), TensorRole::InputGradient),
