@@ -1,7 +1,7 @@
 //! The first weights of a layer that is trained from nothing.
 
 use crate::{LayerSpec, Tensor, Tensors};
-use moesaic_spec::{TensorSpec, canonical_tensors};
+use moesaic_spec::{RouterWeight, TensorSpec, WeightStart, canonical_tensors};
 
 /// The distribution of a new layer's weights.
 ///
@@ -10,8 +10,7 @@ use moesaic_spec::{TensorSpec, canonical_tensors};
 /// | matrices | uniform in ±1/√(columns) | normal, `std` |
 /// | `experts.down`, `shared.N.down` | the same | normal, `std` / √(2 · `layers`) |
 /// | biases of a matrix | uniform in ±1/√(columns of the matrix) | 0 |
-/// | `router.similarity` | normal, 0.01 | normal, 0.01 |
-/// | `router.temperature` | ln 2 | ln 2 |
+/// | weights that one kind of router has | as docs/SEMANTICS.md says | the same |
 /// | `router.select_bias` | 0 | 0 |
 /// | `router.load` | 1 / experts | 1 / experts |
 /// | scales | 1 | 1 |
@@ -76,10 +75,12 @@ impl Init {
 
     fn distribution(self, tensor: &TensorSpec, all: &[TensorSpec]) -> Distribution {
         let columns = |tensor: &TensorSpec| tensor.shape.last().copied().unwrap_or(1) as f32;
+        match RouterWeight::named(&tensor.name).map(|(_, weight)| weight.start) {
+            Some(WeightStart::Normal(deviation)) => return Distribution::Normal(deviation),
+            Some(WeightStart::Constant(value)) => return Distribution::Constant(value),
+            Some(WeightStart::Matrix) | None => {}
+        }
         match tensor.name.as_str() {
-            "router.similarity" => return Distribution::Normal(0.01),
-            // Tutel's cosine gate begins with the logits doubled.
-            "router.temperature" => return Distribution::Constant(std::f32::consts::LN_2),
             "router.select_bias" => return Distribution::Constant(0.0),
             "router.load" => return Distribution::Constant(1.0 / columns(tensor)),
             "latent.norm.weight" => return Distribution::Constant(1.0),

@@ -1,5 +1,6 @@
 //! The rules of the house, as docs/ARCHITECTURE.md states them.
 
+mod few_files;
 mod names;
 
 use moesaic::kernel::Stem;

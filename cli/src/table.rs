@@ -86,24 +86,26 @@ impl Table {
         loop {
             let whole = line_width(&widths);
             let wraps = |i: &usize| {
-                self.columns[*i].align == Align::Left && widths[*i] > self.least_width(*i)
+                self.columns[*i].align == Align::Left && widths[*i] > self.least_width(*i, columns)
             };
             let widest = (0..widths.len()).filter(wraps).max_by_key(|&i| widths[i]);
             let Some(widest) = widest.filter(|_| whole > columns) else {
                 return widths;
             };
             let less = widths[widest].saturating_sub(whole - columns);
-            widths[widest] = less.max(self.least_width(widest));
+            widths[widest] = less.max(self.least_width(widest, columns));
         }
     }
 
-    /// Returns the width to which a column of texts may be wrapped.
-    fn least_width(&self, column: usize) -> usize {
+    /// Returns the width to which a column of texts may be wrapped in a stream `columns` wide.
+    fn least_width(&self, column: usize, columns: usize) -> usize {
         let cells = self.rows.iter().filter_map(|row| row.get(column));
         let words = cells.flat_map(|cell| cell.text.split(' '));
         let longest = words.map(|word| word.chars().count()).max().unwrap_or(0);
         let title = self.columns[column].title.chars().count();
-        longest.max(title).max(LEAST_TEXT.min(self.width(column)))
+        longest
+            .max(title)
+            .max(least_text(columns).min(self.width(column)))
     }
 
     /// Divides the columns into blocks that fit. Every block begins with the columns up to the first
@@ -185,8 +187,15 @@ impl Table {
     }
 }
 
-/// The least width of a column of wrapped texts, if its texts are that long.
-const LEAST_TEXT: usize = 24;
+/// Returns the least width of a column of wrapped texts in a stream `columns` wide, if its texts are
+/// that long.
+fn least_text(columns: usize) -> usize {
+    match columns {
+        // The text that names a row leaves room for one column beside it.
+        ..44 => columns / 5,
+        _ => 24,
+    }
+}
 
 /// Returns the width of a line with columns of these widths.
 fn line_width(widths: &[usize]) -> usize {
@@ -252,6 +261,25 @@ mod tests {
         assert_eq!(text.matches("combine").count(), 2, "{text}");
         assert!(text.contains("1.53 ms") && text.contains("slots"), "{text}");
         assert_eq!(table.render(&PLAIN).lines().count(), 2);
+    }
+
+    /// A telephone's width: the text that names rows is wrapped, so that a number stands beside it.
+    #[test]
+    fn a_narrow_stream_wraps_the_names_of_rows() {
+        let mut table = Table::new(&[">", ">STEP", "MESH", "DP", ">MEMORY"]);
+        table.row([
+            "10 =",
+            "7.75 s",
+            "pp 2 x tp 2 x ep 16",
+            "64, 8",
+            "234 GiB (87 %)",
+        ]);
+        let text = table.render(&PLAIN.within(Some(40)));
+        assert!(
+            text.lines().all(|line| line.chars().count() <= 40),
+            "{text}"
+        );
+        assert_eq!(text.matches("10 =").count(), 2, "{text}");
     }
 
     #[test]

@@ -337,6 +337,48 @@ fn a_mesh_is_compared_with_the_first() {
     refused("ep=32", "ep=32 x expert_tp=1 does not divide the 16 ranks");
 }
 
+/// Meshes whose steps are closer than predictions err tie, and headroom decides; a named reserve
+/// ranks by time alone.
+#[test]
+fn headroom_leads_a_tie() {
+    let spec = repository("examples/specs/deepseek-v3.toml");
+    let plan = |more: &[&str]| {
+        let mut call = command();
+        let job = ["plan", "--world=256", "--machine=gb300-nvl72", "--training"];
+        let model = ["--layers=58", "--params=671B", "--top=100"];
+        finish(
+            call.args(job)
+                .args(model)
+                .arg("--spec")
+                .arg(&spec)
+                .args(more),
+        )
+    };
+    let found = plan(&["--json"]).json();
+    let number = |value: &Value| value.as_f64().unwrap();
+    let ties = &found["ties"];
+    let (tied, roomy) = (ties["tied"].as_u64(), ties["with_headroom"].as_u64());
+    let (tied, roomy) = (tied.unwrap() as usize, roomy.unwrap() as usize);
+    assert!(0 < roomy && roomy < tied && tied < 100, "{ties}");
+    let limit = 268.0 * f64::from(1u32 << 30);
+    let used = |one: &Value| {
+        let memory = &one["memory"];
+        (number(&memory["bytes"]) - number(&memory["reserve"])) / limit
+    };
+    let longest = 1.063 * number(&ties["fastest"]["seconds"]);
+    for (at, one) in found["ranked"].as_array().unwrap().iter().enumerate() {
+        assert_eq!(number(&one["seconds"]) <= longest, at < tied, "{at}");
+        assert!(at >= roomy || used(one) <= 0.8, "{at}");
+    }
+    assert!(used(&ties["fastest"]) > 0.8);
+    let text = plan(&[]).ok();
+    let said = format!("\n{tied} meshes tie, their steps within 6.3 % of the fastest");
+    assert!(text.contains(&said) && text.contains("with less free, the fastest is "));
+    assert!(text.contains("\n    1 =  "), "{text}");
+    let text = plan(&["--reserve=20GiB"]).ok();
+    assert!(!text.contains(" tie") && !text.contains(" =  "), "{text}");
+}
+
 /// Weights of one byte need half the memory of bf16, and a depth beyond all models is refused.
 #[test]
 fn bytes_of_weights_and_layers_have_bounds() {

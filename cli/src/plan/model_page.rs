@@ -4,7 +4,7 @@ use super::model_report::{ModelReport, flops, parts};
 use crate::inspect::html::{document, escape};
 use crate::units;
 use moesaic::planner::Simulated;
-use moesaic::planner::model::StepPhase;
+use moesaic::planner::model::{ModelPrediction, StepPhase};
 use std::fmt::Write;
 
 /// Renders the whole page.
@@ -72,33 +72,40 @@ fn facts(report: &ModelReport) -> String {
 
 fn ranked(report: &ModelReport) -> String {
     let titles = [
-        "Step", "Mesh", "Copies", "Batch", "Again", "Tokens/s", "TFLOP/s", "Memory",
+        "", "Step", "Mesh", "Copies", "Batch", "Again", "Tokens/s", "TFLOP/s", "Memory",
     ];
     let titles: String = titles
         .iter()
         .map(|title| format!("<th>{title}</th>"))
         .collect();
-    let row = |cells: [String; 8]| {
+    let row = |(number, found): (String, &ModelPrediction)| {
+        let cells = std::iter::once(number).chain(report.cells(found));
         let cells: String = cells
-            .iter()
-            .map(|cell| format!("<td>{}</td>", escape(cell)))
+            .map(|cell| format!("<td>{}</td>", escape(&cell)))
             .collect();
         format!("<tr>{cells}</tr>")
     };
-    let rows: String = report
-        .shown()
-        .map(|found| row(report.cells(found)))
-        .collect();
+    let sign = match report.ranked.ties {
+        Some(_) => "; lines with = tie",
+        None => "",
+    };
+    let rows: String = report.numbers().zip(report.shown()).map(row).collect();
     format!(
-        "<h2 id=\"ranked\">Ranked</h2><p>The best of each mesh.{}</p><div class=\"card\"><table>\
-         <thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table></div>\n",
-        escape(
-            &report
-                .sensitivity()
-                .trim()
-                .replacen("the second", " The second", 1)
-        )
+        "<h2 id=\"ranked\">Ranked</h2><p>The best of each mesh{sign}.{}{}</p><div \
+         class=\"card\"><table><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table></div>\n",
+        sentences(&report.ties()),
+        sentences(&report.sensitivity())
     )
+}
+
+/// Returns lines of the report as sentences, each after a space.
+fn sentences(lines: &str) -> String {
+    let lines = lines.lines().filter(|line| !line.is_empty());
+    let sentence = |line: &str| {
+        let (first, rest) = line.split_at(1);
+        format!(" {}{rest}.", first.to_uppercase())
+    };
+    escape(&lines.map(sentence).collect::<String>())
 }
 
 fn step(report: &ModelReport) -> String {

@@ -28,11 +28,17 @@ pub struct ModelReport<'a> {
 pub struct Compared {
     /// Its place among all that fit, from one; `None` for a mesh that a search does not try.
     pub place: Option<usize>,
+    /// Its place by time alone, where another rule ranks.
+    pub by_time: Option<usize>,
     pub found: ModelPrediction,
 }
 
 /// The columns of the ranked configurations, with what they hold.
-const COLUMNS: [(&str, &str); 8] = [
+const COLUMNS: [(&str, &str); 9] = [
+    (
+        "=",
+        "tied for the first place; below is why the first leads",
+    ),
     ("STEP", "time of one step of the whole model"),
     (
         "MESH",
@@ -50,7 +56,10 @@ const COLUMNS: [(&str, &str); 8] = [
         "TFLOP/S",
         "of one rank, as the model needs them; in brackets of the machine's peak",
     ),
-    ("MEMORY", "of the rank that needs most"),
+    (
+        "MEMORY",
+        "of the rank that needs most, without the reserve; in brackets of the machine's",
+    ),
 ];
 
 impl ModelReport<'_> {
@@ -67,9 +76,11 @@ impl ModelReport<'_> {
             too_large(self.ranked.too_large, &self.scenario.machine)
         );
         let line = |(name, about): &(&str, &str)| format!("  {name}: {about}\n");
-        text += &palette.dim(&COLUMNS.iter().map(line).collect::<String>());
+        let columns = COLUMNS.iter().skip(usize::from(self.ranked.ties.is_none()));
+        text += &palette.dim(&columns.map(line).collect::<String>());
         text += "\n";
         text += &self.table().render(palette);
+        text += &self.ties();
         text += &self.all_ranks();
         text += "\nwhat a rank of the slowest stage does in a step of the first\n\n";
         text += &self.phases().render(palette);
@@ -134,7 +145,12 @@ impl ModelReport<'_> {
     pub fn beside(&self, compared: &Compared) -> String {
         let found = &compared.found;
         let place = match compared.place {
-            Some(place) => format!("place {place} of {}", self.ranked.best.len()),
+            Some(place) => {
+                let by_time = compared.by_time.filter(|by_time| *by_time != place);
+                let by_time = by_time.map(|at| format!(" ({at} by time alone)"));
+                let all = self.ranked.best.len();
+                format!("place {place} of {all}{}", by_time.unwrap_or_default())
+            }
             None => "no mesh that the search tries".to_string(),
         };
         let behind = 100.0 * (found.seconds / self.best.seconds - 1.0);
@@ -227,8 +243,64 @@ impl ModelReport<'_> {
             schedule.recompute.to_string(),
             format!("{:.0}", found.tokens_per_second),
             flops(found),
-            units::bytes(found.memory.bytes() as u64),
+            format!(
+                "{} ({})",
+                units::bytes(found.memory.counted() as u64),
+                self.of_memory(found)
+            ),
         ]
+    }
+
+    /// Returns the numbers of the configurations to show, each with a sign if it ties.
+    pub fn numbers(&self) -> impl Iterator<Item = String> {
+        let tied = self.ranked.ties.as_ref().map(|ties| ties.tied);
+        (1..=self.top).map(move |number| match tied {
+            Some(tied) if number <= tied => format!("{number} ="),
+            Some(_) => format!("{number}  "),
+            None => number.to_string(),
+        })
+    }
+
+    /// Returns the part of a rank's memory that a configuration uses, without the reserve.
+    fn of_memory(&self, found: &ModelPrediction) -> String {
+        let gib = found.memory.counted() / f64::from(1u32 << 30);
+        let part = gib / self.scenario.machine.compute.memory_gib;
+        format!("{:.0} %", 100.0 * part)
+    }
+
+    /// Says which configurations tie, and why the first of them leads.
+    pub fn ties(&self) -> String {
+        let Some(ties) = &self.ranked.ties else {
+            return String::new();
+        };
+        let rule = ties.rule;
+        let [error, free] = [rule.error, rule.headroom].map(|part| 100.0 * part);
+        let (best, fastest) = (self.best, &ties.fastest);
+        let leads = match ties.roomy {
+            0 => format!("none leaves {free:.0} % of the memory free, so the fastest leads"),
+            1 => format!("the first leads, which alone leaves {free:.0} % of the memory free"),
+            roomy => format!(
+                "the first leads, the fastest of the {roomy} that leave {free:.0} % of the memory free"
+            ),
+        };
+        let within = format!("within {error:.1} % of the fastest, the mean error of predictions");
+        let mut text = match ties.tied {
+            1 => format!("\nno other mesh is {within}, so none ties with the first\n"),
+            tied => format!("\n{tied} meshes tie, their steps {within}: {leads}\n"),
+        };
+        if fastest.seconds < best.seconds {
+            text += &format!(
+                "with less free, the fastest is {} with micro-batches of {}, computed again: {}; its \
+                 step is {:.1} % shorter, and it uses {} of the memory\n--reserve SIZE ranks by time \
+                 alone\n",
+                words(fastest.mesh),
+                fastest.schedule.micro_batch,
+                fastest.schedule.recompute,
+                100.0 * (1.0 - fastest.seconds / best.seconds),
+                self.of_memory(fastest)
+            );
+        }
+        text
     }
 
     fn table(&self) -> Table {
@@ -243,9 +315,8 @@ impl ModelReport<'_> {
             ">TFLOP/S",
             ">MEMORY",
         ]);
-        for (at, found) in self.shown().enumerate() {
-            let number = std::iter::once((at + 1).to_string());
-            table.row(number.chain(self.cells(found)));
+        for (number, found) in self.numbers().zip(self.shown()) {
+            table.row(std::iter::once(number).chain(self.cells(found)));
         }
         table
     }
@@ -278,6 +349,14 @@ impl ModelReport<'_> {
             return String::new();
         };
         let behind = 100.0 * (second.seconds / self.best.seconds - 1.0);
+        if behind < 0.0 {
+            return format!(
+                "\nthe second, {}, takes {:.1} % less time, but {} of the memory\n",
+                words(second.mesh),
+                -behind,
+                self.of_memory(second)
+            );
+        }
         let list: Vec<String> = self.faster.iter().filter_map(factor).collect();
         let wins = if list.is_empty() {
             "no part of the machine alone lets it win".to_string()
@@ -317,10 +396,21 @@ impl ModelReport<'_> {
             "configurations": self.ranked.predicted,
             "too_large": self.ranked.too_large,
             "ranked": self.shown().map(found).collect::<Vec<_>>(),
+            "ties": self.ranked.ties.as_ref().map(|ties| json!({
+                "error": ties.rule.error,
+                "headroom": ties.rule.headroom,
+                "tied": ties.tied,
+                "with_headroom": ties.roomy,
+                "fastest": found(&ties.fastest),
+            })),
             "faster": faster.collect::<Vec<_>>(),
             "doubled": doubled.collect::<Vec<_>>(),
             "compared": self.compared.as_ref().map(|compared| {
-                json!({ "place": compared.place, "configuration": found(&compared.found) })
+                json!({
+                    "place": compared.place,
+                    "place_by_time": compared.by_time,
+                    "configuration": found(&compared.found),
+                })
             }),
         })
     }

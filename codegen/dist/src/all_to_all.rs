@@ -152,6 +152,11 @@ impl AllToAllRow {
         self.path == RowPath::Direct && self.deduplicates
     }
 
+    /// Returns whether rows pass through ranks that neither send nor want them, whatever the nodes.
+    pub fn passes_through_ranks(&self) -> bool {
+        self.path == RowPath::Ring
+    }
+
     /// Returns whether the algorithm needs several nodes with the same number of consecutive ranks.
     pub fn needs_nodes(&self) -> bool {
         matches!(self.path, RowPath::OverNodes(_))

@@ -1,6 +1,6 @@
 //! The record `g.codes` of CPU GEMM templates: quantized matrices, as a kernel decodes them.
 
-use crate::gemm::Unit;
+use crate::unit::Unit;
 use moesaic_kernel::DType;
 use moesaic_plan::{CodePanel, GroupedGemmDesc};
 use moesaic_spec::format::ScaleType;
@@ -261,7 +261,7 @@ impl CodesText {
 /// Returns the texts that a field of [`CodesText`] can be.
 #[cfg(test)]
 pub(crate) fn texts(field: &str) -> Vec<String> {
-    use crate::gemm::names;
+    use crate::literal::names;
     match field {
         "decode" => names(&[
             Decode::Table,

@@ -14,6 +14,17 @@ pub(crate) struct GateText {
     has_logits: bool,
     /// The formula of the logits: see [`Logits::name`].
     formula: &'static str,
+    /// Tokens are projected, and logits computed of what that gives. The text of the formula may
+    /// use exponentials, floors and sums over a block.
+    projects: bool,
+    /// Columns of the product of tokens: of the projection, or the experts.
+    columns: usize,
+    /// The parameter of the projection's matrix; empty without a projection.
+    matrix: &'static str,
+    /// The parameter of its bias.
+    matrix_bias: &'static str,
+    /// See [`Logits::compared`].
+    compared: &'static str,
     /// The router reads tokens divided by their root mean square.
     rms: bool,
     /// The experts of a token come from a table.
@@ -69,6 +80,11 @@ fn gate(d: &GateTopkDesc) -> GateText {
         backward: false,
         has_logits,
         formula: d.logits.name(),
+        projects: d.logits.projection().is_some(),
+        columns: d.logits.projection().unwrap_or(d.experts),
+        matrix: d.projection_param("weight").unwrap_or_default(),
+        matrix_bias: d.projection_param("bias").unwrap_or_default(),
+        compared: d.logits.compared(),
         rms: has_logits && d.router.input == RouterInput::RmsScaled,
         table: d.router.kind.chooser() == Chooser::Table,
         mixer: matches!(d.router.select, Select::SparseMixer(_)),

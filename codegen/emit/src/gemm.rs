@@ -2,8 +2,11 @@
 //! target, so that templates compute nothing.
 
 use crate::codes::CodesText;
+#[cfg(test)]
+use crate::literal::names;
+use crate::unit::Unit;
 use moesaic_kernel::{CpuIsa, DType, SimArch, Target};
-use moesaic_plan::{ExpertGemm, GemmFamily, GroupedGemmConfig, GroupedGemmDesc, Op};
+use moesaic_plan::{ExpertGemm, GroupedGemmConfig, GroupedGemmDesc, Op};
 use moesaic_plan::{GroupedGemmDgradDesc, GroupedGemmWgradDesc};
 use moesaic_spec::ActivationFormat;
 use serde::Serialize;
@@ -27,21 +30,6 @@ enum Stores {
     Streamed,
     /// Large ones past the caches, two lines at a time; results wait until both lines are whole.
     Runs,
-}
-
-/// The instructions that multiply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unit {
-    /// f32 by vectors.
-    F32,
-    /// Four bytes of integers by vectors.
-    Bytes,
-    /// Pairs of bf16 by vectors.
-    Pairs,
-    /// Two rows by two columns of four bf16 each by vectors.
-    Quads,
-    /// Pairs of bf16 by AMX tiles.
-    Tiles,
 }
 
 /// A CPU GEMM, for its template.
@@ -114,25 +102,6 @@ impl GemmText {
     }
 }
 
-fn unit(config: &GroupedGemmConfig, isa: CpuIsa, left: DType, right: DType) -> Unit {
-    let bf16 = left == DType::Bf16 && right == DType::Bf16;
-    match config.family {
-        GemmFamily::Tiles(_) => Unit::Tiles,
-        _ if bf16 && isa.bf16_quads() => Unit::Quads,
-        _ if bf16 && isa.bf16_pairs() => Unit::Pairs,
-        _ => Unit::F32,
-    }
-}
-
-/// Returns the unit of a forward GEMM, which may have codes on both sides.
-fn forward_unit(d: &GroupedGemmDesc, config: &GroupedGemmConfig, isa: CpuIsa) -> Unit {
-    let [left, right] = d.factors(isa);
-    if d.multiplies_bytes(isa) {
-        return Unit::Bytes;
-    }
-    unit(config, isa, left, right)
-}
-
 /// Returns what all GEMMs share, for left and right operands of these types.
 fn base(pass: Pass, config: &GroupedGemmConfig, unit: Unit, [left, right]: [DType; 2]) -> GemmText {
     let quads = unit == Unit::Quads;
@@ -189,7 +158,7 @@ fn tile_depth(text: &GemmText, config: &GroupedGemmConfig) -> usize {
 }
 
 fn forward(d: &GroupedGemmDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
-    let unit = forward_unit(d, c, isa);
+    let unit = Unit::forward(d, c, isa);
     // Rows are of the activations' type and biases of the weights', whatever is multiplied.
     let base = base(Pass::Forward, c, unit, [d.activations, d.weights]);
     let slices = tile_depth(&base, c) < d.inner;
@@ -249,7 +218,7 @@ fn dgrad_codes(d: &GroupedGemmDgradDesc, isa: CpuIsa) -> Option<CodesText> {
 
 fn dgrad(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
     let [left, right] = d.factors(isa);
-    let base = base(Pass::Dgrad, c, unit(c, isa, left, right), [left, right]);
+    let base = base(Pass::Dgrad, c, Unit::of(c, isa, left, right), [left, right]);
     let slices = !base.tiles || tile_depth(&base, c) < d.inner;
     let down = d.half == ExpertGemm::Down;
     let first = !d.gated as usize; // of lists whose first is of a gate
@@ -303,7 +272,7 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
     let base = base(
         Pass::Wgrad,
         c,
-        unit(c, isa, d.left, d.right),
+        Unit::of(c, isa, d.left, d.right),
         [d.left, d.right],
     );
     let down = d.half == ExpertGemm::Down;
@@ -361,12 +330,6 @@ pub(crate) fn can_be(field: &str, text: &str) -> bool {
         _ => Vec::new(),
     };
     names.iter().any(|name| name == text)
-}
-
-#[cfg(test)]
-pub(crate) fn names<T: Serialize>(variants: &[T]) -> Vec<String> {
-    let values = variants.iter().map(tera::Value::from_serializable);
-    values.map(|value| value.to_string()).collect()
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ mod gemm;
 mod literal;
 mod render;
 mod signature;
+mod unit;
 #[cfg(test)]
 mod wants;
 

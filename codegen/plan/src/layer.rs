@@ -4,10 +4,11 @@ pub(crate) mod around;
 mod backward;
 mod builder;
 mod data;
+mod declared;
 mod stack;
 mod step;
 mod supported;
-mod tensors;
+mod tensor;
 mod user;
 
 use crate::{PlanError, TileMachine};
@@ -15,13 +16,14 @@ use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
 
 pub(crate) use builder::{Bind, Builder, Part, borrowed, owned};
-pub(crate) use tensors::{constant, tensor};
+pub(crate) use tensor::{constant, tensor};
 
 use builder::Pass;
 
-pub use data::{LayerPlan, PlanOptions, Recompute, TensorPlan, TensorRole, Training};
+pub use data::{LayerPlan, PlanOptions, Recompute, Training};
 pub use stack::stacked;
 pub use step::{EntryId, LaunchStep, Step, TensorId};
+pub use tensor::{TensorPlan, TensorRole};
 pub use user::{UserPlan, plan_user_experts};
 
 /// Plans a layer for a target. The spec must be valid. With training options its steps also draw

@@ -5,7 +5,7 @@
 //! | `router.weight` | `gates.G.wg.weight` | `gate.gate.weight`; `gate.w_gate`, transposed |
 //! | `router.bias` | – | `gate.gate.bias` |
 //! | `router.noise.weight` | – | `gate.w_noise`, transposed |
-//! | `router.projector.*`, `similarity`, `temperature` | `gates.G.cosine_projector.*`, `sim_matrix`, `temperature` | – |
+//! | weights of other routers | `gates.G.` and [`RouterWeight::tutel`] | – |
 //! | `experts.up.weight`, `bias` | `experts.batched_fc1_w`, `batched_fc1_bias` | `experts.htoh4.*`, `experts.N.htoh4.*` |
 //! | `experts.down.weight`, `bias` | `experts.batched_fc2_w`, transposed, `batched_fc2_bias` | `experts.h4toh.*`, `experts.N.h4toh.*` |
 //! | gated `gate`, `up`, `down` | `experts.W_fc1`, `W_fc2`, `W_fc3`, flat or not, transposed | – |

@@ -45,6 +45,7 @@ pub use limits::*;
 pub use loss::*;
 pub use router_kind::{
     Chooser, LogitsDef, LogitsFormula, RouterAxis, RouterDef, RouterKind, RouterSize, RouterWeight,
+    WeightStart,
 };
 #[doc(hidden)]
 pub use suggest::closest;

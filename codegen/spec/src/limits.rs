@@ -3,7 +3,8 @@
 //! Kernels rely on them: positions inside one weight matrix, expert ids, and row numbers inside an
 //! expert fit 32-bit integers, and the product of any two sizes fits 64 bits.
 
-/// Largest `model_dim`, `hidden_dim`, `output_dim` and `projection_dim`.
+/// Largest `model_dim`, `hidden_dim` and `output_dim`, and largest width that a router projects
+/// tokens to.
 pub const MAX_DIM: usize = 65_536;
 
 /// Most elements of one expert's weight matrix, and of the router's table: offsets inside it must

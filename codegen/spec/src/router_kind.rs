@@ -1,6 +1,7 @@
-//! The kinds of routers, one definition each. Validation, the list of weights, plans, the f64
-//! reference, readers of checkpoints and the command line read it; only the operators that compute
-//! logits know a formula by its name.
+//! The kinds of routers, one definition each. Validation, the list of weights, their first values,
+//! plans, readers of checkpoints, the command line and random layers of tests read it. A formula of
+//! logits is known by its name only where it is computed: in plans, templates and the f64
+//! reference.
 
 use crate::{BiasedValues, LayerSpec, MAX_DIM, MAX_TABLE_ROWS, Router, Score};
 use moesaic_kernel::DType;
@@ -89,6 +90,19 @@ pub struct RouterWeight {
     pub param: &'static str,
     /// Its name behind `gates.G.` in Tutel's checkpoints.
     pub tutel: Option<&'static str>,
+    /// Its value in a layer that is trained from nothing.
+    pub start: WeightStart,
+}
+
+/// The first values of a router's weight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum WeightStart {
+    /// Those of any matrix, or bias of a matrix.
+    Matrix,
+    /// Normal, with this standard deviation.
+    Normal(f32),
+    /// One number.
+    Constant(f32),
 }
 
 /// A size of a router's weight.
@@ -119,6 +133,8 @@ pub struct RouterSize {
     pub because: &'static str,
     /// Reads the value from a spec.
     pub value: fn(&Router) -> Option<usize>,
+    /// Writes the value into a spec.
+    pub set: fn(&mut Router, usize),
 }
 
 const LINEAR_LOGITS: LogitsDef = LogitsDef {
@@ -130,6 +146,7 @@ const LINEAR_LOGITS: LogitsDef = LogitsDef {
         shape: &[RouterAxis::Experts, RouterAxis::Model],
         meaning: "projection of tokens to logits",
         tutel: Some("wg.weight"),
+        start: WeightStart::Matrix,
     }],
     matrix: "router",
     width: RouterAxis::Experts,
@@ -147,6 +164,7 @@ const COSINE_LOGITS: LogitsDef = LogitsDef {
             shape: &[RouterAxis::Own, RouterAxis::Model],
             meaning: "projection of tokens",
             tutel: Some("cosine_projector.weight"),
+            start: WeightStart::Matrix,
         },
         RouterWeight {
             name: "router.projector.bias",
@@ -155,6 +173,7 @@ const COSINE_LOGITS: LogitsDef = LogitsDef {
             shape: &[RouterAxis::Own],
             meaning: "bias of the projection",
             tutel: Some("cosine_projector.bias"),
+            start: WeightStart::Matrix,
         },
         RouterWeight {
             name: "router.similarity",
@@ -163,6 +182,7 @@ const COSINE_LOGITS: LogitsDef = LogitsDef {
             shape: &[RouterAxis::Own, RouterAxis::Experts],
             meaning: "one direction per expert, in columns",
             tutel: Some("sim_matrix"),
+            start: WeightStart::Normal(0.01),
         },
         RouterWeight {
             name: "router.temperature",
@@ -171,6 +191,8 @@ const COSINE_LOGITS: LogitsDef = LogitsDef {
             shape: &[RouterAxis::One],
             meaning: "logarithm of the logit scale",
             tutel: Some("temperature"),
+            // Tutel's gate begins with the logits doubled.
+            start: WeightStart::Constant(std::f32::consts::LN_2),
         },
     ],
     matrix: "router.projector",
@@ -196,6 +218,7 @@ const COSINE: RouterDef = RouterDef {
         most: MAX_DIM,
         because: "the widest layer kernels are generated for",
         value: |router| router.projection_dim,
+        set: |router, size| router.projection_dim = Some(size),
     }),
     ..LINEAR
 };
@@ -210,6 +233,7 @@ const TABLE: RouterDef = RouterDef {
         shape: &[RouterAxis::Own, RouterAxis::TopK],
         meaning: "experts of each token id",
         tutel: None,
+        start: WeightStart::Matrix,
     }],
     size: Some(RouterSize {
         key: "router.table_rows",
@@ -217,6 +241,7 @@ const TABLE: RouterDef = RouterDef {
         most: MAX_TABLE_ROWS,
         because: "the largest table of token ids",
         value: |router| router.table_rows,
+        set: |router, size| router.table_rows = Some(size),
     }),
     ..LINEAR
 };
@@ -262,6 +287,16 @@ impl RouterDef {
 }
 
 impl LogitsDef {
+    /// Returns a part, `weight` or `bias`, of the matrix that tokens are multiplied by; `None` for
+    /// a bias that is an option of the router.
+    pub fn of_matrix(&self, part: &str) -> Option<&'static RouterWeight> {
+        let mut weights = self.weights.iter();
+        weights.find(|weight| {
+            let behind = weight.name.strip_prefix(self.matrix);
+            behind.and_then(|behind| behind.strip_prefix('.')) == Some(part)
+        })
+    }
+
     /// Returns the weight with a row or a column for each expert.
     pub fn expert_weight(&self) -> &'static str {
         let mut weights = self.weights.iter();

@@ -394,24 +394,25 @@ fn zero(spec: &LayerSpec) -> usize {
 }
 
 fn router(rng: &mut SampleRng, spec: &mut LayerSpec) {
-    use RouterKind::*;
     use WeightSite::*;
-    let kind = rng.pick(&[Linear, Linear, Linear, Linear, Cosine, Table, External]);
+    let often = [RouterKind::Linear; 3];
+    let kind = rng.pick(&[&often[..], &RouterKind::ALL].concat());
     spec.router.kind = kind;
     if spec.experts.identity == 0 {
         spec.router.weight_on = rng.pick(&[Output, Output, Activation, Input]);
     }
-    match kind {
-        External => return unranked(&mut spec.capacity),
-        Table => {
+    match kind.chooser() {
+        Chooser::Caller => return unranked(&mut spec.capacity),
+        Chooser::Table => {
             spec.router.table_rows = Some(rng.between(1, 40));
             spec.router.score = any_score(rng);
         }
-        Cosine => {
-            spec.router.projection_dim = Some(width(rng));
+        Chooser::Scores => {
+            if let Some(size) = &kind.def().size {
+                (size.set)(&mut spec.router, width(rng));
+            }
             selection(rng, spec);
         }
-        Linear => selection(rng, spec),
     }
     if spec.has_logits() {
         logits(rng, &mut spec.router);

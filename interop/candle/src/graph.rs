@@ -1,7 +1,7 @@
 //! The operations that a training call puts into candle's graph.
 
-use crate::Inner;
 use crate::host::{lend, storage, tensor};
+use crate::inner::Inner;
 use candle_core::{CpuStorage, CustomOp2, Error, Layout, Result, Shape, Tensor};
 use moesaic::Saved;
 use moesaic::Tensor as HostTensor;

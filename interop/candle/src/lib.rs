@@ -45,6 +45,7 @@ mod exchange;
 mod graph;
 mod host;
 mod inference;
+mod inner;
 mod inputs;
 mod names;
 mod ranks;
@@ -59,9 +60,10 @@ pub use ranks::{part, reduce_gradients};
 
 use candle_core::{DType, Device, Error, Result, Tensor};
 use graph::{Call, Tie, Whole, lock};
+use inner::Inner;
 use moesaic::Saved;
 use moesaic::{
-    Engine, EngineError, Input, Layer, LayerOptions, LayerSpec, Mesh, Output, Tensor as HostTensor,
+    Engine, EngineError, Input, LayerOptions, LayerSpec, Mesh, Output, Tensor as HostTensor,
     Training,
 };
 use std::collections::BTreeMap;
@@ -73,13 +75,6 @@ use weights::Weights;
 #[derive(Clone)]
 pub struct MoeLayer {
     inner: Arc<Inner>,
-}
-
-/// The compiled layer with its weights. Gradients lie in it, so one pass uses it at a time.
-struct Inner {
-    layer: Layer,
-    weights: Weights,
-    turn: Mutex<()>,
 }
 
 /// The decision of a call, detached.

@@ -4,9 +4,7 @@ use crate::lock::MachineLock;
 use crate::{FetchError, KernelKey, Store, StoreError, StoredKernel};
 use moesaic_kernel::KernelSource;
 use moesaic_target::{Artifact, CompileError};
-use std::collections::HashMap;
-use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 /// A request for a kernel.
 #[derive(Clone, Copy, Debug)]
@@ -131,34 +129,5 @@ impl Fetched {
             origin,
             trouble: None,
         }
-    }
-}
-
-type Outcome = Result<Arc<StoredKernel>, Arc<CompileError>>;
-
-/// One compile in progress. The first thread to lock it compiles; the others find its outcome.
-type Flight = Arc<Mutex<Option<Outcome>>>;
-
-/// The compiles in progress in this process.
-#[derive(Default)]
-pub(crate) struct Flights(Mutex<HashMap<KernelKey, Flight>>);
-
-impl Flights {
-    fn join(&self, key: KernelKey) -> Flight {
-        Arc::clone(self.lock().entry(key).or_default())
-    }
-
-    fn leave(&self, key: &KernelKey) {
-        self.lock().remove(key);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<KernelKey, Flight>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl fmt::Debug for Flights {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Flights({})", self.lock().len())
     }
 }

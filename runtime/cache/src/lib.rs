@@ -22,6 +22,7 @@ mod error;
 mod facts;
 mod fetch;
 mod files;
+mod flights;
 mod format;
 mod hash;
 mod home;

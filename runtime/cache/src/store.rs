@@ -1,7 +1,7 @@
 //! The store.
 
-use crate::fetch::Flights;
 use crate::files::{self, Care};
+use crate::flights::Flights;
 use crate::format::{self, LARGEST};
 use crate::layout::{LANGUAGES, Layout};
 use crate::stats::Counters;

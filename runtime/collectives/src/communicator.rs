@@ -2,14 +2,14 @@
 
 use crate::api::{Call, Collectives, Transfer};
 use crate::checks::{self, Counted, Parts};
-use crate::core::{Core, Shared};
+use crate::core::{self, Core, Shared};
 use crate::eager::{OpKind, Signature};
-use crate::groups::{SubGroup, numbers};
-use crate::handle::{Handle, lock};
+use crate::handle::Handle;
 use crate::memory::Region;
 use crate::operation::{Group, Next, Operation, Task};
 use crate::schedules::Algorithm;
 use crate::schedules::{self, CollectivePlan, GroupRank, HopCounts, HopOrder, Schedule};
+use crate::sub_group::{SubGroup, numbers};
 use crate::transport::Transport;
 use crate::{CollectiveError, InvalidReason, ProgressThread, Reduction, Slice, hierarchical};
 use moesaic_kernel::Target;
@@ -59,7 +59,7 @@ impl Communicator {
 
     /// Returns the transport's name and version.
     pub fn transport(&self) -> String {
-        lock(&self.core).transport().name()
+        self.core.lock().transport().name()
     }
 
     /// Returns the device whose buffers are exchanged.
@@ -76,10 +76,10 @@ impl Communicator {
     pub fn finish(mut self, call: &Call) -> Result<(), CollectiveError> {
         self.barrier(call)?.wait()?;
         self.settle(call);
-        let busy = lock(&self.core).in_flight().unwrap_or_default();
+        let busy = self.core.lock().in_flight().unwrap_or_default();
         let all = self.gather_bytes(busy.as_bytes(), call)?;
         match all.iter().find(|busy| !busy.is_empty()) {
-            None => lock(&self.core).close(),
+            None => self.core.lock().close(),
             Some(busy) => Err(CollectiveError::Invalid {
                 operation: "finish".to_string(),
                 reason: InvalidReason::InFlight {
@@ -93,8 +93,8 @@ impl Communicator {
     /// Waits for operations whose handles were dropped.
     fn settle(&self, call: &Call) {
         let (start, deadline) = (Instant::now(), call.deadline.unwrap_or(self.deadline));
-        while lock(&self.core).abandoned_only() && start.elapsed() < deadline {
-            lock(&self.core).progress();
+        while self.core.lock().abandoned_only() && start.elapsed() < deadline {
+            self.core.lock().progress();
             std::thread::yield_now();
         }
     }
@@ -105,7 +105,7 @@ impl Communicator {
         call: &Call,
         draft: OperationDraft,
     ) -> Result<Handle, CollectiveError> {
-        let mut core = lock(&self.core);
+        let mut core = self.core.lock();
         core.usable(kind.name())?;
         let failed = |error: DeviceError| CollectiveError::Invalid {
             operation: kind.name().to_string(),
@@ -124,7 +124,7 @@ impl Communicator {
         let sequence = self.sequence;
         let id = core.start(Operation::new(group, device, sequence, task))?;
         self.sequence += 1;
-        Ok(Handle::new(&self.core, id, kind.name(), sequence))
+        Ok(core::handle(&self.core, id, kind.name(), sequence))
     }
 
     /// Implements [`Collectives::split`].
@@ -498,8 +498,8 @@ impl Collectives for Communicator {
         if !matches!(self.device.info().target, Target::Cpu(_)) {
             return None;
         }
-        let running = lock(&self.core).progress_thread();
-        running.or_else(|| ProgressThread::start(&self.core))
+        let running = self.core.lock().progress_thread();
+        running.or_else(|| core::start_progress_thread(&self.core))
     }
 
     fn barrier(&mut self, call: &Call) -> Result<Handle, CollectiveError> {

@@ -10,7 +10,7 @@ fn an_operation_begun_while_the_world_is_closed_ends() {
     let (own, _other) = (transports.next().unwrap(), transports.next().unwrap());
     let mut world = Communicator::new(Box::new(own), device);
     let barrier = world.barrier(&Call::new("late")).unwrap();
-    let error = lock(&world.core).close().unwrap_err().to_string();
+    let error = world.core.lock().close().unwrap_err().to_string();
     assert!(error.contains("was begun meanwhile"), "{error}");
     let error = barrier.wait().unwrap_err().to_string();
     assert!(error.contains("was begun meanwhile"), "{error}");
@@ -45,7 +45,7 @@ fn operations_go_on_between_calls() {
             let call = Call::new("rows");
             let exchange = world.exchange(&[to(&sent)], &[to(&received)], &call);
             let until = Instant::now() + Duration::from_secs(40);
-            while lock(&world.core).is_busy() && Instant::now() < until {
+            while world.core.lock().is_busy() && Instant::now() < until {
                 std::thread::sleep(Duration::from_millis(1));
             }
             let before = Instant::now();
@@ -55,7 +55,7 @@ fn operations_go_on_between_calls() {
             world.device.download(buffer, 0, &mut bytes).unwrap();
             assert!(bytes.iter().all(|byte| *byte == peer as u8));
             drop(progress_thread);
-            assert!(lock(&world.core).progress_thread().is_none());
+            assert!(world.core.lock().progress_thread().is_none());
             world.finish(&Call::new("end")).unwrap();
         },
     );
@@ -73,7 +73,10 @@ fn an_operation_after_the_end_has_its_deadline() {
     let mut world = Communicator::new(Box::new(own), device);
     let call = Call::new("late").within(Duration::from_millis(1));
     let barrier = world.barrier(&call).unwrap();
-    lock(&world.core).fail_before(CollectiveError::setup(SetupError::Finished));
+    world
+        .core
+        .lock()
+        .fail_before(CollectiveError::setup(SetupError::Finished));
     let error = barrier.wait().unwrap_err();
     assert!(matches!(error, CollectiveError::Deadline { .. }), "{error}");
 }

@@ -1,10 +1,11 @@
 //! Handles of operations in flight.
 
 use crate::CollectiveError;
-use crate::core::{Core, Outcome, Shared};
 use crate::memory::Region;
-use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
+
+/// The outputs of an operation, or its failure.
+pub(crate) type Outcome = Result<Vec<Region>, CollectiveError>;
 
 /// An operation in flight. Dropping the handle does not cancel it: the operation continues in
 /// later calls and keeps its memory alive.
@@ -54,63 +55,12 @@ pub(crate) struct Polled {
     pub outcome: Option<Outcome>,
 }
 
-/// An operation over a transport.
-struct OfCore {
-    core: Arc<Shared>,
-    id: u64,
-    ended: Option<Instant>,
-}
-
-impl InFlight for OfCore {
-    fn poll(&mut self) -> Polled {
-        let mut core = lock(&self.core);
-        let moved = core.progress_for(self.id);
-        let mut outcome = core.take(self.id);
-        if outcome.is_none() && !moved {
-            core.expire(self.id);
-            outcome = core.take(self.id);
-        }
-        self.ended = outcome.as_ref().map(|ended| ended.at);
-        Polled {
-            moved,
-            outcome: outcome.map(|ended| ended.outcome),
-        }
-    }
-
-    fn ended(&self) -> Option<Instant> {
-        self.ended
-    }
-
-    fn abandon(&mut self) {
-        lock(&self.core).abandon(self.id);
-    }
-}
-
 /// The number of polls without progress before the first pause.
 pub(crate) const SPINS: u32 = 200;
 /// The longest pause between polls.
 pub(crate) const PAUSE: Duration = Duration::from_micros(200);
 
-pub(crate) fn lock(core: &Shared) -> MutexGuard<'_, Core> {
-    core.lock()
-}
-
 impl Handle {
-    pub(crate) fn new(
-        core: &Arc<Shared>,
-        id: u64,
-        operation: &'static str,
-        sequence: u64,
-    ) -> Handle {
-        let core = Arc::clone(core);
-        let work = OfCore {
-            core,
-            id,
-            ended: None,
-        };
-        Handle::of(Box::new(work), operation, sequence)
-    }
-
     pub(crate) fn of(work: Box<dyn InFlight>, operation: &'static str, sequence: u64) -> Handle {
         Handle {
             work,

@@ -55,6 +55,7 @@ mod operation;
 mod progress_thread;
 mod reduce;
 mod slice;
+mod sub_group;
 pub mod threads;
 pub mod topology;
 pub mod transport;

@@ -1,7 +1,5 @@
 //! A thread that makes progress while a rank computes.
 
-use crate::core::Shared;
-use crate::handle::{PAUSE, SPINS};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -9,7 +7,7 @@ use std::thread::JoinHandle;
 /// sleeps while nothing is in flight. A call that waits drives its own operation and leaves the
 /// others to this thread.
 pub struct ProgressThread {
-    core: Arc<Shared>,
+    forget: Box<dyn Fn() + Send + Sync>,
     bell: Arc<Bell>,
     thread: Option<JoinHandle<()>>,
 }
@@ -39,7 +37,7 @@ impl Bell {
         self.changed.notify_one();
     }
 
-    fn ends(&self) -> bool {
+    pub fn ends(&self) -> bool {
         self.state().ends
     }
 
@@ -62,49 +60,36 @@ impl Bell {
 }
 
 impl ProgressThread {
-    /// Starts the thread. Returns `None` where the system refuses one; calls then make all
-    /// progress.
-    pub(crate) fn start(core: &Arc<Shared>) -> Option<Arc<ProgressThread>> {
+    /// Starts the thread, which calls `work` after each ring of its bell. `forget` tells those who
+    /// ring it that it ends. Returns `None` where the system refuses a thread.
+    pub(crate) fn start(
+        work: impl Fn(&Bell) + Send + 'static,
+        forget: impl Fn() + Send + Sync + 'static,
+    ) -> Option<ProgressThread> {
         let bell = Arc::new(Bell::default());
-        let (own, rings) = (Arc::clone(core), Arc::clone(&bell));
+        let rings = Arc::clone(&bell);
         let name = "exchanges".to_string();
         let thread = std::thread::Builder::new().name(name).spawn(move || {
             while rings.wait() {
-                drive(&own, &rings);
+                work(&rings);
             }
         });
-        let progress_thread = Arc::new(ProgressThread {
-            core: Arc::clone(core),
-            bell: Arc::clone(&bell),
+        Some(ProgressThread {
+            forget: Box::new(forget),
+            bell,
             thread: Some(thread.ok()?),
-        });
-        core.lock().drive_by(Arc::downgrade(&progress_thread), bell);
-        Some(progress_thread)
+        })
     }
-}
 
-/// Makes progress until nothing is in flight.
-fn drive(core: &Shared, bell: &Bell) {
-    let mut idle = 0u32;
-    while !bell.ends() {
-        // The rank comes first, and only one message moves at a time: what the rank waits for
-        // must not wait for a message that it does not need yet.
-        let moved = match core.lock_unless_wanted() {
-            None => false,
-            Some(core) if !core.is_busy() => return,
-            Some(mut core) => core.nudge(),
-        };
-        idle = if moved { 0 } else { idle + 1 };
-        match idle {
-            0..SPINS => std::thread::yield_now(),
-            _ => std::thread::sleep(PAUSE),
-        }
+    /// Returns the bell that wakes it.
+    pub(crate) fn bell(&self) -> &Arc<Bell> {
+        &self.bell
     }
 }
 
 impl Drop for ProgressThread {
     fn drop(&mut self) {
-        self.core.lock().forget_progress_thread();
+        (self.forget)();
         self.bell.end();
         if let Some(thread) = self.thread.take() {
             // The thread has no result of its own; its failures are reported by the operations.

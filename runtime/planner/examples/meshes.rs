@@ -4,10 +4,11 @@
 //! cargo run --release -p moesaic-planner --example meshes
 //! ```
 
+use moesaic_planner::validate::{MeshRankLine, mesh_ranks};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    let ranks = match moesaic_planner::validate::mesh_ranks() {
+    let ranks = match mesh_ranks() {
         Ok(ranks) => ranks,
         Err(error) => {
             eprintln!("error: {error}");
@@ -15,19 +16,30 @@ fn main() -> ExitCode {
         }
     };
     for rank in ranks {
-        let place = rank
-            .place
-            .map_or("does not fit".to_string(), |at| at.to_string());
-        let behind = rank.behind.map_or(String::new(), |part| {
-            format!(", {:.1} % behind", 100.0 * part)
-        });
-        let best = rank.best.map_or(String::new(), |mesh| mesh.to_string());
+        let place = |at: Option<usize>| at.map_or("does not fit".to_string(), |at| at.to_string());
         println!(
-            "{:<40} {:<32} place {place} of {}{behind}; best {best}",
+            "{}: place {} of {}, {} tie; by time alone {}",
             rank.point,
-            rank.mesh.to_string(),
-            rank.of
+            place(rank.place),
+            rank.of,
+            rank.tied,
+            place(rank.by_time)
         );
+        let lines = [("published", &rank.found), ("first", &rank.first)];
+        for (name, line) in lines {
+            if let Some(line) = line {
+                println!("  {name:<9} {}", words(line));
+            }
+        }
     }
     ExitCode::SUCCESS
+}
+
+fn words(line: &MeshRankLine) -> String {
+    format!(
+        "{:<32} {:.1} % longer than the fastest, {:.0} % of the memory",
+        line.mesh.to_string(),
+        100.0 * line.behind,
+        100.0 * line.memory
+    )
 }

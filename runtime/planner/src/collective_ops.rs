@@ -2,9 +2,9 @@
 
 use crate::Machine;
 use crate::chunks::ChunkShare;
+use crate::cost::Costs;
 use crate::exchange::{LevelLoad, LevelTime, MOST_LEVELS, Phase, PhaseTime, to_range};
 use crate::geometry::{PhaseLoad, Rank};
-use crate::plan_parts::Costs;
 use crate::shadows::times;
 use crate::traffic;
 use moesaic_dist::schedules::ONE_PHASE_BYTES;

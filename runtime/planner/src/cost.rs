@@ -2,7 +2,10 @@
 
 use crate::Machine;
 use moesaic_kernel::Size;
-use moesaic_plan::{GemmFamily, LayerPlan, Op, Step, Work};
+use moesaic_plan::{GemmFamily, LayerPlan, Op, PlanPart, Step, Work};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
 
 /// The seconds of a launch by what bounds it; one of `compute` and `memory` is zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -207,3 +210,6 @@ fn gemm(plan: &LayerPlan, kernel: usize, machine: &Machine) -> Option<GemmTiling
             / machine.compute.multiprocessors as f64,
     })
 }
+
+/// The launch costs of a plan's passes, each for a range of rows.
+pub(crate) type Costs = RefCell<HashMap<(PlanPart, &'static str, [u64; 2]), Rc<Launches>>>;

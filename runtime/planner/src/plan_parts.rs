@@ -4,8 +4,6 @@ use crate::collective_ops::CommConfig;
 use crate::cost::{Cost, LaunchRows, Launches};
 use crate::geometry::Rank;
 use moesaic_plan::{LayerPlan, PlanPart, Step};
-use std::cell::RefCell;
-use std::collections::HashMap;
 use std::rc::Rc;
 
 /// A step of a part's pass.
@@ -24,9 +22,6 @@ pub(crate) struct PartCosts {
     /// The rows at the experts of each rank, where ranks share processors; else empty.
     co_located: Vec<f64>,
 }
-
-/// The launch costs of a plan's passes, each for a range of rows.
-pub(crate) type Costs = RefCell<HashMap<(PlanPart, &'static str, [u64; 2]), Rc<Launches>>>;
 
 /// A pass of a part's plan, as its steps.
 pub(crate) type StepsOf = fn(&LayerPlan) -> &[Step];

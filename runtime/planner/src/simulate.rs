@@ -2,10 +2,10 @@
 
 use crate::chunks::{Choices, ChunkShare};
 use crate::collective_ops::CommConfig;
+use crate::cost::Costs;
 use crate::error::PlannerError;
 use crate::geometry::{self, Rank};
 use crate::memory::memory;
-use crate::plan_parts::Costs;
 use crate::reach;
 use crate::routing::RoutedRows;
 use crate::run::Run;

@@ -4,12 +4,12 @@
 //! All numbers are in rows of a mesh in which each row goes to every shard of its expert. Other
 //! parallelism degrees and row widths only scale them.
 
-mod between_ranks;
+mod paths;
 
 use crate::Machine;
 use crate::exchange::{LevelLoad, MOST_LEVELS};
 use crate::routing::RoutedRows;
-use moesaic_dist::{AllToAll, Hop, Parallel, Placement, RowPath, RowSource};
+use moesaic_dist::{AllToAll, Hop, Parallel, Placement, RowSource};
 
 /// The loads of a rank in one phase by level, in rows.
 pub(crate) type LevelLoads = [LevelLoad; MOST_LEVELS];
@@ -236,7 +236,7 @@ impl<'a> MeshGroup<'a> {
     pub fn is_straight(&self, all_to_all: AllToAll) -> bool {
         let row = all_to_all.row();
         let deduplicates = row.deduplicates && (row.deduplicates_ranks() || self.has_nodes());
-        row.path != RowPath::Ring && self.is_by_place(all_to_all) && !deduplicates
+        !row.passes_through_ranks() && self.is_by_place(all_to_all) && !deduplicates
     }
 
     pub fn traffic(&self, all_to_all: AllToAll) -> Traffic {
@@ -246,15 +246,10 @@ impl<'a> MeshGroup<'a> {
         let each = if by_place { self.block as f64 } else { 1.0 };
         let own = (0..self.ranks()).map(|rank| each * all.rows(rank, rank));
         let own = own.collect();
-        let row = all_to_all.row();
-        let mut steps = match row.path {
-            _ if straight => vec![all.linear(self.block, each)],
-            _ if row.deduplicates_ranks() => vec![all.once_to_ranks(self.block, each)],
-            _ if row.deduplicates => all.once(),
-            RowPath::Direct | RowPath::OverNodes([]) => vec![all.linear(self.block, each)],
-            RowPath::Ring => all.around(self.block, each),
-            RowPath::OverNodes([order]) => all.in_order(order),
-            RowPath::OverNodes([one, other, ..]) => all.concurrent([one, other]),
+        let mut steps = if straight {
+            vec![all.linear(self.block, each)]
+        } else {
+            all.on_its_path(all_to_all.row(), self.block, each)
         };
         steps.iter_mut().for_each(|step| self.share(step));
         Traffic { steps, own }

@@ -1,8 +1,8 @@
 //! Selections that depend on more than the order of one token's logits.
 
 use crate::Input;
-use crate::gate::scores_row;
 use crate::math::{descending, softmax};
+use crate::scores::scores_row;
 use crate::{Weights, rank};
 use moesaic_spec::{Entropy, LayerSpec};
 

@@ -1,14 +1,17 @@
 //! Stem `gate_topk`: from tokens to experts and weights.
 
 use crate::choice::{active_k, balanced, expert_choice, exponentials, guided, live};
-use crate::math::{dot, rank, sigmoid, softmax, softplus};
-use crate::noise::{input_factors, key_noise, logit_noise, noise_scale};
+use crate::formula::formula_row;
+use crate::math::{rank, softmax};
+use crate::noise::{key_noise, logit_noise, noise_scale};
 use crate::norm::denominator;
 use crate::rng::{Purpose, Stream, uniform};
+use crate::router_input::router_input;
+use crate::scores::scores_row;
 use crate::{Input, Weights};
 use moesaic_spec::{
-    Chooser, GroupMask, GroupStat, Groups, LayerSpec, LogitsFormula, NoiseKind, Renormalize,
-    RouterInput, Score, Select, TokenBlocks,
+    Chooser, GroupMask, GroupStat, Groups, LayerSpec, NoiseKind, Renormalize, Score, Select,
+    TokenBlocks,
 };
 
 /// The result of the gate.
@@ -67,21 +70,7 @@ pub fn gate(spec: &LayerSpec, weights: &Weights, input: &Input) -> GateOutput {
     }
 }
 
-/// Returns the input of the router's projection for token `t`. In training it is jittered and has
-/// channels dropped. It is then divided by its root mean square if the spec asks for that.
-pub fn router_input(spec: &LayerSpec, weights: &Weights, input: &Input, t: usize) -> Vec<f64> {
-    let d = spec.shape.model_dim;
-    let factors = input_factors(spec, input, t);
-    let x = input.x[t * d..(t + 1) * d].iter().zip(&factors);
-    let x: Vec<f64> = x.map(|(x, f)| x * f).collect();
-    match spec.router.input {
-        RouterInput::Token => x,
-        RouterInput::RmsScaled => rms_scaled(&x, &weights.get("router.input_scale").data),
-    }
-}
-
-/// Returns the logits `[T, E + identity]` of a linear, table or cosine router, without training
-/// noise.
+/// Returns the logits `[T, E + identity]` of a router that has any, without training noise.
 pub fn logits(spec: &LayerSpec, weights: &Weights, x: &[f64], tokens: usize) -> Vec<f64> {
     let input = Input {
         tokens,
@@ -95,16 +84,7 @@ pub fn logits(spec: &LayerSpec, weights: &Weights, x: &[f64], tokens: usize) -> 
 
 /// Returns the logits for the result of [`router_input`].
 fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
-    let formula = spec.logits().map(|logits| logits.formula);
-    let mut logits = match formula.unwrap_or(LogitsFormula::Linear) {
-        LogitsFormula::Cosine => cosine_row(spec, weights, x),
-        LogitsFormula::Linear => {
-            let w = weights.get("router.weight");
-            (0..spec.routed_experts())
-                .map(|e| dot(w.outer(e), x))
-                .collect()
-        }
-    };
+    let mut logits = formula_row(spec, weights, x);
     if spec.router.bias {
         let bias = &weights.get("router.bias").data;
         logits.iter_mut().zip(bias).for_each(|(z, b)| *z += b);
@@ -113,44 +93,6 @@ fn logits_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
         logits.iter_mut().for_each(|z| *z = cap * (*z / cap).tanh());
     }
     logits
-}
-
-pub(crate) fn rms_scaled(x: &[f64], scale: &[f64]) -> Vec<f64> {
-    let d = x.len() as f64;
-    let rms = (dot(x, x) / d + 1e-6).sqrt();
-    x.iter()
-        .zip(scale)
-        .map(|(v, s)| v / rms * s / d.sqrt())
-        .collect()
-}
-
-/// Returns `norm(x · Pᵀ + p) · norm(S) · exp(min(t, ln 100))`.
-fn cosine_row(spec: &LayerSpec, weights: &Weights, x: &[f64]) -> Vec<f64> {
-    let (p, b) = (
-        weights.get("router.projector.weight"),
-        weights.get("router.projector.bias"),
-    );
-    let s = weights.get("router.similarity");
-    let (width, experts) = (b.data.len(), spec.routed_experts());
-    let projected: Vec<f64> = (0..width).map(|i| dot(p.outer(i), x) + b.data[i]).collect();
-    // Both vectors are normalized, so the product is a cosine.
-    let projected = unit(&projected);
-    let scale = weights.get("router.temperature").data[0]
-        .min(100f64.ln())
-        .exp();
-    let column = |e: usize| {
-        (0..width)
-            .map(|i| s.data[i * experts + e])
-            .collect::<Vec<f64>>()
-    };
-    (0..experts)
-        .map(|e| dot(&projected, &unit(&column(e))) * scale)
-        .collect()
-}
-
-pub(crate) fn unit(v: &[f64]) -> Vec<f64> {
-    let norm = dot(v, v).sqrt().max(1e-12);
-    v.iter().map(|x| x / norm).collect()
 }
 
 /// Returns the decision for every token, given logits with their noise.
@@ -317,17 +259,6 @@ fn selection_keys(spec: &LayerSpec, weights: &Weights, logits: &[f64], scores: &
         keys.iter_mut().zip(bias).for_each(|(s, b)| *s += b);
     }
     keys
-}
-
-/// Returns the scores of all experts of one token, or the logits if only selected experts have
-/// scores.
-pub(crate) fn scores_row(spec: &LayerSpec, logits: &[f64]) -> Vec<f64> {
-    match spec.router.score {
-        Score::Softmax => softmax(logits),
-        Score::Sigmoid => logits.iter().map(|&z| sigmoid(z)).collect(),
-        Score::SqrtSoftplus => logits.iter().map(|&z| softplus(z).sqrt()).collect(),
-        Score::SoftmaxSelected | Score::One => logits.to_vec(),
-    }
 }
 
 /// Returns the scores of the chosen experts; zero for masked slots.

@@ -3,8 +3,8 @@
 //! Choices are constant, so counts have no gradient. A token with all slots masked counts nowhere,
 //! so padding changes nothing.
 
-use crate::gate::scores_row;
 use crate::math::{dot, erf, rank, sigmoid, softmax, softplus};
+use crate::scores::scores_row;
 use crate::{Input, Weights, gate};
 use moesaic_spec::{LayerSpec, Loss, LossKind, Score};
 use std::collections::BTreeMap;

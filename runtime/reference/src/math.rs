@@ -41,6 +41,12 @@ pub(crate) fn softplus(x: f64) -> f64 {
     x.max(0.0) + (-x.abs()).exp().ln_1p()
 }
 
+/// Computes `sum += factor · row`.
+pub(crate) fn add(sum: &mut [f64], row: &[f64], factor: f64) {
+    assert_eq!(sum.len(), row.len());
+    sum.iter_mut().zip(row).for_each(|(s, v)| *s += factor * v);
+}
+
 /// Returns the sum of products.
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());

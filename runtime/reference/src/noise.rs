@@ -1,36 +1,10 @@
 //! Random changes in training: to the router's input, and to its logits.
 
 use crate::math::{dot, softplus};
-use crate::rng::{Draw, Purpose, Stream, below, gaussian, gumbel, jitter, scaled};
-use crate::{Input, Weights, router_input};
+use crate::rng::{Draw, Purpose, Stream, gaussian, gumbel, scaled};
+use crate::router_input::router_input;
+use crate::{Input, Weights};
 use moesaic_spec::{LayerSpec, NoiseKind};
-
-/// Returns the factors `[d]` on the channels of token `t` before the router reads it: uniform in
-/// `1 ± jitter`, times zero or `1 / (1 - input_dropout)`.
-pub fn input_factors(spec: &LayerSpec, input: &Input, t: usize) -> Vec<f64> {
-    let r = &spec.router;
-    let mut factors = vec![1.0; spec.shape.model_dim];
-    let Some(draw) = input.draw else {
-        return factors;
-    };
-    if r.jitter > 0.0 {
-        let stream = Stream::new(draw, Purpose::Jitter);
-        for (i, factor) in factors.iter_mut().enumerate() {
-            *factor *= f64::from(jitter(stream.word(t, i), r.jitter as f32));
-        }
-    }
-    if r.input_dropout > 0.0 {
-        let stream = Stream::new(draw, Purpose::Dropout);
-        for (i, factor) in factors.iter_mut().enumerate() {
-            *factor *= if below(stream.word(t, i), r.input_dropout as f32) {
-                0.0
-            } else {
-                1.0 / (1.0 - r.input_dropout)
-            };
-        }
-    }
-    factors
-}
 
 /// Returns `noise / E`, the scale of gaussian noise.
 pub fn gaussian_scale(spec: &LayerSpec) -> f32 {

@@ -1,6 +1,7 @@
 //! Safetensors files mapped into memory.
 
-use crate::gguf::{self, Gguf, Kind};
+use crate::gguf::{self, Gguf};
+use crate::gguf_header::Kind;
 use crate::regular;
 use crate::{Damage, WeightsError};
 use moesaic_kernel::DType;

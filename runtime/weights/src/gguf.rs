@@ -1,11 +1,9 @@
 //! GGUF files mapped into memory: one file, or the shards of a model.
 
-use crate::gguf_header::{Header, Info, read_header};
+use crate::gguf_header::{Header, Info, Kind, read_header};
 use crate::regular;
 use crate::{Damage, WeightsError};
-use moesaic_kernel::DType;
-use moesaic_spec::format::Blocks;
-use moesaic_spec::gguf::{Metadata, NUMBERS, TensorInfo, number_id};
+use moesaic_spec::gguf::{Metadata, TensorInfo};
 use moesaic_tensor::Map;
 use std::collections::BTreeMap;
 use std::fs;
@@ -49,28 +47,6 @@ pub(crate) struct Found<'a> {
     pub file: &'a Path,
     pub map: &'a Arc<Map>,
     pub info: &'a Info,
-}
-
-/// The element type of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// A supported type.
-    Numbers(DType),
-    /// Blocks of codes.
-    Blocks(&'static Blocks),
-    /// An unsupported type, by ggml's number.
-    Unread(u32),
-}
-
-impl Kind {
-    /// Returns the type with ggml's number.
-    pub fn of(id: u32) -> Kind {
-        let mut numbers = NUMBERS.into_iter();
-        let number = numbers.find(|dtype| number_id(*dtype) == id);
-        let kind = number.map(Kind::Numbers);
-        let kind = kind.or_else(|| Blocks::of(id).map(Kind::Blocks));
-        kind.unwrap_or(Kind::Unread(id))
-    }
 }
 
 /// ggml's names of unsupported types.

@@ -2,10 +2,33 @@
 //! exist.
 
 use crate::Damage;
-use crate::gguf::Kind;
-use moesaic_spec::gguf::GgufValue;
+use moesaic_kernel::DType;
+use moesaic_spec::format::Blocks;
+use moesaic_spec::gguf::{GgufValue, NUMBERS, number_id};
 use std::collections::BTreeMap;
 use std::ops::Range;
+
+/// The element type of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A supported type.
+    Numbers(DType),
+    /// Blocks of codes.
+    Blocks(&'static Blocks),
+    /// An unsupported type, by ggml's number.
+    Unread(u32),
+}
+
+impl Kind {
+    /// Returns the type with ggml's number.
+    pub fn of(id: u32) -> Kind {
+        let mut numbers = NUMBERS.into_iter();
+        let number = numbers.find(|dtype| number_id(*dtype) == id);
+        let kind = number.map(Kind::Numbers);
+        let kind = kind.or_else(|| Blocks::of(id).map(Kind::Blocks));
+        kind.unwrap_or(Kind::Unread(id))
+    }
+}
 
 /// A header.
 #[derive(Debug)]

@@ -19,10 +19,13 @@ mod copy;
 mod damage;
 mod error;
 mod experts;
+mod finder;
 mod gguf;
 mod gguf_header;
 mod keys;
 mod load;
+mod matrices;
+mod options;
 mod quantize;
 mod quantized;
 mod reader;
@@ -40,7 +43,8 @@ pub use damage::Damage;
 pub use error::{CodesError, WeightsError};
 pub use experts::{ExpertFormats, dequantized, set_expert_formats};
 pub use keys::{KeyOptions, load_keys};
-pub use load::{LoadOptions, load_canonical, load_import, load_sources};
+pub use load::{load_canonical, load_import, load_sources};
+pub use options::LoadOptions;
 pub use quantize::{
     MatrixError, QuantizeError, QuantizeEvent, QuantizeReport, QuantizeTo, quantize,
 };

@@ -2,7 +2,7 @@
 
 use crate::WeightsError;
 use crate::checkpoint::TensorRef;
-use crate::recipe::Finder;
+use crate::finder::Finder;
 use crate::stored::{self, Held};
 use crate::view::Layout;
 use moesaic_spec::format::{Blocks, LARGEST, Matrices};

@@ -1,8 +1,9 @@
 //! A layer of a checkpoint that reads its weights on demand.
 
 use crate::codes::CodeWeight;
-use crate::experts::{matrix_of, numbers_of};
-use crate::recipe::{Finder, Fits};
+use crate::finder::Finder;
+use crate::matrices::{matrix_of, numbers_of};
+use crate::recipe::Fits;
 use crate::stray::stray;
 use crate::weight::{Rounded, Weight};
 use crate::{Checkpoint, LoadOptions, TensorRef, WeightsError};

@@ -1,26 +1,20 @@
 //! Looks recipes up in a checkpoint, to find the tensors of each weight and their conversion.
 
-use crate::checkpoint::{Checkpoint, TensorRef};
-use crate::gguf::{self, Kind};
+use crate::WeightsError;
+use crate::checkpoint::TensorRef;
+use crate::finder::Finder;
+use crate::gguf;
+use crate::gguf_header::Kind;
 use crate::quantized::Quantized;
 use crate::view::Layout;
 use crate::weight::{Elements, Part, Weight};
-use crate::{LoadOptions, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::format::BLOCKS;
 use moesaic_spec::hf::{Alternative, TensorParts, TensorPiece, TensorStep};
-use moesaic_spec::{Chooser, LayerSpec, TensorSpec, canonical_tensors, closest};
+use moesaic_spec::{Chooser, canonical_tensors, closest};
 use moesaic_tensor::read_float;
 use safetensors::Dtype;
 use std::sync::Mutex;
-
-/// The context of the search for one weight.
-pub(crate) struct Finder<'a, 's> {
-    pub spec: &'s LayerSpec,
-    pub checkpoint: &'a Checkpoint,
-    pub options: LoadOptions,
-    pub tensor: &'s TensorSpec,
-}
 
 /// A weight by one alternative.
 pub(crate) struct Fit<'a> {

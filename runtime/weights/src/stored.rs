@@ -2,7 +2,7 @@
 
 use crate::WeightsError;
 use crate::checkpoint::TensorRef;
-use crate::recipe::Finder;
+use crate::finder::Finder;
 use moesaic_kernel::DType;
 use moesaic_spec::format::{
     CodeOrder, CodeType, Format, Matrices, ScaleBlock, ScaleType, Scales, Zero, Zeros,

@@ -1,6 +1,6 @@
 //! Kernel arguments in the form that GPU drivers take.
 
-use crate::{Arg, DeviceError, LaunchDims, LaunchReason, Ptr};
+use crate::{Arg, DeviceError, LaunchDims, LaunchReason, MAP_BYTES, MapBytes, Ptr};
 use moesaic_kernel::{Entry, Param, ParamType, Scalar, TensorMap};
 use std::ffi::c_void;
 
@@ -11,12 +11,6 @@ pub struct ArgBlock {
     values: Vec<Value>,
     pointers: Vec<*mut c_void>,
 }
-
-/// The size of an encoded tensor map in bytes.
-pub const MAP_BYTES: usize = 128;
-
-/// An encoded tensor map.
-pub type MapBytes = [u8; MAP_BYTES];
 
 /// Storage for any argument. Drivers want a tensor map aligned to 64 bytes, those for CUDA 13 to
 /// 128.

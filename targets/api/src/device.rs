@@ -1,8 +1,10 @@
-//! The interface of devices: loading and launching kernels.
+//! The interface of devices: loading and launching kernels, on a GPU in streams.
 
-use crate::{Artifact, DeviceError, DriverReason, KernelCounters, LaunchReason, StreamDevice};
+use crate::{Arg, Artifact, Buffer, DeviceError, KernelCounters, LaunchDims, LaunchReason, Ptr};
+use crate::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, RowCopy};
 use moesaic_kernel::{CpuCaches, Entry, Target};
 use std::any::Any;
+use std::ffi::c_void;
 use std::sync::Arc;
 
 /// The properties of a device.
@@ -144,6 +146,107 @@ pub trait Device: Send + Sync {
     }
 }
 
+/// A GPU and one stream on it. Allocations, copies and launches of this object run in the order of
+/// its stream. [`StreamDevice::fork`] makes another object with another stream; both run side by
+/// side until one waits for an [`Event`] of the other.
+///
+/// A buffer is freed in the order of the stream that allocated it. Before you drop it, that stream
+/// must wait for every other stream that uses it.
+pub trait StreamDevice: Device + Any {
+    /// Returns the GPU's numbers.
+    fn gpu_info(&self) -> &GpuInfo;
+
+    /// Returns the driver's handle of the stream, for libraries that launch on it, and makes the
+    /// GPU current on this thread, as they expect. The handle is valid as long as this object.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    fn native_stream(&self) -> Result<*mut c_void, DeviceError>;
+
+    /// Makes another stream on the same GPU.
+    ///
+    /// # Errors
+    /// If the driver fails, or a graph is being captured.
+    fn fork(&self) -> Result<Arc<dyn StreamDevice>, DeviceError>;
+
+    /// Returns a module of another stream on this GPU without loading it again; launches through
+    /// the result go to this stream.
+    ///
+    /// # Errors
+    /// If the module belongs to another GPU or another kind of device.
+    fn adopt(&self, module: &dyn Module) -> Result<Arc<dyn Module>, DeviceError>;
+
+    /// Returns the number of a kernel's blocks that fit on one multiprocessor, with this many
+    /// threads and bytes of dynamic shared memory per block.
+    ///
+    /// # Errors
+    /// If the module has no such kernel, or the driver fails.
+    fn occupancy(
+        &self,
+        module: &dyn Module,
+        symbol: &str,
+        threads: u32,
+        shared_bytes: u32,
+    ) -> Result<u32, DeviceError>;
+
+    /// Records an event at this point of the stream.
+    ///
+    /// # Errors
+    /// If the driver fails.
+    fn record(&self) -> Result<Arc<dyn Event>, DeviceError>;
+
+    /// Makes later work in this stream wait for the event, which may be of another stream or GPU.
+    /// During a capture, waiting for one of its events makes this stream a part of the graph.
+    ///
+    /// # Errors
+    /// If the event belongs to another kind of device, if one of the two is part of a graph and the
+    /// other is not, or if the driver fails.
+    fn wait(&self, event: &dyn Event) -> Result<(), DeviceError>;
+
+    /// Copies `bytes` bytes between buffers of this GPU, in stream order.
+    ///
+    /// # Errors
+    /// If a range does not fit, or the driver fails.
+    fn copy(&self, copy: &DeviceCopy<'_>) -> Result<(), DeviceError>;
+
+    /// Allocates pinned host memory, filled with zeros, for faster copies.
+    ///
+    /// # Errors
+    /// If the driver fails, or a graph is being captured.
+    fn pinned(&self, bytes: usize) -> Result<HostBuffer, DeviceError>;
+
+    /// Returns true if this GPU can access the memory of GPU number `peer`.
+    ///
+    /// # Errors
+    /// If there is no such GPU.
+    fn reaches(&self, peer: usize) -> Result<bool, DeviceError>;
+
+    /// Lets GPU number `peer` read and write what this GPU allocates, if the two reach each other.
+    /// NCCL does so between ranks of one process, and enables the access itself, but not for memory
+    /// of a pool.
+    ///
+    /// # Errors
+    /// If there is no such GPU, or the driver fails.
+    fn admit(&self, peer: usize) -> Result<(), DeviceError>;
+
+    /// Starts a capture: launches on this stream do not run, but become part of a graph. Loading,
+    /// allocating, synchronizing and copies from and to the host fail with
+    /// [`DeviceError::Capturing`] until [`StreamDevice::end_capture`]. `graph` is a name for
+    /// errors.
+    ///
+    /// # Errors
+    /// If a capture is already running, or the driver fails.
+    fn begin_capture(&self, graph: &str) -> Result<(), DeviceError>;
+
+    /// Ends the capture. The graph keeps the modules that it launches, the buffers dropped during
+    /// the capture, and those passed to [`Device::keep`].
+    ///
+    /// # Errors
+    /// If no capture began on this stream, or the driver cannot make a graph of the launches. The
+    /// capture is over in any case.
+    fn end_capture(&self) -> Result<Arc<dyn Graph>, DeviceError>;
+}
+
 /// Artifacts loaded onto a device.
 pub trait Module: Any + Send + Sync {
     /// Returns the function of an entry, for launches without another lookup.
@@ -214,146 +317,50 @@ impl FunctionId {
     }
 }
 
-/// Launch geometry, evaluated for one token count.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LaunchDims {
-    /// Blocks in x and y.
-    pub grid: [u64; 2],
-    /// Threads per block.
-    pub threads: u32,
-    /// Dynamic shared memory in bytes.
-    pub shared_bytes: u32,
-    /// Adjacent blocks in x that form a cluster; 1 without clusters.
-    pub cluster: u32,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// A kernel argument.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Arg {
-    /// An address in device memory.
-    Ptr(Ptr),
-    /// A 64-bit integer.
-    I64(i64),
-    /// A float.
-    F32(f32),
-    /// A dense row-major tensor, which the device encodes into a tensor map.
-    TensorMap {
-        /// The address of its first element.
-        base: Ptr,
-        /// Its sizes, innermost first; 1 beyond the rank of the map.
-        dims: [u64; 5],
-    },
-}
+    struct Plain(DeviceInfo);
 
-/// A copy of rows of bytes from one buffer to another.
-#[derive(Clone, Copy, Debug)]
-pub struct RowCopy<'a> {
-    /// The source.
-    pub from: &'a Buffer,
-    /// The first byte in `from`.
-    pub from_offset: usize,
-    /// The distance between row starts in `from` in bytes, at least a row.
-    pub from_stride: usize,
-    /// The destination.
-    pub to: &'a Buffer,
-    /// The first byte in `to`.
-    pub to_offset: usize,
-    /// The distance between row starts in `to` in bytes, at least a row.
-    pub to_stride: usize,
-    /// The number of rows.
-    pub rows: usize,
-    /// The size of a row in bytes.
-    pub row_bytes: usize,
-}
-
-/// The bytes of a buffer from the start of the first row to the end of the last.
-#[derive(Clone, Copy, Debug)]
-pub struct RowSpan {
-    /// The address of the first byte.
-    pub start: Ptr,
-    /// The length in bytes.
-    pub bytes: usize,
-}
-
-impl RowCopy<'_> {
-    /// Returns the source and destination spans, or `None` if there are no bytes.
-    ///
-    /// # Errors
-    /// [`DeviceError::Driver`] if rows do not fit or overlap each other.
-    pub fn check(&self) -> Result<Option<[RowSpan; 2]>, DeviceError> {
-        if self.rows == 0 || self.row_bytes == 0 {
-            return Ok(None);
+    impl Device for Plain {
+        fn info(&self) -> &DeviceInfo {
+            &self.0
         }
-        let failed = |reason| DeviceError::Driver {
-            operation: format!("a copy of {} rows", self.rows),
-            reason,
-        };
-        if self.from_stride.min(self.to_stride) < self.row_bytes {
-            return Err(failed(DriverReason::Overlap));
+
+        fn load(&self, _: &Artifact, _: &[Entry]) -> Result<Arc<dyn Module>, DeviceError> {
+            unreachable!()
         }
-        let span = |buffer: &Buffer, offset: usize, stride: usize| {
-            let before = stride.checked_mul(self.rows - 1);
-            let bytes = before.and_then(|before| before.checked_add(self.row_bytes));
-            let bytes = bytes.ok_or_else(|| failed(DriverReason::TooManyRows))?;
-            let start = buffer.range("a copy of rows", offset, bytes)?;
-            Ok(RowSpan { start, bytes })
-        };
-        let from = span(self.from, self.from_offset, self.from_stride)?;
-        let to = span(self.to, self.to_offset, self.to_stride)?;
-        Ok(Some([from, to]))
-    }
-}
 
-/// An address in device memory. For the CPU it is an ordinary address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ptr(pub u64);
+        fn alloc(&self, _: usize) -> Result<Buffer, DeviceError> {
+            unreachable!()
+        }
 
-/// Device memory that is freed when its last owner drops it.
-pub struct Buffer {
-    ptr: Ptr,
-    bytes: usize,
-    _owner: Box<dyn Send + Sync>,
-}
+        fn upload(&self, _: &[u8], _: &Buffer, _: usize) -> Result<(), DeviceError> {
+            unreachable!()
+        }
 
-impl Buffer {
-    /// Wraps an allocation: `owner` frees it on drop.
-    pub fn new(ptr: Ptr, bytes: usize, owner: Box<dyn Send + Sync>) -> Buffer {
-        Buffer {
-            ptr,
-            bytes,
-            _owner: owner,
+        fn download(&self, _: &Buffer, _: usize, _: &mut [u8]) -> Result<(), DeviceError> {
+            unreachable!()
+        }
+
+        fn synchronize(&self) -> Result<(), DeviceError> {
+            unreachable!()
         }
     }
 
-    /// Returns the address of its first byte.
-    pub fn ptr(&self) -> Ptr {
-        self.ptr
-    }
-
-    /// Returns its size in bytes.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// Returns the address at `offset`, if `length` bytes fit there. `operation`, such as `upload`,
-    /// is for the error.
-    ///
-    /// # Errors
-    /// [`DeviceError::Driver`] with the sizes.
-    pub fn range(&self, operation: &str, offset: usize, length: usize) -> Result<Ptr, DeviceError> {
-        let end = offset.checked_add(length);
-        if end.is_some_and(|end| end <= self.bytes) {
-            return Ok(Ptr(self.ptr.0 + offset as u64));
-        }
-        Err(DeviceError::Driver {
-            operation: format!("{operation} of {length} bytes at byte {offset}"),
-            reason: DriverReason::OutOfRange { bytes: self.bytes },
-        })
-    }
-}
-
-impl std::fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({:#x}, {} bytes)", self.ptr.0, self.bytes)
+    #[test]
+    fn a_device_without_streams_names_itself() {
+        let device = Plain(DeviceInfo {
+            name: String::new(),
+            target: "sim:sm_80".parse().unwrap(),
+            units: 1,
+            memory_bytes: None,
+        });
+        assert_eq!(device.capturing(), None);
+        assert_eq!(
+            device.streams().err().unwrap().to_string(),
+            "`sim:sm_80` does not support streams, events and graphs"
+        );
     }
 }

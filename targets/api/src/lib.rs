@@ -10,6 +10,7 @@
 
 mod args;
 mod artifact;
+mod buffer;
 pub mod child;
 mod compiler;
 mod counters;
@@ -17,18 +18,20 @@ mod device;
 mod error;
 #[cfg(feature = "gpu")]
 pub mod gpu;
+mod launch;
 pub mod scratch;
 pub mod script;
 mod stream;
 
-pub use args::{ArgBlock, MAP_BYTES, MapBytes, gpu_grid};
+pub use args::{ArgBlock, gpu_grid};
 pub use artifact::{Artifact, ArtifactReport, KernelReport, ParamSlot};
+pub use buffer::{Buffer, DeviceCopy, HostBuffer, RowCopy, RowSpan};
 pub use compiler::{CompileOptions, Compiler};
 pub use counters::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
-pub use device::{Arg, Buffer, Device, DeviceInfo, FunctionId, LaunchDims, Module, Ptr};
-pub use device::{RowCopy, RowSpan};
+pub use device::{Device, DeviceInfo, FunctionId, Module, StreamDevice};
 pub use error::{BinaryReason, CompileError, CompilerReason, SignatureError};
 pub use error::{DeviceError, Fault, FreeMemory, SharedError, SystemError};
 pub use error::{DriverReason, LaunchReason, LoadReason, UnavailableReason};
+pub use launch::{Arg, LaunchDims, MAP_BYTES, MapBytes, Ptr};
 pub use scratch::Scratch;
-pub use stream::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, StreamDevice};
+pub use stream::{Event, GpuInfo, Graph};

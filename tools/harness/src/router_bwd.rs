@@ -227,6 +227,19 @@ impl Call<'_> {
         Some((0..weight.data.len()).map(|i| i as f64).collect())
     }
 
+    /// The name, before `.weight`, of the matrix that tokens are multiplied by.
+    fn matrix(&self) -> &'static str {
+        self.spec()
+            .logits()
+            .map_or("router", |logits| logits.matrix)
+    }
+
+    /// Returns whether logits are computed of projected tokens.
+    fn projects(&self) -> bool {
+        let logits = self.spec().logits();
+        logits.is_some_and(|logits| logits.projected.is_some())
+    }
+
     fn routed(&self) -> Vec<f64> {
         let d = self.spec().shape.model_dim;
         let rms = self.spec().router.input == RouterInput::RmsScaled;
@@ -247,8 +260,8 @@ impl Call<'_> {
 
     fn projected(&self) -> Vec<f64> {
         let weights = &self.harness.weights;
-        let matrix = &weights.get("router.projector.weight").data;
-        let bias = &weights.get("router.projector.bias").data;
+        let of = |part: &str| &weights.get(&format!("{}.{part}", self.matrix())).data;
+        let (matrix, bias) = (of("weight"), of("bias"));
         let d = self.spec().shape.model_dim;
         let routed = self.routed();
         let row = |x: &[f64]| -> Vec<f64> {
@@ -287,12 +300,17 @@ impl Call<'_> {
 
     /// `router.dx` as the product with the router's matrix leaves it.
     fn give_router_dx(&self) {
-        let (matrix, rows) = match self.spec().router.kind {
-            RouterKind::Cosine => ("router.projector.weight", "grad.router.projected"),
-            _ => ("router.weight", "grad.router.logits"),
+        let rows = if self.projects() {
+            "grad.router.projected"
+        } else {
+            "grad.router.logits"
         };
         let (rows, d) = (self.read(rows), self.spec().shape.model_dim);
-        let matrix = &self.harness.weights.get(matrix).data;
+        let matrix = &self
+            .harness
+            .weights
+            .get(&format!("{}.weight", self.matrix()))
+            .data;
         let width = matrix.len() / d;
         let row = |dout: &[f64]| -> Vec<f64> {
             let column = |i| {
@@ -338,24 +356,28 @@ impl Call<'_> {
             self.near("router.input", &self.routed());
             self.near("router.dx", &self.wanted.x);
         }
-        if spec.router.kind == RouterKind::Cosine {
+        if self.projects() {
             self.check_projected();
         }
     }
 
-    /// The projector's gradient is a product with what the kernel wrote.
+    /// The gradient of the projection's matrix is a product with what the kernel wrote.
     fn check_projected(&self) {
         let (rows, routed) = (self.read("grad.router.projected"), self.routed());
         let d = self.spec().shape.model_dim;
-        let width = self.spec().router.projection_dim.unwrap();
+        let width = self
+            .spec()
+            .logits()
+            .map_or(1, |logits| logits.width.size(self.spec()));
         let mut sums = vec![0.0; width * d];
         for (dout, x) in rows.chunks(width).zip(routed.chunks(d)) {
             for (i, sum) in sums.iter_mut().enumerate() {
                 *sum += dout[i / d] * x[i % d];
             }
         }
-        let wanted = &self.wanted.weights["router.projector.weight"].data;
-        self.compare("grad.router.projector.weight", &sums, wanted);
+        let name = format!("{}.weight", self.matrix());
+        let wanted = &self.wanted.weights[&name].data;
+        self.compare(&format!("grad.{name}"), &sums, wanted);
     }
 
     /// Returns whether a kernel of the stem writes this tensor.

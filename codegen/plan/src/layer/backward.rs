@@ -1,8 +1,8 @@
 //! The steps of the backward pass.
 
 use super::builder::Pass;
-use super::tensors::{constant, tensor};
-use super::{Builder, Recompute, Step, TensorPlan, TensorRole};
+use super::tensor::{TensorPlan, TensorRole, constant, tensor};
+use super::{Builder, Recompute, Step};
 use crate::Op;
 use crate::ops::combine::CombineBwd;
 use crate::ops::grouped_gemm::{ExpertGemm, LATENT_DOWN, dgrad};
@@ -52,7 +52,7 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     };
     let experts = constant(spec.routed_experts());
     // Without a projection no step names its tensor, so any width will do.
-    let projection = constant(spec.router.projection_dim.unwrap_or(1));
+    let projection = constant(spec.logits().map_or(1, |logits| logits.width.size(spec)));
     vec![
         of("dy", activations, output, TensorRole::OutputGradient),
         of("dx", activations, model.clone(), TensorRole::InputGradient),

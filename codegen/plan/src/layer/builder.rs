@@ -1,10 +1,8 @@
 //! The builder of a plan: each kernel once, steps in order. The operators add their own steps to
 //! it.
 
-use super::tensors::declared_tensors;
-use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Step, TensorId, TensorRole, backward};
+use super::{EntryId, LaunchStep, LayerPlan, PlanOptions, Step, TensorId, TensorRole};
 use crate::ops::Calls;
-use crate::ops::gate_topk;
 use crate::{KernelPlan, Op, Operator, TileMachine};
 use moesaic_kernel::Target;
 use moesaic_spec::LayerSpec;
@@ -70,8 +68,8 @@ fn multiplied(spec: &LayerSpec, machine: TileMachine) -> LayerSpec {
 }
 
 impl Builder {
-    /// Returns a builder with every tensor that a step may name.
-    pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
+    /// Returns a builder that has neither tensors nor steps yet.
+    pub(super) fn empty(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
         let training = options.training;
         let machine = TileMachine::of(target, options.caches);
         // Asked before `multiplied` takes the codes away: on a GPU, too, they have no gradients.
@@ -81,11 +79,6 @@ impl Builder {
             TileMachine::Cpu(core) => (options.tuning.clone(), core.caches),
             TileMachine::Gpu(_) => Default::default(),
         };
-        let mut tensors = declared_tensors(spec, machine, training.is_some());
-        if training.is_some() {
-            tensors.extend(backward::tensors(spec));
-            tensors.extend(gate_topk::bwd::tensors(spec, machine));
-        }
         Builder {
             plan: LayerPlan {
                 spec: spec.clone(),
@@ -93,7 +86,7 @@ impl Builder {
                 tuning,
                 caches,
                 kernels: vec![],
-                tensors,
+                tensors: vec![],
                 prepare: vec![],
                 steps: vec![],
                 evaluation: vec![],

@@ -1,11 +1,13 @@
 //! The data of a plan: kernels, tensors, and the steps in order.
 
-use super::{LaunchStep, Step, TensorId};
+use super::step::{EntryId, LaunchStep, Step, TensorId};
+use super::tensor::{TensorPlan, TensorRole};
 use crate::{CacheClass, KernelPlan, Op, Tuning};
-use moesaic_kernel::{Access, DType, Size, Target};
+use moesaic_kernel::{Access, Entry, Target};
 use moesaic_spec::LayerSpec;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
+use std::ops::Index;
 
 /// Everything a runtime needs to run a layer forward on one target.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -90,55 +92,6 @@ pub enum Recompute {
     /// Routing too: the inputs are kept, and of a layer with projections around
     /// its experts their sum.
     All,
-}
-
-/// A tensor of the layer.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TensorPlan {
-    /// The canonical name, or that of an intermediate.
-    pub name: String,
-    /// Element type.
-    pub dtype: DType,
-    /// Sizes, outermost first; row major.
-    pub shape: Vec<Size>,
-    /// The owner.
-    pub role: TensorRole,
-}
-
-/// The owner of a tensor, and its readers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TensorRole {
-    /// The caller, at every call.
-    Input,
-    /// The caller, once.
-    Weight,
-    /// The layer, once, from weights: see [`LayerPlan::prepare`].
-    Packed,
-    /// The layer; the caller may read it after a call.
-    Output,
-    /// The layer, for itself.
-    Scratch,
-    /// The caller, at every backward pass: `dy`.
-    OutputGradient,
-    /// Backward; the caller may read it: `dx`, `grad.topk_weights`.
-    InputGradient,
-    /// Backward, which overwrites it or adds to it; the layer keeps it.
-    WeightGradient,
-}
-
-impl TensorRole {
-    /// Every role.
-    pub const ALL: [TensorRole; 8] = [
-        TensorRole::Input,
-        TensorRole::Weight,
-        TensorRole::Packed,
-        TensorRole::Output,
-        TensorRole::Scratch,
-        TensorRole::OutputGradient,
-        TensorRole::InputGradient,
-        TensorRole::WeightGradient,
-    ];
 }
 
 impl LayerPlan {
@@ -246,32 +199,87 @@ impl LayerPlan {
     pub fn tensor(&self, name: &str) -> Option<&TensorPlan> {
         self.tensors.iter().find(|tensor| tensor.name == name)
     }
+
+    /// Returns the number of the tensor of this name.
+    pub fn id(&self, name: &str) -> Option<TensorId> {
+        let found = self.tensors.iter().position(|tensor| tensor.name == name);
+        found.map(TensorId)
+    }
+
+    /// Returns the readable name of a step: for a launch the symbol of its entry.
+    ///
+    /// # Panics
+    ///
+    /// When the step is not of this plan.
+    pub fn symbol(&self, step: &Step) -> &str {
+        match step {
+            Step::Launch(launch) => &self[launch.entry].symbol,
+        }
+    }
+
+    /// Returns a name that is unique within a pass: the symbol, or the kernel's name if several
+    /// steps share a symbol.
+    ///
+    /// # Panics
+    ///
+    /// As [`LayerPlan::symbol`].
+    pub fn label(&self, step: &Step) -> &str {
+        let symbol = self.symbol(step);
+        let mut same = self
+            .all_steps()
+            .filter(|other| self.symbol(other) == symbol);
+        // Routed and shared experts run kernels with the same symbols.
+        match (same.nth(1), step) {
+            (None, _) => symbol,
+            (Some(_), Step::Launch(launch)) => &self.kernels[launch.entry.kernel].name,
+        }
+    }
+
+    /// Returns the tensors of a step by name, in order.
+    pub fn names<'p>(&'p self, step: &'p Step) -> impl Iterator<Item = &'p str> {
+        step.tensors().iter().map(|&tensor| &*self[tensor].name)
+    }
+
+    /// Returns the access of a step to each of its tensors, in order.
+    ///
+    /// # Panics
+    ///
+    /// As [`LayerPlan::symbol`].
+    pub fn accesses<'p>(
+        &'p self,
+        step: &'p Step,
+    ) -> impl Iterator<Item = (TensorId, Access)> + use<'p> {
+        let Step::Launch(launch) = step;
+        let params = self[launch.entry].params.iter();
+        let accesses = params.filter_map(|param| Some(param.ty.tensor()?.1));
+        launch.tensors.iter().copied().zip(accesses)
+    }
+
+    /// Returns the operator of a step; `None` if the step launches no kernel.
+    pub(crate) fn op(&self, step: &Step) -> Option<&Op> {
+        let kernel = step.launch()?.entry.kernel;
+        Some(&self.kernels[kernel].op)
+    }
+
+    /// Returns every launch there is, those of [`LayerPlan::prepare`] first.
+    pub(crate) fn launches(&self) -> impl Iterator<Item = &LaunchStep> {
+        let called = self.call_steps().filter_map(Step::launch);
+        self.prepare.iter().chain(called)
+    }
 }
 
-impl TensorPlan {
-    /// Returns whether the tensor has a row for each token and nothing else, so that the rows of
-    /// some tokens are a tensor of a call with these tokens alone.
-    pub fn is_by_token(&self) -> bool {
-        let mut sizes = self.shape.iter();
-        // A size is an expression. These counts tell `tokens` from every division and rounding of
-        // it that plans have.
-        let counts = |size: &Size| [0, 1, 63, 1000, 1 << 20].iter().all(|&n| size.eval(n) == n);
-        let constant = |size: &Size| size.eval(0) == size.eval(1 << 20);
-        sizes.next().is_some_and(counts) && sizes.all(constant)
-    }
+impl Index<TensorId> for LayerPlan {
+    type Output = TensorPlan;
 
-    /// Returns the elements for a token count.
-    pub fn elements(&self, tokens: u64) -> u64 {
-        self.shape
-            .iter()
-            // A call that is too large must fail when its memory is allocated. A product that wraps
-            // would be small enough to succeed.
-            .fold(1, |product, size| product.saturating_mul(size.eval(tokens)))
+    fn index(&self, tensor: TensorId) -> &TensorPlan {
+        &self.tensors[tensor.0]
     }
+}
 
-    /// Returns the bytes for a token count.
-    pub fn bytes(&self, tokens: u64) -> u64 {
-        self.elements(tokens)
-            .saturating_mul(self.dtype.size() as u64)
+impl Index<EntryId> for LayerPlan {
+    type Output = Entry;
+
+    fn index(&self, id: EntryId) -> &Entry {
+        &self.kernels[id.kernel].entries[id.entry]
     }
 }

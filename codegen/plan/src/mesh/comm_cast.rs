@@ -10,48 +10,17 @@
 //! Weights of rows and the parts of their gradients are few, so they travel as they are. Sums are
 //! always made of rows in their own dtype, never of cast ones.
 
-use super::{Exchange, PartTensor, RankPlan, RankStep};
+use super::data::{CastLane, Exchange, Packed, PartTensor, RankPlan, RankStep};
 use crate::ops::CommCastDesc;
 use crate::{EntryId, KernelPlan, LaunchStep, LayerPlan, Operator, Step, TensorRole, TileMachine};
 use crate::{TensorId, TensorPlan};
 use moesaic_dist::{Both, CommDtype};
 use moesaic_kernel::DType::{self, I32, I64};
 use moesaic_kernel::Size;
-use serde::{Deserialize, Serialize};
 
 /// The output with the number of values, of all that this rank cast in a call, that were too large
 /// for the dtype: `[1]`, i64.
 pub const SATURATED: &str = "comm_cast.saturated";
-
-/// The cast of an exchange's rows between nodes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Packed {
-    /// The dtype of the rows between nodes.
-    pub comm_dtype: CommDtype,
-    /// Bytes of one cast row.
-    pub row_bytes: usize,
-    /// The steps of [`RankPlan::comm_cast`] that run before the exchange; their `tokens` are the
-    /// rows that this rank sends to other nodes.
-    pub pack: Vec<usize>,
-    /// The step that runs after the exchange; its `tokens` are the rows received from other nodes.
-    pub unpack: usize,
-    /// The rows in their own dtype: a tensor of [`RankPlan::comm_cast`] for which the caller of the
-    /// step supplies the address.
-    pub rows: TensorId,
-    /// The rows that are sent.
-    pub sent: CastLane,
-    /// The rows that are received.
-    pub received: CastLane,
-}
-
-/// Cast rows, as tensors of [`RankPlan::comm_cast`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CastLane {
-    /// The bytes of the rows.
-    pub bytes: TensorId,
-    /// The index of each row in the tensor of uncast rows.
-    pub places: TensorId,
-}
 
 impl RankPlan {
     /// Returns the same passes with rows cast to `comm_dtype` where they go to other nodes. Rows

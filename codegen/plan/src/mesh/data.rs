@@ -1,9 +1,8 @@
 //! The plan of one rank, as data.
 
-use super::Packed;
 use crate::{LayerPlan, Step, TensorId};
-use moesaic_dist::TokenScope;
 use moesaic_dist::{Chunk, CollectiveOp, Parallel, Payload, Placement, PlanPart, RankCoords};
+use moesaic_dist::{CommDtype, TokenScope};
 use serde::{Deserialize, Serialize};
 
 /// The plan of one rank: a layer plan for each part and the steps of each pass.
@@ -129,6 +128,36 @@ impl FromTo {
             to: tensor,
         }
     }
+}
+
+/// The cast of an exchange's rows between nodes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Packed {
+    /// The dtype of the rows between nodes.
+    pub comm_dtype: CommDtype,
+    /// Bytes of one cast row.
+    pub row_bytes: usize,
+    /// The steps of [`RankPlan::comm_cast`] that run before the exchange; their `tokens` are the
+    /// rows that this rank sends to other nodes.
+    pub pack: Vec<usize>,
+    /// The step that runs after the exchange; its `tokens` are the rows received from other nodes.
+    pub unpack: usize,
+    /// The rows in their own dtype: a tensor of [`RankPlan::comm_cast`] for which the caller of the
+    /// step supplies the address.
+    pub rows: TensorId,
+    /// The rows that are sent.
+    pub sent: CastLane,
+    /// The rows that are received.
+    pub received: CastLane,
+}
+
+/// Cast rows, as tensors of [`RankPlan::comm_cast`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CastLane {
+    /// The bytes of the rows.
+    pub bytes: TensorId,
+    /// The index of each row in the tensor of uncast rows.
+    pub places: TensorId,
 }
 
 /// A tensor of a rank, by its part.

@@ -47,8 +47,8 @@ mod regions;
 mod steps;
 mod text;
 
-pub use comm_cast::{CastLane, CastRows, Packed, RowCasts, SATURATED};
-pub use data::{Exchange, FromTo, PartTensor, RankPlan, RankStep};
+pub use comm_cast::{CastRows, RowCasts, SATURATED};
+pub use data::{CastLane, Exchange, FromTo, Packed, PartTensor, RankPlan, RankStep};
 pub use regions::ShardRegion;
 
 use crate::layer::{Builder, Part, Recompute};

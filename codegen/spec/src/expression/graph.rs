@@ -1,7 +1,10 @@
 //! The operations of an expression as a graph. Its constructors simplify, so equal parts exist once
 //! and derivatives come out short.
 
-use super::{Id, MathFunction, Node};
+use super::node::{Id, MathFunction, Node};
+
+/// Most operations of value and derivative together.
+pub(super) const MAX_NODES: usize = 2000;
 
 /// Largest exponent of either sign.
 pub(super) const MAX_POWER: i32 = 64;
@@ -332,8 +335,8 @@ impl Graph {
             Node::Constant(value) => (*value as f32).is_finite(),
             _ => true,
         };
-        if self.nodes.len() > super::Expression::MAX_NODES {
-            let most = super::Expression::MAX_NODES;
+        if self.nodes.len() > MAX_NODES {
+            let most = MAX_NODES;
             return Some(format!(
                 "the expression and its derivative have {} operations, at most {most} are possible",
                 self.nodes.len()

@@ -1,7 +1,8 @@
 //! From text to graph: recursive descent over the bytes.
 
+use super::error::ExpressionError;
 use super::graph::{Graph, MAX_POWER};
-use super::{Expression, ExpressionError, Id, MathFunction};
+use super::node::{Id, MathFunction};
 use crate::suggest;
 use std::ops::Range;
 
@@ -11,6 +12,9 @@ const CALLS: [&str; 13] = [
     "max", "where",
 ];
 
+/// Longest text, in bytes.
+pub(super) const MAX_TEXT: usize = 1000;
+
 /// Deepest nesting of parentheses and signs, so that recursion cannot overflow the stack.
 const MAX_DEPTH: usize = 64;
 
@@ -18,9 +22,9 @@ type Parsed<T = Id> = Result<T, Box<ExpressionError>>;
 
 /// Reads `text` into `graph` and returns the node of the whole.
 pub(super) fn parse(text: &str, graph: &mut Graph) -> Result<Id, ExpressionError> {
-    if text.len() > Expression::MAX_TEXT {
+    if text.len() > MAX_TEXT {
         let message = format!("the expression has {} bytes", text.len());
-        let label = format!("at most {}", Expression::MAX_TEXT);
+        let label = format!("at most {MAX_TEXT}");
         return Err(ExpressionError::new(0..text.len(), message).label(label));
     }
     let mut parser = Parser {

@@ -6,7 +6,7 @@
 //! of the block, and its offset is another integer times another factor.
 
 use super::ScaleType;
-use super::code::{e8m0, f16};
+use super::code::{NONLINEAR, e8m0, f16};
 use super::encode::EncodeError;
 use super::encode_blocks as encode;
 use crate::WeightCode;
@@ -304,11 +304,6 @@ fn q6_k(block: &[u8], codes: &mut [i8; LARGEST]) {
         *code = (four | (two << 4)) as i8 - 32;
     }
 }
-
-/// The values behind the codes of IQ4_NL and IQ4_XS.
-pub(crate) const NONLINEAR: [i8; 16] = [
-    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
-];
 
 fn nonlinear(code: u8) -> i8 {
     NONLINEAR[usize::from(code)]

@@ -181,6 +181,11 @@ fn power(exponent: i32) -> f64 {
     f64::from_bits(((exponent + 1023) as u64) << 52)
 }
 
+/// The values behind the codes of IQ4_NL and IQ4_XS.
+pub(crate) const NONLINEAR: [i8; 16] = [
+    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
+];
+
 #[cfg(test)]
 mod tests {
     use super::*;

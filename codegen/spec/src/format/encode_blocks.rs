@@ -16,8 +16,7 @@
 //! K-quants then round the scales of groups to integers, at the scale that makes the largest one
 //! 63, or -128 in Q6_K. Codes are those nearest to the elements at the scales as stored.
 
-use super::blocks::NONLINEAR;
-use super::code::{self, SmallFloat};
+use super::code::{self, NONLINEAR, SmallFloat};
 use super::encode::Extent;
 
 /// Encodes the elements of one block. `None` if an f16 cannot hold a scale.

@@ -25,8 +25,8 @@ mod tests;
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
 
-pub(crate) use blocks::NONLINEAR;
 pub use blocks::{BLOCKS, BlockScales, Blocks, LARGEST};
+pub(crate) use code::NONLINEAR;
 pub use encode::{EncodeError, EncodeOptions, Encoded};
 pub use matrices::{Matrices, Scales, Zeros};
 pub use stored::{PublishedCodes, StoredError, StoredMatrix};

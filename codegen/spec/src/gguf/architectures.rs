@@ -1,6 +1,7 @@
 //! llama.cpp's architectures, mapped to the families of transformers that they were converted from.
 
-use super::{Block, GgufError};
+use super::GgufError;
+use super::block::Block;
 use serde_json::{Map, Value, json};
 
 /// An architecture that moesaic reads.

@@ -1,6 +1,7 @@
 //! Recipes that assemble a canonical tensor from those of a GGUF file.
 
-use super::{Block, GgufError};
+use super::GgufError;
+use super::block::Block;
 use crate::hf::{Alternative, Codes, TensorParts, TensorSource, TensorStep, half_of};
 use crate::{LayerSpec, TensorSpec, canonical_tensors};
 

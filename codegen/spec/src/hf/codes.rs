@@ -1,9 +1,6 @@
 //! The tensors that quantized checkpoints hold in place of float weights, and their names.
 
-use super::HfError;
-use super::quantization;
 use crate::format::{CodeType, Format};
-use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
 
@@ -194,11 +191,6 @@ impl Codes {
         self.stored
             .first()
             .is_some_and(|stored| stored.names.in_blocks())
-    }
-
-    /// Reads the codes that a `quantization_config` describes.
-    pub(super) fn read(model: &str, value: &Value) -> Result<Codes, HfError> {
-        quantization::read(model, value)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Typed access to a configuration, with a record of the keys that were read.
 
-use super::HfError;
 use super::codes::Codes;
+use super::error::{HfError, shortened};
 use super::json::parse_json;
+use super::quantization;
 use moesaic_kernel::DType;
 use serde_json::{Map, Value};
 use std::cell::RefCell;
@@ -122,7 +123,7 @@ impl Config {
         let own = self.peek("quantization");
         let own = own.filter(|value| value.get("bits").is_some());
         if let Some(value) = said.or(own) {
-            self.codes = Some(Codes::read(&self.model, value)?);
+            self.codes = Some(quantization::read(&self.model, value)?);
         }
         Ok(())
     }
@@ -469,14 +470,6 @@ fn kind(value: &Value) -> &'static str {
 /// Returns a value as text for a message, cut when long.
 fn short(value: &Value) -> String {
     shortened(&value.to_string())
-}
-
-/// Returns text for a message, cut when long.
-pub(super) fn shortened(text: &str) -> String {
-    match text.char_indices().nth(60) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_string(),
-    }
 }
 
 /// Returns true if the entry of a layer in a list of limits is 0 or null; all entries where the layer

@@ -162,3 +162,11 @@ fn or_list(keys: &[String]) -> String {
     let quoted: Vec<String> = keys.iter().map(|k| format!("`{k}`")).collect();
     quoted.join(" or ")
 }
+
+/// Returns text for a message, cut when long.
+pub(super) fn shortened(text: &str) -> String {
+    match text.char_indices().nth(60) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_string(),
+    }
+}

@@ -1,8 +1,7 @@
 //! `quantization_config`: the quantized checkpoints that moesaic reads.
 
-use super::HfError;
 use super::codes::{BLOCKS, Codes, IN_PLACE, PACKED, QWEIGHT, STACKED, StoredFormat, TensorNames};
-use super::config::shortened;
+use super::error::{HfError, shortened};
 use crate::format::{self, CodeType, Format, ScaleBlock, Zero};
 use serde_json::{Map, Value};
 

@@ -7,7 +7,7 @@
 use super::HfError;
 use super::config::{Config, unlimited};
 use super::draft::Draft;
-use super::families;
+use super::families::keys;
 use super::said::Said;
 use crate::{Score, Select, SharedGate, WeightSite};
 
@@ -141,7 +141,7 @@ const TABLE: &[Keys] = &[
         rule: Rule::Same(|s| s.is(s.spec.router.select_bias) || s.by_table()),
     },
     Keys {
-        names: families::EXPERTS,
+        names: keys::EXPERTS,
         about: "the number of experts",
         rule: Rule::Same(|s| s.numbers(|n| n == s.others(s.spec.shape.experts))),
     },

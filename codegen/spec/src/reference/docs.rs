@@ -1,8 +1,8 @@
 //! The doc comments of the structs of a spec.
 
-use super::root;
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 use syn::{Attribute, Expr, Fields, Item, ItemEnum, ItemStruct, Lit, Meta, Type};
 
 /// The files of the structs.
@@ -40,14 +40,14 @@ pub struct Docs {
 }
 
 impl Docs {
-    /// Reads the sources.
-    pub fn read() -> Docs {
+    /// Reads the sources in a folder.
+    pub fn read(folder: &Path) -> Docs {
         let mut docs = Docs {
             structs: BTreeMap::new(),
             enums: BTreeMap::new(),
         };
         for file in FILES {
-            let path = root().join(format!("codegen/spec/src/{file}.rs"));
+            let path = folder.join(format!("{file}.rs"));
             let text = fs::read_to_string(&path).expect("a source of the spec");
             for item in syn::parse_file(&text).expect("Rust").items {
                 match item {

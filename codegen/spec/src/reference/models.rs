@@ -1,7 +1,9 @@
 //! The models of `tests/oracle`, indexed by the values in their specs.
 
-use super::{PLAINEST, archive};
-use crate::{LayerSpec, hf};
+#[path = "../../../../tests/oracle/archive.rs"]
+mod archive;
+
+use crate::hf;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -28,11 +30,9 @@ const MOST: usize = 5;
 pub struct Models(BTreeMap<String, BTreeMap<String, BTreeSet<String>>>);
 
 impl Models {
-    /// Reads the configurations.
-    pub fn read() -> Models {
+    /// Reads the configurations; `plain` is the plainest spec as JSON.
+    pub fn read(plain: &Value) -> Models {
         let mut models = Models(BTreeMap::new());
-        let plain = LayerSpec::from_toml(PLAINEST).expect("it is valid");
-        let plain = serde_json::to_value(plain).expect("a spec is JSON");
         for folder in FOLDERS {
             for entry in fs::read_dir(archive::folder(folder)).expect("fixtures") {
                 let folder = entry.expect("an entry").path();
@@ -44,7 +44,7 @@ impl Models {
                 let layer = case["layer"].as_u64().expect("a layer") as usize;
                 let spec = hf::import(&config, layer).expect("a fixture is read").spec;
                 let spec = serde_json::to_value(spec).expect("a spec is JSON");
-                models.note(&family(&config), "", &spec, &plain);
+                models.note(&family(&config), "", &spec, plain);
             }
         }
         models

@@ -2,15 +2,19 @@
 
 mod driver;
 mod failure;
+mod in_flight;
 mod shared;
+mod thread;
 
+pub(crate) use in_flight::handle;
 pub(crate) use shared::Shared;
+pub(crate) use thread::start_progress_thread;
 
 use crate::eager::{
     Difference, EagerMessage, INLINE_BYTES, MessageBody, MessageKey, OpKind, PartSizes, Signature,
 };
 use crate::error::ErrorSite;
-use crate::memory::Region;
+use crate::handle::Outcome;
 use crate::operation::{Advance, Bundle, Incoming, Operation};
 use crate::progress_thread::{Bell, ProgressThread};
 use crate::transport::{MemoryRange, Transport, TransportError};
@@ -18,8 +22,6 @@ use crate::{CollectiveError, InvalidReason, SetupError};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
-
-pub(crate) type Outcome = Result<Vec<Region>, CollectiveError>;
 
 /// The operations of a rank, of all groups. Whoever calls it drives all of them.
 pub(crate) struct Core {

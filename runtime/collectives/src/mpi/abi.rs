@@ -4,19 +4,11 @@
 //! Intel MPI and other descendants. No field of a status is ever read, so one buffer of the
 //! largest size serves all.
 
+use super::handle::MpiHandle;
 use super::table::{Integers, MpiFunctions, Pointers};
 use moesaic_dl::{DlError, Library};
 use std::ffi::{c_int, c_void};
 use std::path::Path;
-
-/// A communicator, request, datatype or error handler: a pointer or an `int`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MpiHandle(pub usize);
-
-/// A buffer for a status of any library; the standard's has 32 bytes and is the largest.
-#[repr(C, align(16))]
-#[derive(Clone, Copy, Default)]
-pub struct Status([u64; 8]);
 
 /// The constants of a library that are used here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

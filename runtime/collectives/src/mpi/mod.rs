@@ -7,6 +7,7 @@
 
 mod abi;
 mod find;
+mod handle;
 mod messages;
 mod table;
 mod transport;

@@ -1,6 +1,6 @@
 //! The MPI functions in use, for both sizes of handles.
 
-use super::abi::{MpiHandle, Status};
+use super::handle::{MpiHandle, Status};
 use std::ffi::{c_char, c_int, c_long, c_longlong, c_void};
 
 /// MPI's functions, independent of the handle size. All are unsafe as MPI documents them.

@@ -1,6 +1,7 @@
 //! MPI as a transport: non-blocking point-to-point messages and nothing else.
 
-use super::abi::{Abi, MpiHandle, Status};
+use super::abi::Abi;
+use super::handle::{MpiHandle, Status};
 use super::messages::{joined, messages};
 use super::table::{MpiFunctions, MpiStatus, TagBound};
 use super::watch::Watchdog;

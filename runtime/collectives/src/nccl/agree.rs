@@ -1,7 +1,7 @@
 //! The comparison of operations across ranks, over eager messages.
 
-use super::Checks;
 use super::group::{Nccl, Task};
+use super::options::Checks;
 use crate::communicator::OperationDraft;
 use crate::{CollectiveError, Handle, schedules};
 

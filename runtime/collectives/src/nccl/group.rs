@@ -1,8 +1,8 @@
 //! The operations of a group of ranks with a GPU each.
 
-use super::Sums;
 use super::comm::Comm;
 use super::launch::{Operands, StreamLaunch, done};
+use super::options::Sums;
 use super::table::{BYTE, kind_of, op_of};
 use super::watch::DeviceOperation;
 use super::world::{NcclWorld, OnStream, overhear, report_failure};
@@ -11,11 +11,11 @@ use crate::checks::{self, Counted, Parts};
 use crate::communicator::Communicator;
 use crate::eager::{OpKind, Signature};
 use crate::error::ErrorSite;
-use crate::groups::numbers;
 use crate::handle::Handle;
 use crate::operation::{Group, Next};
 use crate::schedules::Algorithm;
 use crate::schedules::{self, CollectivePlan, GroupRank, HopCounts, HopOrder, Schedule};
+use crate::sub_group::numbers;
 use crate::{CollectiveError, CommElement, InvalidReason, Reduction, Slice, hierarchical};
 use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;

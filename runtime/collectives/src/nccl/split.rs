@@ -78,7 +78,7 @@ impl Nccl {
         let all = self.gather_equal(&own, call)?;
         let numbers = all.as_chunks::<8>().0.iter();
         let numbers: Vec<i64> = numbers.map(|n| i64::from_le_bytes(*n)).collect();
-        let chosen = crate::groups::chosen(&numbers, code);
+        let chosen = crate::sub_group::chosen(&numbers, code);
         let place = chosen.iter().position(|rank| *rank == self.rank());
         let members = chosen.iter().map(|rank| self.group.members[*rank]);
         let members: Vec<usize> = members.collect();

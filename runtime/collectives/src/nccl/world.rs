@@ -2,10 +2,10 @@
 
 use super::find::Api;
 use super::fold::Fold;
+use super::options::{Checks, Sums};
 use super::watch::{Board, Standing};
-use super::{Checks, Sums};
 use crate::core::Shared;
-use crate::handle::{Handle, InFlight, Polled, lock};
+use crate::handle::{Handle, InFlight, Polled};
 use crate::{CollectiveError, CommElement, SetupError, Slice};
 use moesaic_target::{Buffer, Device, DeviceError, Event, StreamDevice};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -273,7 +273,7 @@ impl InFlight for OnStream {
 /// thread may call the transport of eager messages.
 pub fn report_failure(board: &Board, control: Option<&Arc<Shared>>) {
     if let (Some(failure), Some(control)) = (board.failure(), control) {
-        let mut core = lock(control);
+        let mut core = control.lock();
         if core.failure().is_none() {
             core.fail(None, failure);
         }
@@ -283,7 +283,7 @@ pub fn report_failure(board: &Board, control: Option<&Arc<Shared>>) {
 /// Fails the operations on the device when the transport of eager messages has failed, for
 /// example because another rank has.
 pub fn overhear(board: &Board, control: &Arc<Shared>) {
-    let mut core = lock(control);
+    let mut core = control.lock();
     core.progress();
     if let Some(failure) = core.failure() {
         board.fail(None, failure.clone());

@@ -11,6 +11,7 @@ mod collective;
 mod evaluate;
 mod layer;
 mod memory;
+mod ranking;
 mod scenario;
 mod search;
 mod sensitivity;
@@ -19,6 +20,7 @@ mod timeline;
 
 pub use check::{ModelMeshError, check_mesh};
 pub use evaluate::predict_model;
+pub use ranking::{ModelTies, TieRule};
 pub use scenario::{
     Batch, ModelMesh, ModelPrediction, ModelScenario, RecomputeLevel, StageMemory, StateBytes,
     StepOrder, StepPhase, default_reserve,

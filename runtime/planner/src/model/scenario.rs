@@ -208,12 +208,12 @@ pub struct StageMemory {
 impl StageMemory {
     /// Returns the total.
     pub fn bytes(&self) -> f64 {
-        self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.buffers
-            + self.reserve
+        self.counted() + self.reserve
+    }
+
+    /// Returns the bytes that a plan counts: all but the reserve, which stands for the others.
+    pub fn counted(&self) -> f64 {
+        self.weights + self.gradients + self.optimizer + self.activations + self.buffers
     }
 }
 

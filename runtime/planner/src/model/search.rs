@@ -3,6 +3,7 @@
 use super::evaluate::{evaluate, layer_key};
 use super::layer::{LayerChoices, LayerKey, Strategies, choices};
 use super::memory::RankParameters;
+use super::ranking::{Candidates, ModelTies, TieRule};
 use super::scenario::{ModelMesh, ModelPrediction, ModelScenario, RecomputeLevel, StepOrder};
 use super::stages::StageLayers;
 use moesaic_plan::CommDtype;
@@ -24,6 +25,10 @@ pub struct ModelSpace {
     pub comm_dtypes: Vec<CommDtype>,
     /// Whether exchanges run while another micro-batch computes.
     pub overlap_batches: bool,
+    /// The rule for configurations whose predictions are closer than their error; `None` ranks by
+    /// time alone. It holds for training: no published job tells the error of forward passes, or
+    /// the memory that they need beyond what is counted.
+    pub ties: Option<TieRule>,
 }
 
 impl Default for ModelSpace {
@@ -40,6 +45,7 @@ impl Default for ModelSpace {
             ],
             comm_dtypes: vec![CommDtype::Unchanged],
             overlap_batches: false,
+            ties: Some(TieRule::default()),
         }
     }
 }
@@ -47,8 +53,10 @@ impl Default for ModelSpace {
 /// The result of a search.
 #[derive(Clone, Debug, Default)]
 pub struct ModelRanked {
-    /// The best of each mesh that fits in memory, the fastest first.
+    /// The best of each mesh that fits in memory, by time and the rule for ties.
     pub best: Vec<ModelPrediction>,
+    /// The ties for the first place, where a rule for them is in force.
+    pub ties: Option<ModelTies>,
     /// The number of configurations that were predicted.
     pub predicted: usize,
     /// The number of those that do not fit in memory.
@@ -79,7 +87,8 @@ pub fn search_model(model: &ModelScenario, space: &ModelSpace) -> ModelRanked {
     // Where nothing fits, the smallest is still wanted: it says how much is missing.
     let fitting = if fitting.is_empty() { large } else { fitting };
     let costs = simulate(model, space, fitting.iter().map(|one| one.2));
-    let mut best: BTreeMap<ModelMesh, ModelPrediction> = BTreeMap::new();
+    let rule = space.ties.filter(|_| model.training.is_some());
+    let mut candidates = Candidates::new(rule, limit);
     for (mesh, micro_batch, key) in fitting {
         let Some(choices) = costs.get(&key) else {
             continue;
@@ -94,18 +103,10 @@ pub fn search_model(model: &ModelScenario, space: &ModelSpace) -> ModelRanked {
                 keep(&mut ranked.smallest, found, |p| p.memory.bytes());
                 continue;
             }
-            let faster = |own: &ModelPrediction| found.seconds < own.seconds;
-            // One line for each mesh, because schedules of the best mesh would fill the table.
-            if best.get(&mesh).is_none_or(faster) {
-                best.insert(mesh, found);
-            }
+            candidates.add(found);
         }
     }
-    // Meshes break ties, so that the ranking does not depend on the order of threads.
-    ranked.best = best.into_values().collect();
-    ranked
-        .best
-        .sort_by(|a, b| a.seconds.total_cmp(&b.seconds).then(a.mesh.cmp(&b.mesh)));
+    (ranked.best, ranked.ties) = candidates.ranked();
     ranked
 }
 

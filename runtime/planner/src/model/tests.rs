@@ -306,6 +306,7 @@ fn what_does_not_fit_is_not_proposed() {
     let space = ModelSpace {
         micro_batches: vec![1],
         virtual_stages: vec![1],
+        ties: None,
         ..ModelSpace::default()
     };
     let ranked = search_model(&model, &space);

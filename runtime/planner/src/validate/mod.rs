@@ -11,7 +11,7 @@ mod nccl;
 mod shapes;
 mod tutel;
 
-pub use models::{MeshRank, mesh_ranks};
+pub use models::{MeshRank, MeshRankLine, mesh_ranks};
 
 use crate::collective_ops::{ExchangedRows, OpCost};
 use crate::exchange::MOST_LEVELS;

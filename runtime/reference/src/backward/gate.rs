@@ -2,13 +2,16 @@
 
 use super::{Pass, add, all_zero, dot};
 use crate::choice::{guided, guided_back};
-use crate::gate::{considered, gather, mixer, relative, router_input, scores_row, unit};
+use crate::formula::formula_back;
+use crate::gate::{considered, gather, mixer, relative};
 use crate::gate::{slope_of_log, underflows};
 use crate::math::{sigmoid, softmax, softplus};
-use crate::noise::{deviate, input_factors, noise_logits};
+use crate::noise::{deviate, noise_logits};
 use crate::norm::{denominator, denominator_slopes};
+use crate::router_input::{input_factors, router_input};
+use crate::scores::scores_row;
 use crate::{GateOutput, LossValue, Routed};
-use moesaic_spec::{Chooser, LayerSpec, LogitsFormula, RouterInput, Score, Select};
+use moesaic_spec::{Chooser, LayerSpec, RouterInput, Score, Select};
 
 impl Pass<'_> {
     /// Propagates the gradient of the gate's weights to the router's tensors and x.
@@ -181,11 +184,7 @@ impl Pass<'_> {
             add(self.of("router.bias"), dlogits, 1.0);
         }
         let routed = router_input(self.spec, self.weights, self.input, t);
-        let formula = self.spec.logits().map(|logits| logits.formula);
-        let mut droute = match formula.unwrap_or(LogitsFormula::Linear) {
-            LogitsFormula::Cosine => self.cosine_back(&routed, dlogits),
-            LogitsFormula::Linear => self.linear_back("router.weight", &routed, dlogits),
-        };
+        let mut droute = formula_back(self.spec, self.of_weights(), &routed, dlogits);
         if let Some(dscales) = self.noise_back(t, &routed, dlogits, losses) {
             let part = self.linear_back("router.noise.weight", &routed, &dscales);
             add(&mut droute, &part, 1.0);
@@ -231,12 +230,7 @@ impl Pass<'_> {
 
     /// Runs `W · x` backward: adds the gradient of W, returns that of x.
     pub(super) fn linear_back(&mut self, name: &str, x: &[f64], dout: &[f64]) -> Vec<f64> {
-        let rows = self.of(name).chunks_mut(x.len());
-        rows.zip(dout).for_each(|(row, d)| add(row, x, *d));
-        let mut dx = vec![0.0; x.len()];
-        let rows = self.weights.get(name).data.chunks(x.len()).zip(dout);
-        rows.for_each(|(row, d)| add(&mut dx, row, *d));
-        dx
+        self.of_weights().linear_back(name, x, dout)
     }
 
     /// Runs `x / rms(x) · s / √d` backward: adds the gradient of s, returns that of x.
@@ -258,37 +252,6 @@ impl Pass<'_> {
         let mut dx: Vec<f64> = dunit.iter().map(|g| g / rms).collect();
         add(&mut dx, x, -dot(&dunit, x) / (d * rms * rms * rms));
         dx
-    }
-
-    /// Runs `unit(P · x + p) · unit(S) · exp(min(temperature, ln 100))` backward.
-    fn cosine_back(&mut self, x: &[f64], dlogits: &[f64]) -> Vec<f64> {
-        let matrix = &self.weights.get("router.projector.weight").data;
-        let bias = &self.weights.get("router.projector.bias").data;
-        let similarity = &self.weights.get("router.similarity").data;
-        let temperature = self.weights.get("router.temperature").data[0];
-        let (width, experts) = (bias.len(), dlogits.len());
-        let scale = temperature.min(100f64.ln()).exp();
-        let rows = matrix.chunks(x.len()).zip(bias);
-        let projected: Vec<f64> = rows.map(|(row, b)| dot(row, x) + b).collect();
-        let direction = unit(&projected);
-        let (mut ddirection, mut dscale) = (vec![0.0; width], 0.0);
-        for (e, &dlogit) in dlogits.iter().enumerate() {
-            let column: Vec<f64> = (0..width).map(|i| similarity[i * experts + e]).collect();
-            let expert = unit(&column);
-            dscale += dlogit * dot(&direction, &expert);
-            add(&mut ddirection, &expert, dlogit * scale);
-            let dexpert: Vec<f64> = direction.iter().map(|v| dlogit * scale * v).collect();
-            let dcolumn = unit_back(&column, &dexpert);
-            let total = self.of("router.similarity");
-            (0..width).for_each(|i| total[i * experts + e] += dcolumn[i]);
-        }
-        // Above the limit the temperature has no effect and so no gradient.
-        if temperature < 100f64.ln() {
-            self.of("router.temperature")[0] += dscale * scale;
-        }
-        let dprojected = unit_back(&projected, &ddirection);
-        add(self.of("router.projector.bias"), &dprojected, 1.0);
-        self.linear_back("router.projector.weight", x, &dprojected)
     }
 }
 
@@ -319,17 +282,6 @@ fn relative_back(
 fn softmax_back(values: &[f64], d: &[f64]) -> Vec<f64> {
     let mean = dot(values, d);
     values.iter().zip(d).map(|(v, d)| v * (d - mean)).collect()
-}
-
-fn unit_back(v: &[f64], dunit: &[f64]) -> Vec<f64> {
-    let norm = dot(v, v).sqrt();
-    // Below the floor the norm is constant.
-    if norm <= 1e-12 {
-        return dunit.iter().map(|d| d / 1e-12).collect();
-    }
-    let along = dot(v, dunit) / (norm * norm);
-    let pairs = v.iter().zip(dunit);
-    pairs.map(|(v, d)| (d - along * v) / norm).collect()
 }
 
 fn mixer_back(logits: &[f64], ids: &[i32], eps: f64, dchosen: &[f64]) -> Vec<f64> {

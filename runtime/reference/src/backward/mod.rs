@@ -7,6 +7,8 @@ mod expert;
 mod gate;
 
 use crate::expert::{Choices, project_latent, residual_weights, transposed_latent};
+use crate::formula::WeightGradients;
+use crate::math::{add, dot};
 use crate::place::{AssignmentPlaces, kept};
 use crate::row_norm::{self, normed, normed_back};
 use crate::{Decision, GateOutput, Input, Tensor, Weights, gate as decide, scan};
@@ -88,8 +90,15 @@ impl<'a> Pass<'a> {
 
     /// Returns the gradient of a tensor.
     fn of(&mut self, name: &str) -> &mut [f64] {
-        let found = self.gradients.weights.get_mut(name);
-        &mut found.unwrap_or_else(|| panic!("no tensor `{name}`")).data
+        self.of_weights().into_of(name)
+    }
+
+    /// Returns the weights with their gradients.
+    fn of_weights(&mut self) -> WeightGradients<'_> {
+        WeightGradients {
+            weights: self.weights,
+            sums: &mut self.gradients.weights,
+        }
     }
 
     fn token(&self, t: usize) -> &'a [f64] {
@@ -202,17 +211,7 @@ struct Row {
     dsum: Vec<f64>,
 }
 
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    crate::math::dot(a, b)
-}
-
 /// Returns true if a row of gradients adds nothing to a sum over tokens. NaN is not zero.
 fn all_zero(row: &[f64]) -> bool {
     row.iter().all(|v| *v == 0.0)
-}
-
-/// Computes `sum += factor · row`.
-fn add(sum: &mut [f64], row: &[f64], factor: f64) {
-    assert_eq!(sum.len(), row.len());
-    sum.iter_mut().zip(row).for_each(|(s, v)| *s += factor * v);
 }

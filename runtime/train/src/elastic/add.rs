@@ -49,9 +49,9 @@ pub struct Grown {
 ///
 /// # Errors
 /// [`TrainError::NotPreserved`] if the layer's function depends on the number of experts: expert
-/// choice, Sinkhorn, entropy, groups that the new experts do not fill, a cosine router with a
-/// softmax, and capacity by factor without [`Growth::tokens`]; also for a margin below 0 or not
-/// finite. [`TrainError::Tensor`] for tensors that are not the layer's.
+/// choice, Sinkhorn, entropy, groups that the new experts do not fill, a softmax over logits that
+/// can have no bias, and capacity by factor without [`Growth::tokens`]; also for a margin below 0
+/// or not finite. [`TrainError::Tensor`] for tensors that are not the layer's.
 pub fn add_experts(
     spec: &LayerSpec,
     tensors: &Tensors<'_>,

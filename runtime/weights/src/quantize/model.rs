@@ -161,3 +161,32 @@ pub(super) fn expert(
     })?;
     Ok(rows.to_f32())
 }
+
+/// Adds a `quantization_config` at the end of a configuration. The rest of its text stays as it is,
+/// but for a `quantization_config` of null, which would give the key two values.
+pub(super) fn with_config(config: &str, quantization: &Value) -> String {
+    let text = without_null(config);
+    let text = text.trim_end();
+    let before = text.strip_suffix('}').unwrap_or(text).trim_end();
+    let said = format!("{quantization:#}").replace('\n', "\n  ");
+    let comma = if before.ends_with('{') { "" } else { "," };
+    format!("{before}{comma}\n  \"quantization_config\": {said}\n}}\n")
+}
+
+/// Removes a `quantization_config` of null, and the comma that it leaves behind.
+fn without_null(config: &str) -> String {
+    const KEY: &str = "\"quantization_config\"";
+    let null = |(at, _): (usize, &str)| {
+        let after = config[at + KEY.len()..].trim_start().strip_prefix(':')?;
+        Some((at, after.trim_start().strip_prefix("null")?.trim_start()))
+    };
+    let Some((at, after)) = config.match_indices(KEY).find_map(null) else {
+        return config.to_string();
+    };
+    let before = &config[..at];
+    let joined = match after.strip_prefix(',') {
+        Some(after) => format!("{before}{}", after.trim_start()),
+        None => format!("{}\n{after}", before.trim_end().trim_end_matches(',')),
+    };
+    without_null(&joined)
+}

@@ -1,6 +1,6 @@
 //! The quantized matrices of a folder: where their values come from, and their tensors' names.
 
-use super::model::{Layer, Model, computes, expert};
+use super::model::{Layer, Model, computes, expert, with_config};
 use super::{QuantizeError, Squares};
 use crate::LayerReader;
 use moesaic_spec::TensorSpec;
@@ -67,7 +67,7 @@ fn in_the_family(model: &Model, scheme: Scheme) -> Scheme {
     let stacked = hf::MXFP4_IN_BLOCKS;
     let format = stacked.stored.format == scheme.stored.format;
     let layer = model.layers.first().map_or(0, |layer| layer.index);
-    let config = super::folder::with_config(&model.config, &stacked.config(&[]));
+    let config = with_config(&model.config, &stacked.config(&[]));
     if format && hf::import(&config, layer).is_ok() {
         stacked
     } else {

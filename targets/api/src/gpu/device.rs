@@ -1,13 +1,12 @@
 //! A GPU as a [`Device`] with streams.
 
-use super::capture::Capture;
 use super::event::GpuEvent;
 use super::graph::GpuGraph;
-use super::lane::Lane;
+use super::lane::{Capture, Lane};
 use super::module::GpuModule;
 use super::shared::Gpu;
 use super::{
-    AddressedRows, PoolAccess, PoolHandle, StreamHandle, Vendor, functions, memory, staging,
+    AddressedRows, PoolAccess, PoolHandle, StreamHandle, Vendor, functions, memory, upload,
 };
 use crate::{
     Artifact, Buffer, Device, DeviceCopy, DeviceError, DeviceInfo, DriverReason, Event, GpuInfo,
@@ -117,7 +116,7 @@ impl<V: Vendor> Device for GpuDevice<V> {
         if bytes.is_empty() {
             Ok(())
         } else {
-            staging::upload(lane, bytes, to)
+            upload::upload(lane, bytes, to)
         }
     }
 

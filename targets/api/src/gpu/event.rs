@@ -1,74 +1,14 @@
 //! Events: points of a stream.
 
-use super::capture::Capture;
-use super::lane::Lane;
-use super::shared::Gpu;
-use super::{EventHandle, Vendor, functions};
+use super::Vendor;
+use super::lane::{Capture, Lane};
+use super::mark::Mark;
 use crate::{DeviceError, DriverReason, Event};
 use std::any::Any;
 use std::sync::Arc;
 
 /// The flag of an event with timing.
 const WITH_TIME: u32 = 0;
-
-/// A driver's event, destroyed on drop.
-pub(super) struct Mark<V: Vendor> {
-    handle: EventHandle,
-    gpu: Arc<Gpu<V>>,
-}
-
-impl<V: Vendor> Mark<V> {
-    /// Returns a new, recorded event.
-    pub fn recorded(lane: &Lane<V>, flags: u32) -> Result<Mark<V>, DeviceError> {
-        let mut handle = EventHandle(functions::NULL);
-        // SAFETY: the pointer is valid for a write.
-        lane.gpu.call("a new event", |f| unsafe {
-            (f.event_create)(&mut handle, flags)
-        })?;
-        let gpu = lane.gpu.clone();
-        let mark = Mark { handle, gpu };
-        mark.record(lane)?;
-        Ok(mark)
-    }
-
-    /// Records the event after all work now in the stream.
-    pub fn record(&self, lane: &Lane<V>) -> Result<(), DeviceError> {
-        // SAFETY: event and stream are live.
-        lane.gpu.call("record of an event", |f| unsafe {
-            (f.event_record)(self.handle, lane.stream)
-        })
-    }
-
-    /// Waits on the host. `operation` is for the error.
-    pub fn wait(&self, operation: &str) -> Result<(), DeviceError> {
-        // SAFETY: the event is live.
-        self.gpu
-            .call(operation, |f| unsafe { (f.event_synchronize)(self.handle) })
-    }
-
-    /// Returns true if the stream has reached it.
-    fn passed(&self) -> Result<bool, DeviceError> {
-        const NOT_YET: i32 = 600;
-        let operation = "query of an event";
-        self.gpu.enter(operation)?;
-        // SAFETY: the event is live.
-        let code = unsafe { (self.gpu.vendor.functions().event_query)(self.handle) };
-        match self.gpu.check(code) {
-            Ok(()) => Ok(true),
-            Err(fault) if fault.code == NOT_YET => Ok(false),
-            Err(fault) => Err(self.gpu.error(operation, &fault)),
-        }
-    }
-}
-
-impl<V: Vendor> Drop for Mark<V> {
-    fn drop(&mut self) {
-        // SAFETY: created once, destroyed once; the driver keeps what streams
-        // still wait for.
-        self.gpu
-            .call_quietly(|f| unsafe { (f.event_destroy)(self.handle) });
-    }
-}
 
 /// A point of a stream, and the capture that the stream was part of.
 pub(super) struct GpuEvent<V: Vendor> {
@@ -84,7 +24,7 @@ impl<V: Vendor> GpuEvent<V> {
         // Look up the capture before recording, because it may end in between.
         let capture = lane.capturing();
         Ok(GpuEvent {
-            mark: Mark::recorded(lane, WITH_TIME)?,
+            mark: Mark::recorded(&lane.gpu, lane.stream, WITH_TIME)?,
             lane: lane.clone(),
             capture,
         })

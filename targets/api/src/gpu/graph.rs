@@ -1,8 +1,7 @@
 //! Captured launches that can be launched again.
 
-use super::capture::{Capture, Kept};
 use super::journal::Launched;
-use super::lane::Lane;
+use super::lane::{Capture, Kept, Lane};
 use super::shared::Gpu;
 use super::{ExecHandle, GraphHandle, Vendor, functions};
 use crate::{DeviceError, Graph};
@@ -49,7 +48,7 @@ impl<V: Vendor> GpuGraph<V> {
             }
         };
         let gpu = lane.gpu.clone();
-        kept.execs.push(Exec { gpu, handle });
+        kept.execs.push(Box::new(Exec { gpu, handle }));
         Ok(GpuGraph {
             name: capture.name.clone(),
             launched: described(&capture.name, &kept),

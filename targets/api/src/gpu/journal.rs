@@ -1,7 +1,7 @@
 //! A journal of launches not yet waited for: the suspects when a kernel's fault shows later.
 
 use super::LaunchShape;
-use super::shared::lock;
+use super::lock::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 

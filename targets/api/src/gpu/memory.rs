@@ -1,19 +1,15 @@
 //! Device memory, and host memory that the device can access.
 
 use super::lane::Lane;
+use super::pinned::Pinned;
 use super::shared::Gpu;
-use super::{Fault, Vendor, functions};
-use crate::{Buffer, DeviceError, DriverReason, FreeMemory, HostBuffer, Ptr};
-use std::ffi::c_void;
-use std::ptr::NonNull;
+use super::{Fault, Vendor};
+use crate::{Buffer, DeviceError, FreeMemory, HostBuffer, Ptr};
 use std::sync::Arc;
 
 /// The code for exhausted memory in both drivers.
 const OUT_OF_MEMORY: i32 = 2;
 const NOT_SUPPORTED: i32 = 801;
-
-/// The flag that pins memory for every GPU of the process.
-const PORTABLE: u32 = 1;
 
 /// Device memory that is freed on drop, in the order of its stream. During a capture the graph
 /// keeps it, because a free would become part of the graph.
@@ -26,10 +22,10 @@ pub(super) struct Block<V: Vendor> {
 impl<V: Vendor> Drop for Block<V> {
     fn drop(&mut self) {
         if let Some(capture) = self.lane.capturing() {
-            return capture.keep_block(Block {
+            return capture.keep_block(Box::new(Block {
                 lane: self.lane.clone(),
                 ..*self
-            });
+            }));
         }
         let (address, stream) = (self.address, self.lane.stream);
         // SAFETY: allocated once, freed once; in stream order, so that earlier launches finish
@@ -100,52 +96,11 @@ pub(super) fn free_and_total<V: Vendor>(gpu: &Gpu<V>) -> Result<(usize, usize), 
     Ok((free, total))
 }
 
-/// Pinned host memory, freed on drop. Copies from and to it have ended by then.
-pub(super) struct Pinned<V: Vendor> {
-    start: NonNull<u8>,
-    gpu: Arc<Gpu<V>>,
-}
-
-// SAFETY: it owns the memory and does nothing but free it.
-unsafe impl<V: Vendor> Send for Pinned<V> {}
-// SAFETY: as above.
-unsafe impl<V: Vendor> Sync for Pinned<V> {}
-
-impl<V: Vendor> Drop for Pinned<V> {
-    fn drop(&mut self) {
-        let start = self.start.as_ptr().cast();
-        // SAFETY: allocated once, freed once; copies of borrowed memory are
-        // waited for, and so does [`Staging`](super::staging::Staging).
-        self.gpu.call_quietly(|f| unsafe { (f.host_free)(start) });
-    }
-}
-
-impl<V: Vendor> Pinned<V> {
-    /// Allocates at least one byte, so that the address is always real, with undefined contents.
-    pub fn new(gpu: &Arc<Gpu<V>>, bytes: usize, operation: &str) -> Result<Pinned<V>, DeviceError> {
-        let mut start: *mut c_void = functions::NULL;
-        // SAFETY: the pointer is valid for a write.
-        gpu.call(operation, |f| unsafe {
-            (f.host_alloc)(&mut start, bytes.max(1), PORTABLE)
-        })?;
-        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| DeviceError::Driver {
-            operation: operation.to_string(),
-            reason: DriverReason::NoAddress,
-        })?;
-        let gpu = gpu.clone();
-        Ok(Pinned { start, gpu })
-    }
-
-    pub fn start(&self) -> *mut u8 {
-        self.start.as_ptr()
-    }
-}
-
 pub(super) fn pinned<V: Vendor>(lane: &Lane<V>, bytes: usize) -> Result<HostBuffer, DeviceError> {
     let operation = format!("an allocation of {bytes} bytes of pinned memory");
     lane.forbid(|| operation.clone())?;
     let owner = Pinned::new(&lane.gpu, bytes, &operation)?;
-    let start = owner.start;
+    let start = owner.start();
     // SAFETY: the driver gave this many bytes; they are initialized first, and belong to nobody
     // else until the owner is dropped.
     unsafe {

@@ -12,7 +12,6 @@
 //!   refused before it reaches the driver.
 //! * After a kernel has broken the driver's context, every call reports that and names the kernel.
 
-mod capture;
 mod device;
 mod error;
 mod event;
@@ -20,10 +19,16 @@ mod functions;
 mod graph;
 mod journal;
 mod lane;
+mod lock;
+mod mark;
 mod memory;
 mod module;
+mod orphan;
+mod pinned;
+mod shape;
 mod shared;
 mod staging;
+mod upload;
 mod wrapper;
 
 pub use crate::Fault;
@@ -35,8 +40,8 @@ pub use functions::{
     PoolAccess, PoolHandle, StreamHandle,
 };
 use moesaic_kernel::{Launch, TensorMap};
+pub use shape::LaunchShape;
 use std::ffi::{c_int, c_void};
-use std::fmt;
 pub use wrapper::GpuWrapper;
 
 /// The differences between GPU drivers.
@@ -149,34 +154,4 @@ pub struct AddressedRows {
     pub count: usize,
     /// The size of a row in bytes.
     pub bytes: usize,
-}
-
-/// The shape of a launch, in a driver's numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LaunchShape {
-    /// Blocks in x and y.
-    pub grid: [u32; 2],
-    /// Threads per block.
-    pub threads: u32,
-    /// Dynamic shared memory in bytes.
-    pub shared_bytes: u32,
-    /// Blocks per cluster, in x.
-    pub cluster: u32,
-    /// Whether blocks may start before the earlier launches have ended.
-    pub dependent: bool,
-}
-
-impl fmt::Display for LaunchShape {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [x, y] = self.grid;
-        write!(
-            f,
-            "grid {x} x {y}, {} threads, {} bytes of dynamic shared memory",
-            self.threads, self.shared_bytes
-        )?;
-        match self.cluster {
-            1 => Ok(()),
-            blocks => write!(f, ", clusters of {blocks}"),
-        }
-    }
 }

@@ -2,6 +2,7 @@
 
 use super::journal::Launched;
 use super::lane::Lane;
+use super::orphan::Orphan;
 use super::shared::Gpu;
 use super::{FunctionHandle, LaunchShape, ModuleHandle, Vendor, functions};
 use crate::{
@@ -38,31 +39,6 @@ pub(super) struct Function {
     entry: Entry,
     /// The largest dynamic shared memory of a launch in bytes.
     most_dynamic: u32,
-}
-
-/// A module that only a graph uses.
-pub(super) struct Orphan<V: Vendor> {
-    gpu: Arc<Gpu<V>>,
-    handle: Option<ModuleHandle>,
-    image: Box<[u8]>,
-}
-
-impl<V: Vendor> Orphan<V> {
-    /// Leaves the module loaded forever, because it may still be running.
-    pub fn abandon(mut self) {
-        self.handle = None;
-        std::mem::forget(std::mem::take(&mut self.image));
-    }
-}
-
-impl<V: Vendor> Drop for Orphan<V> {
-    fn drop(&mut self) {
-        if let Some(handle) = self.handle {
-            // SAFETY: loaded once and unloaded once, after its launches have finished.
-            self.gpu
-                .call_quietly(|f| unsafe { (f.module_unload)(handle) });
-        }
-    }
 }
 
 impl<V: Vendor> GpuModule<V> {
@@ -206,7 +182,7 @@ impl<V: Vendor> GpuModule<V> {
             shape,
         };
         match self.lane.capturing() {
-            Some(capture) => capture.launched(&self.loaded, launched),
+            Some(capture) => capture.launched(self.loaded.clone(), launched),
             None => self.lane.journal().note(&launched),
         }
     }
@@ -295,11 +271,8 @@ impl<V: Vendor> Loaded<V> {
 impl<V: Vendor> Drop for Loaded<V> {
     fn drop(&mut self) {
         let lanes = self.lanes.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let orphan = Orphan {
-            gpu: self.gpu.clone(),
-            handle: Some(self.handle),
-            image: std::mem::take(&mut self.image),
-        };
+        let image = std::mem::take(&mut self.image);
+        let orphan = Orphan::new(self.gpu.clone(), self.handle, image);
         // A launch of it may still be running. A stream under capture cannot be waited for now, so
         // the end of its capture waits and then drops the module.
         let mut captures = Vec::new();

@@ -5,8 +5,8 @@ use super::{Fault, Functions, Vendor};
 use crate::{DeviceError, DeviceInfo, DriverReason, GpuInfo, LaunchReason};
 use std::ffi::c_int;
 use std::fmt::Display;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 pub(super) struct Gpu<V> {
     pub vendor: V,
@@ -16,10 +16,6 @@ pub(super) struct Gpu<V> {
     /// The failure that broke the driver's context, if one did.
     lost: OnceLock<DeviceError>,
     lanes: AtomicU64,
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<V: Vendor> Gpu<V> {

@@ -2,9 +2,9 @@
 //! its call. The driver answers every broken rule with the same code, so this
 //! module checks them first.
 
-use super::vendor::Cuda;
+use crate::driver::DriverTable;
 use moesaic_kernel::{DType, Swizzle, TensorMap};
-use moesaic_target::gpu::{TensorMapError, Vendor, VendorError};
+use moesaic_target::gpu::{TensorMapError, VendorError};
 use moesaic_target::{MAP_BYTES, MapBytes, Ptr};
 
 /// Bytes that addresses, strides and boxes are multiples of.
@@ -35,8 +35,9 @@ struct Tiled {
 #[repr(align(128))]
 struct Room(MapBytes);
 
+/// Encodes a map. `table` is the driver of a GPU with tensor maps, `None` for one without.
 pub(super) fn encode(
-    cuda: &Cuda,
+    table: Option<&DriverTable>,
     map: &TensorMap,
     base: Ptr,
     sizes: [u64; 5],
@@ -50,7 +51,8 @@ pub(super) fn encode(
         }))
     };
     let tiled = check(map, base, &sizes).map_err(refused)?;
-    let Some(encode) = cuda.table.own.encode_tiled.filter(|_| cuda.clusters) else {
+    let encoder = table.and_then(|table| Some((table, table.own.encode_tiled?)));
+    let Some((table, encode)) = encoder else {
         let problem = "it needs sm_90 or later and a driver for CUDA 12.0 or later";
         return Err(refused(problem.to_string()));
     };
@@ -75,7 +77,7 @@ pub(super) fn encode(
     };
     match code {
         0 => Ok(room.0),
-        code => Err(refused(cuda.words(code))),
+        code => Err(refused(table.words(code))),
     }
 }
 

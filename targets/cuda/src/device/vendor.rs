@@ -1,5 +1,6 @@
 //! The part of the device that only CUDA has.
 
+use super::tensor_map;
 use crate::driver::{Copy2d, DriverTable, LaunchAttribute, LaunchConfig, Side2d};
 use cudarc::driver::CudaContext;
 use moesaic_kernel::{Launch, TensorMap};
@@ -171,7 +172,8 @@ impl Vendor for Cuda {
     }
 
     fn encode(&self, map: &TensorMap, base: Ptr, dims: [u64; 5]) -> Result<MapBytes, VendorError> {
-        super::tensor_map::encode(self, map, base, dims)
+        // Tensor maps came with clusters, with sm_90.
+        tensor_map::encode(self.clusters.then_some(self.table), map, base, dims)
     }
 }
 

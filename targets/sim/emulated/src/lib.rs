@@ -25,6 +25,7 @@ mod machine;
 mod memory;
 mod module;
 mod program;
+mod state;
 
 pub use compiler::EmulatedCompiler;
 pub use device::EmulatedDevice;

@@ -1,7 +1,7 @@
 //! Loaded kernels and their launch.
 
-use crate::device::DeviceState;
 use crate::program::Request;
+use crate::state::DeviceState;
 use moesaic_kernel::Entry;
 use moesaic_target::{
     Arg, ArgBlock, Artifact, DeviceError, FunctionId, LaunchDims, LaunchReason, LoadReason, Module,

@@ -34,6 +34,7 @@ mod region;
 mod shared;
 mod stacks;
 mod stamp;
+mod state;
 mod switch;
 mod tool;
 mod words;

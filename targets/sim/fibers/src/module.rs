@@ -1,12 +1,12 @@
 //! Loaded kernels and their launch.
 
 use crate::block::ThreadOrder;
-use crate::device::DeviceState;
 use crate::error::FiberError;
 use crate::fault::Fault;
 use crate::image::Facts;
 use crate::machine::{MACHINE, MachineTable};
 use crate::region::Region;
+use crate::state::DeviceState;
 use crate::words::Scene;
 use crate::worker::{BlockJob, Body, Counts, Image, Worker};
 use moesaic_cpu::{LoadedLibrary, load_shared_object};

@@ -4,49 +4,17 @@ use crate::artifact::Texts;
 use crate::code::Kernel;
 use crate::error::PtxError;
 use crate::finding::Finding;
-use crate::launch::{DeviceState, ModuleKernel, launch};
+use crate::launch::launch;
 use crate::memory::Allocation;
+use crate::state::{DeviceState, ModuleKernel, PtxOptions, lock};
 use crate::text::{self, StateSpace};
 use moesaic_kernel::{CudaArch, Entry, SimArch, Target};
 use moesaic_target::{
     Arg, Artifact, Buffer, Device, DeviceError, DeviceInfo, DriverReason, FunctionId,
-    KernelCounters, KernelReport, LaunchDims, LoadReason, Module, Ptr, SharedError, SignatureError,
+    KernelCounters, LaunchDims, LoadReason, Module, Ptr, SharedError, SignatureError,
 };
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, MutexGuard};
-
-/// Options of the machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PtxOptions {
-    /// Seed of the delays of asynchronous copies and products, and of the order
-    /// of warps. A correct kernel gives the same results for every seed.
-    pub seed: u64,
-    /// Host threads; `None` takes as many as the host has. Results do not
-    /// depend on the number.
-    pub threads: Option<NonZeroUsize>,
-    /// The set of checks.
-    pub checks: CheckSet,
-}
-
-/// The set of checks that run. Bounds, alignment, masks, barriers and deadlocks
-/// are always checked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CheckSet {
-    /// No further checks: the fastest.
-    Basic,
-    /// Races, uninitialised reads and proxy fences as well.
-    Full,
-}
-
-impl Default for PtxOptions {
-    fn default() -> PtxOptions {
-        PtxOptions {
-            seed: 1,
-            threads: None,
-            checks: CheckSet::Full,
-        }
-    }
-}
+use std::sync::{Arc, Mutex};
 
 /// A simulated NVIDIA GPU. A launch runs on the calling thread and its workers
 /// and has ended when the call returns; a defect is the error of the launch.
@@ -111,13 +79,6 @@ impl Drop for Owner {
     fn drop(&mut self) {
         lock(&self.shared.heap).free(self.base);
     }
-}
-
-/// Locks a mutex, even after a thread panicked while holding it.
-pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 impl Device for PtxDevice {
@@ -259,26 +220,6 @@ fn place_variables(shared: &Arc<DeviceState>, module: &text::ModuleText) -> (Vec
     };
     let addresses = module.variables.iter().enumerate().map(address).collect();
     (addresses, owners)
-}
-
-impl ModuleKernel {
-    /// Returns the signature that the PTX declares.
-    pub fn report(&self) -> KernelReport {
-        let params = self
-            .kernel
-            .params
-            .iter()
-            .map(|param| moesaic_target::ParamSlot {
-                offset: param.offset,
-                size: param.bytes,
-            });
-        KernelReport {
-            symbol: self.kernel.name.clone(),
-            max_threads: self.kernel.max_threads,
-            params: params.collect(),
-            ..KernelReport::default()
-        }
-    }
 }
 
 impl Module for PtxModule {

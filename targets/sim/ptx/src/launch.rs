@@ -1,38 +1,13 @@
 //! One launch: arguments, blocks spread over the cores of the host, the result.
 
-use crate::code::Kernel;
 use crate::code::layout::SHARED_START;
-use crate::device::{CheckSet, PtxOptions, lock};
 use crate::finding::{Finding, FindingKind};
 use crate::machine::{BlockFailure, ClusterRunner, LaunchContext, Tally, block_index};
-use crate::memory::{Conflict, Heap, LaunchLog, Regions};
+use crate::memory::{Conflict, LaunchLog, Regions};
 use crate::report::count;
-use crate::text::Locations;
-use moesaic_kernel::Entry;
-use moesaic_target::{
-    Arg, ArgBlock, DeviceError, KernelCounters, LaunchDims, LaunchReason, SharedError, gpu_grid,
-};
+use crate::state::{CheckSet, DeviceState, ModuleKernel, lock};
+use moesaic_target::{Arg, ArgBlock, DeviceError, LaunchDims, LaunchReason, SharedError, gpu_grid};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
-
-/// The state that a device and its modules share.
-pub struct DeviceState {
-    pub options: PtxOptions,
-    pub threads: usize,
-    /// DeviceState memory that a block can have, in bytes.
-    pub shared_limit: u32,
-    pub heap: Mutex<Heap>,
-    pub findings: Mutex<Vec<Finding>>,
-    pub counters: Mutex<Vec<KernelCounters>>,
-}
-
-/// A kernel of a module.
-pub struct ModuleKernel {
-    pub kernel: Kernel,
-    pub entry: Option<Entry>,
-    pub source: Arc<[String]>,
-    pub locations: Arc<Locations>,
-}
 
 /// Runs a launch to its end.
 pub fn launch(

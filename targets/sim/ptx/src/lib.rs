@@ -18,11 +18,13 @@ mod launch;
 mod machine;
 mod memory;
 mod report;
+mod state;
 mod tensor_map;
 mod text;
 
 pub use artifact::artifact_of_ptx;
 pub use compiler::PtxCompiler;
-pub use device::{CheckSet, PtxDevice, PtxOptions};
+pub use device::PtxDevice;
 pub use error::PtxError;
 pub use finding::{Finding, FindingKind};
+pub use state::{CheckSet, PtxOptions};

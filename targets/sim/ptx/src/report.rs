@@ -3,8 +3,8 @@
 use crate::code::Kernel;
 use crate::code::op::InstructionClass;
 use crate::finding::Finding;
-use crate::launch::ModuleKernel;
 use crate::machine::{BlockFailure, Tally};
+use crate::state::ModuleKernel;
 use moesaic_target::{GlobalCounts, InstructionCounts, KernelCounters, SharedCounts};
 
 impl ModuleKernel {

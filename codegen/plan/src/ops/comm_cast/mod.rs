@@ -35,15 +35,8 @@ pub struct CommCastConfig {
 }
 
 impl CommCastDesc {
-    /// Returns the bytes of a packed row, a multiple of 16.
-    ///
-    /// ```text
-    /// f16, bf16   values [width], zeros
-    /// fp8         codes u8 [width], zeros to a multiple of 4,
-    ///             scales f32 [ceil(width / 128)], zeros
-    /// mxfp8       codes u8 [width], zeros to a multiple of 4,
-    ///             scales u8 [ceil(width / 32)], zeros
-    /// ```
+    /// Returns the bytes of a packed row, a multiple of 16. The values come first, with zeros to a
+    /// multiple of 4 bytes, then the scales, and zeros at the end.
     pub fn row_bytes(&self) -> usize {
         let row = self.comm_dtype.row();
         let values = row.values(self.width, self.rows.size());

@@ -3,15 +3,15 @@
 //! Entries that end in `_bwd`, and `gate_noise_add`, run in a backward pass, which draws the same
 //! numbers again.
 
-use super::{GateTopkConfig, GateTopkDesc, Histogram, Logits};
+use super::{GateTopkConfig, GateTopkDesc, Histogram, Logits, logits};
 use crate::ops::params::{entry, one, some, tokens_by, when};
 use moesaic_kernel::DType::{F32, I32};
 use moesaic_kernel::{Access, Entry, Param, Size};
-use moesaic_spec::{Chooser, RouterInput, TokenBlocks};
+use moesaic_spec::{Chooser, TokenBlocks};
 
 pub(super) fn entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
     let mut list: Vec<Entry> = d.draws_input().then(|| draw(d, c)).into_iter().collect();
-    list.extend(logits_entries(d, c));
+    list.extend(logits::entries(d, c));
     list.extend(d.noisy().then(|| noise(d, c)));
     if d.sinkhorn().is_some() {
         list.extend(sinkhorn(d, c));
@@ -232,106 +232,6 @@ fn select(d: &GateTopkDesc, c: &GateTopkConfig) -> Entry {
     let summary = "scores, selects and weighs the experts of each token";
     let params = select_params(d, c);
     entry("gate_topk", summary, params, grid, c.select_threads)
-}
-
-fn logits_entries(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Entry> {
-    let (e, model) = (d.experts, d.model_dim);
-    let grid = |columns: usize| {
-        let column_tiles = columns.div_ceil(c.logits_tile_experts) as u64;
-        [tokens_by(c.logits_tile_tokens), Size::Const(column_tiles)]
-    };
-    let logits = Param::write("logits", F32, format!("[tokens, {e}]"));
-    let x = Param::read("x", d.activations, format!("[tokens, {model}]"));
-    let scaled = d.router.input == RouterInput::RmsScaled;
-    let input_scale = when(
-        scaled,
-        Param::read("input_scale", F32, format!("[{model}]")),
-    );
-    match d.logits {
-        Logits::None => Vec::new(),
-        Logits::Linear => {
-            let params = [
-                Some(x),
-                // The router's tensors are f32 in every layer: a rounded logit may choose another
-                // expert.
-                Some(Param::read("weight", F32, format!("[{e}, {model}]"))),
-                when(d.router.bias, Param::read("bias", F32, format!("[{e}]"))),
-                input_scale,
-                Some(logits),
-            ];
-            let params = some(params).into_iter().chain(shared_params(d)).collect();
-            let [tokens, columns] = grid(e);
-            // Column tiles of their own behind the router's, because the two matrices are two
-            // tensors.
-            let of_shared = d.shared.div_ceil(c.logits_tile_experts) as u64;
-            let summary = "projects tokens to router logits";
-            vec![entry(
-                "gate_logits",
-                summary,
-                params,
-                [tokens, columns + of_shared],
-                c.logits_threads,
-            )]
-        }
-        Logits::Cosine(width) => {
-            let projected = format!("[tokens, {width}]");
-            let project = some([
-                Some(x),
-                Some(Param::read(
-                    "projector_weight",
-                    F32,
-                    format!("[{width}, {model}]"),
-                )),
-                Some(Param::read("projector_bias", F32, format!("[{width}]"))),
-                input_scale,
-                Some(Param::write("projected", F32, &projected)),
-            ]);
-            let compare = vec![
-                Param::read("projected", F32, &projected),
-                Param::read("similarity", F32, format!("[{width}, {e}]")),
-                Param::read("temperature", F32, "[1]"),
-                logits,
-            ];
-            let (first, second) = (
-                "projects tokens into the space of the expert directions",
-                "compares projected tokens with the expert directions",
-            );
-            vec![
-                entry(
-                    "gate_project",
-                    first,
-                    project,
-                    grid(width),
-                    c.logits_threads,
-                ),
-                entry("gate_logits", second, compare, grid(e), c.logits_threads),
-            ]
-        }
-    }
-}
-
-/// Returns the parameters of the shared expert's gate, where this kernel computes its logits.
-fn shared_params(d: &GateTopkDesc) -> Vec<Param> {
-    let shared = d.shared;
-    if shared == 0 {
-        return Vec::new();
-    }
-    some([
-        Some(Param::read(
-            "shared_weight",
-            F32,
-            format!("[{shared}, {}]", d.model_dim),
-        )),
-        when(
-            d.shared_bias(),
-            Param::read("shared_bias", F32, format!("[{shared}]")),
-        ),
-        Some(Param::write(
-            "shared_logits",
-            F32,
-            format!("[tokens, {shared}]"),
-        )),
-    ])
 }
 
 fn select_params(d: &GateTopkDesc, c: &GateTopkConfig) -> Vec<Param> {

@@ -2,45 +2,20 @@
 
 pub(crate) mod bwd;
 mod entries;
+mod logits;
 mod steps;
 
 pub(in crate::ops) use entries::rng_key_params;
+pub use logits::Logits;
 pub(crate) use steps::selection_tensors;
 
 use super::{Core, Op, Operator, TileMachine};
 use moesaic_kernel::{DType, Entry};
 use moesaic_spec::{
-    CapacityOrder, Chooser, LayerSpec, LogitsFormula, Loss, LossKind, NoiseKind, Renormalize,
-    Router, RouterInput, Score, Select, SharedGate, TokenBlocks,
+    CapacityOrder, Chooser, LayerSpec, Loss, LossKind, NoiseKind, Renormalize, Router, RouterInput,
+    Score, Select, SharedGate, TokenBlocks,
 };
 use serde::{Deserialize, Serialize};
-
-/// The source of logits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Logits {
-    /// There are none: the table decides and every weight is one.
-    None,
-    /// `x · Wᵀ (+ b)`.
-    Linear,
-    /// Cosine similarity after a projection of this width.
-    Cosine(usize),
-}
-
-impl Logits {
-    /// The names of all variants.
-    pub const NAMES: [&str; 3] = ["none", "linear", "cosine"];
-
-    /// Returns the name, by which templates tell formulas apart.
-    pub fn name(&self) -> &'static str {
-        let [none, linear, cosine] = Logits::NAMES;
-        match self {
-            Logits::None => none,
-            Logits::Linear => linear,
-            Logits::Cosine(_) => cosine,
-        }
-    }
-}
 
 /// `gate_topk`: x `[T, d]` to ids and weights `[T, K]`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -119,13 +94,6 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
     if spec.router.kind.chooser() == Chooser::Caller {
         return None;
     }
-    let logits = match spec.logits() {
-        None => Logits::None,
-        Some(def) => match def.formula {
-            LogitsFormula::Linear => Logits::Linear,
-            LogitsFormula::Cosine => Logits::Cosine(def.width.size(spec)),
-        },
-    };
     // Where training does nothing more, its gate is that of evaluation.
     let serving = serving(&spec.router);
     let training = training && serving != spec.router;
@@ -134,7 +102,7 @@ pub(crate) fn gate_topk(spec: &LayerSpec, training: bool) -> Option<GateTopkDesc
         experts: spec.routed_experts(),
         top_k: spec.shape.top_k,
         activations: spec.precision.activations,
-        logits,
+        logits: Logits::of(spec),
         router: Router {
             table_rows: None,
             ..if training {
@@ -202,6 +170,14 @@ impl GateTopkDesc {
     pub fn multiplies_tokens(&self) -> bool {
         let plain = self.logits == Logits::Linear && self.router.input == RouterInput::Token;
         plain && !self.draws_input()
+    }
+
+    /// Returns the parameter of a part, `weight` or `bias`, of the matrix that tokens are projected
+    /// by before logits are computed.
+    pub fn projection_param(&self, part: &str) -> Option<&'static str> {
+        let logits = self.router.kind.def().logits?;
+        self.logits.projection()?;
+        logits.of_matrix(part).map(|weight| weight.param)
     }
 
     /// Returns whether noise is added to the logits themselves.
@@ -357,9 +333,9 @@ impl Operator for GateTopkDesc {
     }
 
     fn flops(&self, symbol: &str, tokens: f64) -> f64 {
-        match (symbol, self.logits) {
-            ("gate_project", Logits::Cosine(p)) => 2.0 * tokens * (p * self.model_dim) as f64,
-            ("gate_logits", Logits::Cosine(p)) => 2.0 * tokens * (p * self.experts) as f64,
+        match (symbol, self.logits.projection()) {
+            ("gate_project", Some(p)) => 2.0 * tokens * (p * self.model_dim) as f64,
+            ("gate_logits", Some(p)) => 2.0 * tokens * (p * self.experts) as f64,
             ("gate_logits", _) => {
                 2.0 * tokens * (self.model_dim * (self.experts + self.shared)) as f64
             }
@@ -394,12 +370,6 @@ fn on_cpu(d: &GateTopkDesc, core: Core) -> GateTopkConfig {
 }
 
 fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
-    // A thread sums 4 x 4 logits, so no tile is narrower. A cosine router has 32 experts for its
-    // 256 threads: a thread compares one of them with every eighth token.
-    let columns = match d.logits {
-        Logits::Cosine(_) => 32,
-        _ => d.experts.next_power_of_two().clamp(4, 32),
-    };
     let histogram = if d.select {
         histogram(d.order, d.experts, d.top_k)
     } else {
@@ -422,7 +392,7 @@ fn on_gpu(d: &GateTopkDesc, wave: u32) -> GateTopkConfig {
     GateTopkConfig {
         logits_threads: 256,
         logits_tile_tokens: 32,
-        logits_tile_experts: columns,
+        logits_tile_experts: d.logits.tile_experts(d.experts),
         logits_tile_depth: 32,
         select_threads: if lanes > wave {
             lanes

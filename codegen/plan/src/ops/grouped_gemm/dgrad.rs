@@ -1,10 +1,10 @@
 //! `grouped_gemm_dgrad`: gradients of the inputs of the experts' GEMMs.
 
 use super::entries::{Follow, PANEL, operand, tiles_of};
-use super::{CodePanel, ExpertGemm, GroupedGemmConfig, GroupedGemmDesc, Nonlinearity, desc, tiles};
+use super::{CodePanel, ExpertGemm, GroupedGemmConfig, GroupedGemmDesc, Nonlinearity, desc};
 use crate::CacheClass;
 use crate::ops::params::{edges, entry, per_slot, some, when};
-use crate::ops::{Core, Op, Operator, TileMachine};
+use crate::ops::{Core, Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{CpuIsa, Entry, Param, Size};
 use moesaic_spec::{LayerSpec, SharedGate, WeightFormat, WeightSite};
@@ -156,41 +156,7 @@ pub(crate) fn latent(spec: &LayerSpec, way: ExpertGemm) -> GroupedGemmDgradDesc 
     }
 }
 
-impl Operator for GroupedGemmDgradDesc {
-    type Config = GroupedGemmConfig;
-
-    fn tiling(&self, machine: TileMachine) -> GroupedGemmConfig {
-        tiles::dgrad(self, machine)
-    }
-
-    fn with(self, config: GroupedGemmConfig) -> Op {
-        Op::GroupedGemmDgrad { desc: self, config }
-    }
-
-    fn entries(&self, config: &GroupedGemmConfig) -> Vec<Entry> {
-        entries(self, config)
-    }
-
-    fn among(&self, experts: usize, top_k: usize) -> Self {
-        if self.dense {
-            self.clone()
-        } else {
-            GroupedGemmDgradDesc {
-                experts,
-                top_k,
-                ..self.clone()
-            }
-        }
-    }
-
-    fn flops(&self, _: &str, tokens: f64) -> f64 {
-        let both = self.gated && self.half == ExpertGemm::Up;
-        let matrices = if both { 2.0 } else { 1.0 };
-        2.0 * matrices * tokens * (self.top_k * self.inner * self.outer) as f64
-    }
-}
-
-fn entries(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
+pub(super) fn entries(d: &GroupedGemmDgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
     let (e, count) = (d.experts, if d.dense { "tokens" } else { "rows" });
     let shape = format!("[{e}, {}, {}]", d.inner, d.outer);
     let tile = [PANEL, c.tile_depth, 1];

@@ -19,6 +19,7 @@ pub(crate) mod dgrad;
 mod entries;
 mod fused_shared;
 mod latent;
+mod operators;
 mod steps;
 mod tiles;
 pub(crate) mod wgrad;
@@ -29,42 +30,3 @@ pub use dgrad::GroupedGemmDgradDesc;
 pub(crate) use entries::expert_axis;
 pub(crate) use latent::DOWN as LATENT_DOWN;
 pub use wgrad::GroupedGemmWgradDesc;
-
-use super::{Op, Operator, TileMachine};
-use moesaic_kernel::Entry;
-
-impl Operator for GroupedGemmDesc {
-    type Config = GroupedGemmConfig;
-
-    fn tiling(&self, machine: TileMachine) -> GroupedGemmConfig {
-        tiles::forward(self, machine)
-    }
-
-    fn with(self, config: GroupedGemmConfig) -> Op {
-        Op::GroupedGemm { desc: self, config }
-    }
-
-    fn entries(&self, config: &GroupedGemmConfig) -> Vec<Entry> {
-        entries::entries(self, config)
-    }
-
-    fn among(&self, experts: usize, top_k: usize) -> Self {
-        if self.dense {
-            self.clone()
-        } else {
-            GroupedGemmDesc {
-                experts,
-                top_k,
-                ..self.clone()
-            }
-        }
-    }
-
-    fn flops(&self, _: &str, tokens: f64) -> f64 {
-        let fused_shared = self
-            .fused_shared
-            .map_or(0, |shared| shared.inner * shared.outer);
-        let of_token = self.top_k * self.inner * self.outer + fused_shared;
-        2.0 * (self.matrices() * of_token) as f64 * tokens
-    }
-}

@@ -1,9 +1,8 @@
 //! `grouped_gemm_wgrad`: gradients of expert matrices and biases.
 
 use super::entries::{Follow, PANEL, operand};
-use super::{ExpertGemm, GroupedGemmConfig, GroupedGemmDesc, desc, tiles};
+use super::{ExpertGemm, GroupedGemmConfig, GroupedGemmDesc, desc};
 use crate::ops::params::{edges, entry, gradient, one, per_slot, tokens_by, when};
-use crate::ops::{Op, Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param, Size};
 use moesaic_spec::{CapacityMode, Chooser, LayerSpec, Select, SharedGate, WeightSite};
@@ -146,50 +145,11 @@ fn has_empty_tokens(spec: &LayerSpec) -> bool {
     r.token_mask || r.active_k || given || chosen || drops
 }
 
-impl Operator for GroupedGemmWgradDesc {
-    type Config = GroupedGemmConfig;
-
-    fn tiling(&self, machine: TileMachine) -> GroupedGemmConfig {
-        tiles::wgrad(self, machine)
-    }
-
-    fn with(self, config: GroupedGemmConfig) -> Op {
-        Op::GroupedGemmWgrad { desc: self, config }
-    }
-
-    fn entries(&self, config: &GroupedGemmConfig) -> Vec<Entry> {
-        let mut list: Vec<Entry> = self
-            .clears
-            .then(|| cleared(self, config))
-            .into_iter()
-            .collect();
-        list.push(matrices(self, config));
-        list.extend(self.bias.then(|| bias(self, config)));
-        list
-    }
-
-    fn among(&self, experts: usize, top_k: usize) -> Self {
-        if self.dense {
-            self.clone()
-        } else {
-            GroupedGemmWgradDesc {
-                experts,
-                top_k,
-                ..self.clone()
-            }
-        }
-    }
-
-    fn flops(&self, symbol: &str, tokens: f64) -> f64 {
-        if symbol.ends_with("_rows") {
-            return tokens * self.height as f64;
-        }
-        if symbol.ends_with("_bias") {
-            return tokens * (self.top_k * self.height) as f64;
-        }
-        let matrices = if self.gated { 2.0 } else { 1.0 };
-        2.0 * matrices * tokens * (self.top_k * self.height * self.width) as f64
-    }
+pub(super) fn entries(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Vec<Entry> {
+    let mut list: Vec<Entry> = d.clears.then(|| cleared(d, c)).into_iter().collect();
+    list.push(matrices(d, c));
+    list.extend(d.bias.then(|| bias(d, c)));
+    list
 }
 
 /// Returns the names of the left operands, and of the matrices whose gradients they give.

@@ -5,9 +5,10 @@ use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::source::half_of;
 use super::super::{Alternative, TensorParts, TensorStep};
+use super::block::{plain, sizes};
+use super::family::Family;
+use super::keys::{EXPERTS, MODEL, NARROW, TOP_K};
 use super::layers::{self, Layers, depth};
-use super::softmax::{plain, sizes};
-use super::{EXPERTS, Family, MODEL, NARROW, TOP_K};
 use crate::{Renormalize, RouterKind, Score, SharedGate};
 
 /// The families of this file.

@@ -4,10 +4,10 @@
 use super::super::HfError;
 use super::super::config::Config;
 use super::super::draft::{DECODER, Draft};
+use super::block::{gated, merged_shared, sizes};
+use super::family::Family;
+use super::keys::{EXPERTS, NARROW, SHARED, TOP_K};
 use super::layers;
-use super::shared::{SHARED, merged_shared};
-use super::softmax::{gated, sizes};
-use super::{EXPERTS, Family, NARROW, TOP_K};
 use crate::{GroupMask, GroupStat, Groups, Latent, Score, SharedGate};
 
 /// The families of this file.

@@ -5,8 +5,9 @@
 use super::super::HfError;
 use super::super::config::Config;
 use super::super::draft::{Draft, Sizes};
+use super::family::Family;
+use super::keys::{EXPERTS, MODEL};
 use super::layers::Layers;
-use super::{EXPERTS, Family, MODEL};
 use crate::{CapacityMode, CapacityOrder, ExpertForm, Renormalize};
 
 /// The families of this file.

@@ -2,7 +2,7 @@
 
 use super::super::HfError;
 use super::super::config::Config;
-use super::DEPTH;
+use super::keys::DEPTH;
 
 /// The layers of a model.
 pub struct Layers {

@@ -1,8 +1,11 @@
 //! Model families: one function each for the layers with experts and for the layer's spec.
 
 mod biased;
+mod block;
 mod deepseek;
 mod encoder_decoder;
+mod family;
+pub(super) mod keys;
 mod layers;
 mod refused;
 mod served;
@@ -11,21 +14,10 @@ mod shared;
 mod sigmoid;
 mod softmax;
 
-use super::HfError;
 use super::config::Config;
-use super::draft::Draft;
+use super::error::{HfError, shortened};
 use crate::suggest::closest;
-use layers::Layers;
-
-/// Model types that share one kind of block.
-pub(super) struct Family {
-    /// Values of `model_type`.
-    names: &'static [&'static str],
-    /// The layers with experts.
-    pub layers: fn(&Config) -> Result<Layers, HfError>,
-    /// Builds the spec and recipes of a layer.
-    pub build: fn(&Config, usize) -> Result<Draft, HfError>,
-}
+use family::Family;
 
 const TABLES: [&[Family]; 8] = [
     softmax::FAMILIES,
@@ -37,26 +29,6 @@ const TABLES: [&[Family]; 8] = [
     several::FAMILIES,
     encoder_decoder::FAMILIES,
 ];
-
-/// Spellings of four sizes: experts, experts per token, model width, expert width.
-pub(super) const EXPERTS: &[&str] = &[
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-];
-const TOP_K: &[&str] = &[
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "top_k_experts",
-    "moe_top_k",
-];
-const MODEL: &[&str] = &["hidden_size", "d_model"];
-const WIDE: &[&str] = &["intermediate_size"];
-const NARROW: &[&str] = &["moe_intermediate_size", "expert_ffn_hidden_size"];
-const DEPTH: &[&str] = &["num_hidden_layers", "n_layers", "num_layers"];
 
 /// Returns the family of a configuration.
 pub(super) fn find(config: &Config) -> Result<&'static Family, HfError> {
@@ -90,7 +62,7 @@ fn all() -> impl Iterator<Item = &'static Family> {
 
 fn unknown(model: &str) -> HfError {
     HfError::UnknownModel {
-        model_type: super::config::shortened(model),
+        model_type: shortened(model),
         suggestion: closest(model, names()).map(str::to_string),
         supported: names().map(str::to_string).collect(),
     }

@@ -3,11 +3,11 @@
 use super::super::HfError;
 use super::super::config::Config;
 use super::super::draft::Draft;
+use super::block::{merged_shared, plain, sizes};
 use super::deepseek::{self, GLM4};
+use super::family::Family;
+use super::keys::{EXPERTS, NARROW, SHARED, WIDE};
 use super::layers::{self, Layers, depth};
-use super::shared::{SHARED, merged_shared};
-use super::softmax::{plain, sizes};
-use super::{EXPERTS, Family, NARROW, WIDE};
 use crate::{Score, SharedGate};
 
 /// The families of this file.

@@ -7,11 +7,12 @@ use super::super::routing;
 use super::super::source::half_of;
 use super::super::{HfError, TensorStep};
 use super::biased::clamped_router;
+use super::block::{gated, sizes};
 use super::deepseek::{self, BIAS, dots3_text};
+use super::family::Family;
+use super::keys::{EXPERTS, MODEL, NARROW, SHARED, TOP_K};
 use super::layers::{self, Layers, depth};
-use super::shared::{SHARED, gated_shared};
-use super::softmax::{gated, sizes};
-use super::{EXPERTS, Family, MODEL, NARROW, TOP_K};
+use super::shared::gated_shared;
 use crate::hf::draft::Sizes;
 use crate::{Score, SharedGate};
 

@@ -4,10 +4,12 @@ use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused, Sizes};
 use super::super::source::half_of;
 use super::super::{HfError, TensorStep};
+use super::block::{gated, merged_shared, plain, sizes};
 use super::deepseek::{self, GLM4};
+use super::family::Family;
+use super::keys::{EXPERTS, MODEL, NARROW, SHARED, TOP_K, WIDE};
 use super::layers::{self, Layers, depth};
-use super::softmax::{gated, granite, plain, sizes};
-use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
+use super::softmax::granite;
 use crate::{GroupMask, GroupStat, Groups, Score, SharedExpert, SharedGate, TokenBlocks};
 
 /// The families of this file.
@@ -312,35 +314,6 @@ fn bailing(c: &Config, layer: usize) -> Result<Draft, HfError> {
         return Err(c.unsupported("use_bias", axis, "only false, as published, can be read"));
     }
     Ok(d)
-}
-
-/// Spellings of the number of shared experts.
-pub(super) const SHARED: &[&str] = &[
-    "n_shared_experts",
-    "num_shared_experts",
-    "moe_num_shared_experts",
-];
-
-/// Adds DeepSeek's shared experts, merged into one wide expert, with biases if `mlp_bias` is set.
-pub(super) fn merged_shared(
-    c: &Config,
-    d: &mut Draft,
-    keys: &[&str],
-    default: usize,
-    hidden: usize,
-) -> Result<(), HfError> {
-    let count = c.size(keys, default)?;
-    if count > 0 {
-        d.shared(
-            &["shared_experts", "shared_mlp"],
-            count.saturating_mul(hidden),
-            SharedGate::None,
-        );
-    }
-    if c.flag(&["mlp_bias"], false)? {
-        d.biased();
-    }
-    Ok(())
 }
 
 /// Builds Granite with a shared expert beside the block in one fused tensor.

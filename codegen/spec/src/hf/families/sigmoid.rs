@@ -4,11 +4,11 @@ use super::super::config::Config;
 use super::super::draft::{DECODER, Draft, Fused};
 use super::super::source::half_of;
 use super::super::{HfError, TensorPiece, TensorStep};
+use super::block::{gated, merged_shared, plain, sizes};
 use super::deepseek::{self, BIAS, GLM4};
+use super::family::Family;
+use super::keys::{NARROW, SHARED, WIDE};
 use super::layers::{self, Layers, depth};
-use super::shared::{SHARED, merged_shared};
-use super::softmax::{gated, plain, sizes};
-use super::{Family, NARROW, WIDE};
 use crate::{BiasedValues, ExpertForm, Latent, Score, SharedGate, WeightSite};
 use serde_json::Value;
 

@@ -1,12 +1,14 @@
 //! Softmax routers without shared experts, and gpt-oss and PhiMoE.
 
 use super::super::config::Config;
-use super::super::draft::{DECODER, Draft, Fused, Sizes};
+use super::super::draft::{Draft, Fused, Sizes};
 use super::super::routing;
 use super::super::source::half_of;
 use super::super::{Alternative, HfError, TensorParts, TensorStep};
+use super::block::{plain, sizes};
+use super::family::Family;
+use super::keys::{EXPERTS, MODEL, NARROW, WIDE};
 use super::layers::{self, Layers, depth};
-use super::{EXPERTS, Family, MODEL, NARROW, TOP_K, WIDE};
 use crate::{Activation, Biases, Renormalize, Score, Select, SharedGate};
 use std::f64::consts::FRAC_1_SQRT_2;
 
@@ -104,43 +106,6 @@ pub(super) const FAMILIES: &[Family] = &[
         build: jamba,
     },
 ];
-
-/// Reads the sizes with a family's defaults: width, experts' width, experts, K.
-pub(super) fn sizes(
-    c: &Config,
-    hidden_keys: &[&str],
-    defaults: [usize; 4],
-) -> Result<Sizes, HfError> {
-    let [model, hidden, experts, top_k] = defaults;
-    Ok(Sizes {
-        model: c.size(MODEL, model)?,
-        hidden: c.size(hidden_keys, hidden)?,
-        experts: c.size(EXPERTS, experts)?,
-        top_k: c.size(TOP_K, top_k)?,
-    })
-}
-
-/// Builds a softmax router and gated experts under `mlp.` or `block_sparse_moe.`.
-pub(super) fn plain(c: &Config, layer: usize, sizes: Sizes) -> Result<Draft, HfError> {
-    gated(c, layer, sizes, DECODER, &["mlp.", "block_sparse_moe."])
-}
-
-/// Builds a softmax router and gated experts under `{prefix}{layer}.{block}`.
-pub(super) fn gated(
-    c: &Config,
-    layer: usize,
-    sizes: Sizes,
-    prefixes: &[&str],
-    blocks: &[&str],
-) -> Result<Draft, HfError> {
-    let mut d = Draft::new(c, sizes);
-    d.activation(c, &["hidden_act", "activation_function"], "silu")?;
-    d.rooted(prefixes, layer, blocks);
-    let names = ["gate", "router", "router.layer", "router.gate"].map(|n| format!("{n}.weight"));
-    d.plain("router.weight", &names.each_ref().map(String::as_str));
-    d.gated_experts(Fused::Rows);
-    Ok(d)
-}
 
 /// Builds IQuest Q1 as SGLang serves it.
 fn iquest(c: &Config, layer: usize) -> Result<Draft, HfError> {

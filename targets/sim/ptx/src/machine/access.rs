@@ -1,25 +1,15 @@
 //! Loads and stores.
 
 use super::ClusterRunner;
-use super::global::GlobalAccess;
 use super::lanes::scalar_sign;
-use super::warp::{Doubles, Warp, Words};
+use super::state::global::GlobalAccess;
+use super::warp::{Doubles, Warp, Words, lanes_of};
 use crate::code::layout::{LOCAL_WINDOW, PARAM_WINDOW, SHARED_WINDOW};
 use crate::code::op::{Address, Base, MemoryAccess, MemoryOrder, NONE};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::memory::{Allocation, Touch};
 use crate::text::StateSpace;
 use std::sync::Arc;
-
-/// Iterates over the lanes of a mask.
-pub fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
-    let mut left = mask;
-    std::iter::from_fn(move || {
-        let lane = left.trailing_zeros() as usize;
-        left &= left.wrapping_sub(1);
-        (lane < 32).then_some(lane)
-    })
-}
 
 /// Returns the addresses of an access, 64 bits each.
 #[inline(always)]

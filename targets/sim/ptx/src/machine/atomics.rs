@@ -1,10 +1,10 @@
 //! `atom` and `red`.
 
 use super::ClusterRunner;
-use super::access::{SpacePart, addresses, lanes_of, little};
-use super::global::GlobalAccess;
+use super::access::{SpacePart, addresses, little};
 use super::lanes::atomic::combine;
-use super::warp::{Doubles, Warp};
+use super::state::global::GlobalAccess;
+use super::warp::{Doubles, Warp, lanes_of};
 use crate::code::op::{Atomic, MemoryOrder, NONE};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::memory::Touch;

@@ -1,8 +1,8 @@
 //! The messages for two accesses that nothing orders.
 
 use super::ClusterRunner;
-use super::clocks::Component;
 use super::shadow::Clash;
+use super::state::sync::Component;
 use super::warp::Warp;
 use crate::finding::{Fault, FindingKind};
 

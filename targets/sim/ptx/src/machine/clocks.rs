@@ -1,56 +1,15 @@
 //! Race detection: every synchronising instruction moves knowledge between
 //! threads, and every access to shared memory is compared with it.
 
+use super::ClusterRunner;
 use super::clock::{Gathered, Known};
-use super::global::GlobalShadow;
 use super::shadow::{Accessor, Clash};
-use super::warp::{Doubles, Warp, WarpLanes, Words};
-use super::{ClusterRunner, access::lanes_of};
+use super::state::global::GlobalShadow;
+use super::state::sync::{CompletionStep, Component, Phases, Sync};
+use super::warp::{Doubles, Warp, WarpLanes, Words, lanes_of};
 use crate::code::op::{Fence, MemoryOrder};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::StateSpace;
-use std::collections::HashMap;
-
-/// The mbarriers, the locations that order accesses, and the components of
-/// copies and products.
-#[derive(Default)]
-pub struct Sync {
-    mbarriers: HashMap<(usize, usize), Phases>,
-    locations: HashMap<(StateSpace, u64), Gathered>,
-    /// The component that each number stands for.
-    pub components: Vec<Component>,
-}
-
-/// A counter that orders copies or products.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Component {
-    /// Phases of an mbarrier of a block, at an offset.
-    Phases { block: usize, offset: usize },
-    /// Products of a warpgroup.
-    Products { group: usize },
-    /// Bulk groups of a thread of the cluster.
-    Bulk { thread: u32 },
-}
-
-/// A step of a component: the phase of an mbarrier, or the number of a product
-/// or of a bulk group.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CompletionStep {
-    /// Index in [`Sync::components`].
-    pub component: u32,
-    /// The accesses are over once the component has reached this step.
-    pub step: u32,
-}
-
-/// The history of an mbarrier.
-#[derive(Default)]
-struct Phases {
-    component: u32,
-    /// Number of completed phases.
-    count: u32,
-    gathered: Gathered,
-    complete: Option<Known>,
-}
 
 impl ClusterRunner<'_> {
     /// Forgets the last cluster.

@@ -1,10 +1,8 @@
 //! Shuffles, votes, matches, reductions, warp barriers.
 
 use super::ClusterRunner;
-use super::access::lanes_of;
 use super::lanes::reduce2;
-use super::run::Flow;
-use super::warp::{Wait, Warp, Words};
+use super::warp::{Flow, Wait, Warp, Words, lanes_of};
 use crate::code::op::{NONE, RowIndex, Shuffle, ShuffleMode, VoteKind, WarpOp};
 use crate::finding::{Fault, FindingKind, Step, threads};
 

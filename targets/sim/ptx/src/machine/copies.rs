@@ -6,46 +6,12 @@
 //! destination.
 
 use super::ClusterRunner;
-use super::access::{addresses, lanes_of};
-use super::run::Flow;
-use super::warp::{Doubles, Warp, Words};
+use super::access::addresses;
+use super::state::copies::AsyncCopy;
+use super::warp::{Flow, Warp, lanes_of};
 use crate::code::op::{AsyncOp, CopyAsync};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::StateSpace;
-
-/// The copies of a warp that no thread has waited for.
-#[derive(Debug, Default)]
-pub struct Copies {
-    jobs: Vec<AsyncCopy>,
-    /// Number of groups that each lane has committed.
-    committed: Words,
-}
-
-/// The copies of one instruction.
-#[derive(Debug)]
-struct AsyncCopy {
-    lanes: u32,
-    /// Number of the group; `None` before commit.
-    group: Option<u32>,
-    to: Doubles,
-    from: Doubles,
-    bytes: usize,
-    source_bytes: Words,
-    moved: bool,
-    pc: u32,
-}
-
-impl Copies {
-    pub fn reset(&mut self) {
-        self.jobs.clear();
-        self.committed = [0; 32];
-    }
-
-    /// Lanes with copies they have not waited for.
-    pub fn pending(&self) -> u32 {
-        self.jobs.iter().fold(0, |lanes, job| lanes | job.lanes)
-    }
-}
 
 impl ClusterRunner<'_> {
     pub fn asynchronous(&mut self, warp: &mut Warp, op: &AsyncOp, mask: u32) -> Step<Flow> {

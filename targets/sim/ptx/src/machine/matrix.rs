@@ -1,9 +1,8 @@
 //! `mma.sync`, `ldmatrix` and `stmatrix`.
 
 use super::ClusterRunner;
-use super::access::{SpacePart, addresses, lanes_of};
-use super::run::Flow;
-use super::warp::{Warp, Words};
+use super::access::{SpacePart, addresses};
+use super::warp::{Flow, Warp, Words, lanes_of};
 use crate::code::op::{MatrixOp, MemoryOrder, Mma};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::StateSpace;

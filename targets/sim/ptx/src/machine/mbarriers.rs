@@ -1,9 +1,8 @@
 //! Instructions on mbarriers.
 
 use super::ClusterRunner;
-use super::access::{SpacePart, addresses, lanes_of, little};
-use super::run::Flow;
-use super::warp::{Wait, Warp};
+use super::access::{SpacePart, addresses, little};
+use super::warp::{Flow, Wait, Warp, lanes_of};
 use crate::code::op::{self, MbarrierKind, NONE};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::text::StateSpace;

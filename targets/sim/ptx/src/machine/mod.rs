@@ -19,6 +19,7 @@ mod run;
 mod schedule;
 mod shadow;
 mod shared;
+mod state;
 mod tally;
 mod warp;
 
@@ -26,15 +27,15 @@ use crate::code::Kernel;
 use crate::code::layout::SHARED_START;
 use crate::finding::{Fault, FaultPlace, FindingKind};
 use crate::memory::{BlockLog, LaunchLog, Regions};
-use barriers::NamedBarrier;
-use bulk::Bulks;
 use clock::Known;
-use clocks::Sync;
-use copies::Copies;
-use global::GlobalShadow;
 use lanes::Execute;
-use products::WarpGroup;
 use shadow::Shadow;
+use state::barriers::{ClusterState, NamedBarrier};
+use state::bulk::Bulks;
+use state::copies::Copies;
+use state::global::GlobalShadow;
+use state::products::WarpGroup;
+use state::sync::Sync;
 use std::collections::HashMap;
 use std::rc::Rc;
 pub use tally::Tally;
@@ -112,7 +113,7 @@ pub struct ClusterRunner<'a> {
     warps: Vec<Warp>,
     blocks: Vec<BlockState>,
     copies: Vec<Copies>,
-    cluster_barrier: barriers::ClusterState,
+    cluster_barrier: ClusterState,
     sync: Sync,
     bulk: Bulks,
     products: Vec<WarpGroup>,
@@ -174,7 +175,7 @@ impl<'a> ClusterRunner<'a> {
             warps: (0..warps).map(|_| Warp::default()).collect(),
             blocks: Vec::new(),
             copies: (0..warps).map(|_| Copies::default()).collect(),
-            cluster_barrier: barriers::ClusterState::default(),
+            cluster_barrier: ClusterState::default(),
             sync: Sync::default(),
             bulk: Bulks::default(),
             products: Vec::new(),
@@ -252,7 +253,7 @@ impl<'a> ClusterRunner<'a> {
         self.products.clear();
         self.products
             .resize_with(self.warps.len().div_ceil(4), WarpGroup::default);
-        self.cluster_barrier = barriers::ClusterState::default();
+        self.cluster_barrier = ClusterState::default();
     }
 
     /// Adds the place to a fault.

@@ -1,35 +1,13 @@
 //! `wgmma`: products of a warpgroup that complete in the background.
 
 use super::ClusterRunner;
-use super::access::lanes_of;
-use super::clocks::Component;
-use super::run::Flow;
-use super::warp::{IssuedProduct, Wait, Warp, Words};
+use super::state::products::Product;
+use super::state::sync::Component;
+use super::warp::{Flow, IssuedProduct, Wait, Warp, Words, lanes_of};
 use crate::code::op::{AsyncOp, PtxOp, RowIndex, WgmmaA, WgmmaOp};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 use moesaic_hardware::wgmma::{Descriptor, Major, SharedMemory, SourceA, Wgmma as Unit};
-use std::collections::VecDeque;
 use std::rc::Rc;
-
-/// The products of four warps.
-#[derive(Default)]
-pub struct WarpGroup {
-    queue: VecDeque<Product>,
-    /// Number of products that each warp has issued.
-    issued: [u32; 4],
-    executed: u32,
-    /// For each warp, its issued products at each commit.
-    commits: [VecDeque<u32>; 4],
-}
-
-/// A product that is not yet executed, or not yet issued by all four warps.
-struct Product {
-    pc: u32,
-    a: u64,
-    b: u64,
-    accumulate: bool,
-    issued: u32,
-}
 
 impl ClusterRunner<'_> {
     fn group_of(&self, number: usize) -> (usize, usize) {

@@ -1,22 +1,12 @@
 //! Runs a warp: groups of threads, divergence, control flow.
 
 use super::ClusterRunner;
-use super::warp::{Group, Wait, Warp};
+use super::warp::{Flow, Group, Wait, Warp};
 use crate::code::op::{Guard, NONE, PtxOp};
 use crate::finding::{Fault, FindingKind, Step};
 
 /// Backward branches of a group before other threads may go first.
 const TURN: u32 = 4096;
-
-/// The effect of an instruction on the threads that executed it.
-pub enum Flow {
-    /// The threads go on.
-    Next,
-    /// The threads execute the instruction again once the wait is over.
-    Again(Wait),
-    /// The threads go on once the wait is over.
-    After(Wait),
-}
 
 /// The end of a group's run.
 enum Leave {

@@ -1,9 +1,8 @@
 //! Shared memory of the blocks of a cluster.
 
 use super::ClusterRunner;
-use super::access::{lanes_of, little, misaligned, outside};
-use super::run::Flow;
-use super::warp::{Doubles, Wait, Warp};
+use super::access::{little, misaligned, outside};
+use super::warp::{Doubles, Flow, Wait, Warp, lanes_of};
 use crate::code::layout::{RANK_SHIFT, SHARED_START};
 use crate::code::op::MemoryAccess;
 use crate::finding::{Fault, FindingKind, Step};

@@ -11,6 +11,16 @@ pub type Words = [u32; 32];
 /// 64-bit values of the 32 lanes.
 pub type Doubles = [u64; 32];
 
+/// Iterates over the lanes of a mask.
+pub fn lanes_of(mask: u32) -> impl Iterator<Item = usize> {
+    let mut left = mask;
+    std::iter::from_fn(move || {
+        let lane = left.trailing_zeros() as usize;
+        left &= left.wrapping_sub(1);
+        (lane < 32).then_some(lane)
+    })
+}
+
 /// The event that threads wait for.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Wait {
@@ -32,6 +42,16 @@ pub enum Wait {
     Cluster,
     /// A polled condition was false; other threads go first.
     Politely,
+}
+
+/// The effect of an instruction on the threads that executed it.
+pub enum Flow {
+    /// The threads go on.
+    Next,
+    /// The threads execute the instruction again once the wait is over.
+    Again(Wait),
+    /// The threads go on once the wait is over.
+    After(Wait),
 }
 
 /// Some lanes of one warp.

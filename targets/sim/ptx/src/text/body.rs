@@ -1,24 +1,13 @@
 //! Parses the body of a kernel: registers, labels, scopes, statements.
 
+use super::cursor::Cursor;
+use super::names::Names;
 use super::operand::operand;
-use super::parser::{Cursor, variable};
+use super::variable::variable;
 use super::{Class, ModuleText, Operand, ParsedEntry, Statement, Virtual};
 use crate::error::PtxError;
-use std::collections::HashMap;
 
 type Result<T> = std::result::Result<T, PtxError>;
-
-/// The names of one pair of braces. Inline assembly opens its own pair.
-#[derive(Default)]
-struct Scope {
-    registers: HashMap<String, Virtual>,
-    /// Families `%r<n>`: every name with the prefix and a number below n.
-    families: Vec<(String, Virtual, u32)>,
-    labels: HashMap<String, usize>,
-    tables: HashMap<String, Vec<String>>,
-    variables: HashMap<String, usize>,
-    parent: usize,
-}
 
 /// A use of a label, to be resolved at the end.
 struct Use {
@@ -29,13 +18,10 @@ struct Use {
 }
 
 pub struct BodyParser<'p, 'a> {
-    pub cursor: &'p mut Cursor<'a>,
+    cursor: &'p mut Cursor<'a>,
     module: &'p mut ModuleText,
     entry: &'p mut ParsedEntry,
-    params: HashMap<String, u32>,
-    scopes: Vec<Scope>,
-    /// Innermost open scope.
-    scope: usize,
+    names: Names,
     uses: Vec<Use>,
     last_label: String,
 }
@@ -49,17 +35,12 @@ impl<'p, 'a> BodyParser<'p, 'a> {
     ) -> BodyParser<'p, 'a> {
         let globals = module.variables.iter().enumerate();
         let variables = globals.map(|(i, variable)| (variable.name.clone(), i));
-        let outer = Scope {
-            variables: variables.collect(),
-            ..Scope::default()
-        };
+        let names = Names::new(params, variables);
         BodyParser {
             cursor,
             module,
             entry,
-            params: params.into_iter().collect(),
-            scopes: vec![outer],
-            scope: 0,
+            names,
             uses: Vec::new(),
             last_label: String::new(),
         }
@@ -73,12 +54,12 @@ impl<'p, 'a> BodyParser<'p, 'a> {
             match self.cursor.peek_text() {
                 "{" => {
                     self.cursor.next()?;
-                    self.open();
+                    self.names.open();
                     depth += 1;
                 }
                 "}" => {
                     self.cursor.next()?;
-                    self.scope = self.scopes[self.scope].parent;
+                    self.names.close();
                     depth -= 1;
                 }
                 ";" => self.cursor.next().map(|_| ())?,
@@ -90,19 +71,11 @@ impl<'p, 'a> BodyParser<'p, 'a> {
         self.resolve()
     }
 
-    fn open(&mut self) {
-        self.scopes.push(Scope {
-            parent: self.scope,
-            ..Scope::default()
-        });
-        self.scope = self.scopes.len() - 1;
-    }
-
     fn label(&mut self) -> Result<()> {
         let name = self.cursor.next()?;
         self.cursor.expect(":")?;
         let at = self.entry.statements.len();
-        let scope = &mut self.scopes[self.scope];
+        let scope = self.names.scope();
         scope.labels.insert(name.text.to_string(), at);
         self.last_label = name.text.to_string();
         Ok(())
@@ -144,7 +117,7 @@ impl<'p, 'a> BodyParser<'p, 'a> {
                 class,
                 index: *next,
             };
-            let scope = &mut self.scopes[self.scope];
+            let scope = self.names.scope();
             if self.cursor.take("<") {
                 let count = self.cursor.integer()? as u32;
                 self.cursor.expect(">")?;
@@ -190,7 +163,7 @@ impl<'p, 'a> BodyParser<'p, 'a> {
     fn variable(&mut self) -> Result<()> {
         let variable = variable(self.cursor)?;
         let at = self.module.variables.len();
-        let scope = &mut self.scopes[self.scope];
+        let scope = self.names.scope();
         scope.variables.insert(variable.name.clone(), at);
         self.module.variables.push(variable);
         Ok(())
@@ -205,7 +178,7 @@ impl<'p, 'a> BodyParser<'p, 'a> {
             self.cursor.take(",");
         }
         let name = std::mem::take(&mut self.last_label);
-        self.scopes[self.scope].tables.insert(name, targets);
+        self.names.scope().tables.insert(name, targets);
         Ok(())
     }
 
@@ -225,7 +198,7 @@ impl<'p, 'a> BodyParser<'p, 'a> {
             operands.push(if branch {
                 self.label_use(operands.len())?
             } else {
-                operand(self)?
+                operand(self.cursor, &self.names)?
             });
             if !self.cursor.take(",") && self.cursor.peek_text() != ";" {
                 let found = self.cursor.peek_text();
@@ -249,7 +222,7 @@ impl<'p, 'a> BodyParser<'p, 'a> {
         }
         let negate = self.cursor.take("!");
         let name = self.cursor.next()?;
-        match self.register(name.text) {
+        match self.names.register(name.text) {
             Some(register) if register.class == Class::Predicate => Ok(Some((register, negate))),
             _ => Err(PtxError::syntax(
                 name.line,
@@ -264,47 +237,9 @@ impl<'p, 'a> BodyParser<'p, 'a> {
             statement: self.entry.statements.len(),
             operand,
             name,
-            scope: self.scope,
+            scope: self.names.current(),
         });
         Ok(Operand::Label(usize::MAX))
-    }
-
-    fn enclosing<T>(&self, from: usize, find: impl Fn(&Scope) -> Option<T>) -> Option<T> {
-        let mut at = from;
-        loop {
-            let scope = &self.scopes[at];
-            if let Some(found) = find(scope) {
-                return Some(found);
-            }
-            if at == 0 {
-                return None;
-            }
-            at = scope.parent;
-        }
-    }
-
-    /// Returns the register of this name, innermost scope first.
-    pub fn register(&self, name: &str) -> Option<Virtual> {
-        self.enclosing(self.scope, |scope| {
-            scope.registers.get(name).copied().or_else(|| {
-                scope.families.iter().find_map(|(prefix, first, count)| {
-                    let number: u32 = name.strip_prefix(prefix.as_str())?.parse().ok()?;
-                    (number < *count).then_some(Virtual {
-                        index: first.index + number,
-                        ..*first
-                    })
-                })
-            })
-        })
-    }
-
-    /// Returns the address of a variable or a parameter.
-    pub fn symbol(&self, name: &str) -> Option<Operand> {
-        if let Some(offset) = self.params.get(name) {
-            return Some(Operand::Parameter(*offset));
-        }
-        self.enclosing(self.scope, |scope| scope.variables.get(name).copied())
-            .map(Operand::Variable)
     }
 
     /// Resolves labels to their statements. The layout counts the bytes of
@@ -312,10 +247,13 @@ impl<'p, 'a> BodyParser<'p, 'a> {
     fn resolve(self) -> Result<()> {
         for used in &self.uses {
             let find = |name: &str| {
-                self.enclosing(used.scope, |scope| scope.labels.get(name).copied())
+                self.names
+                    .enclosing(used.scope, |scope| scope.labels.get(name).copied())
                     .map(Operand::Label)
             };
-            let table = self.enclosing(used.scope, |scope| scope.tables.get(&used.name).cloned());
+            let table = self
+                .names
+                .enclosing(used.scope, |scope| scope.tables.get(&used.name).cloned());
             let target = match table {
                 Some(names) => names
                     .iter()

@@ -1,10 +1,13 @@
 //! Parsed PTX: names are resolved, nothing is interpreted.
 
 mod body;
+mod cursor;
 mod lexer;
 mod location;
+mod names;
 mod operand;
 mod parser;
+mod variable;
 
 pub use location::Locations;
 pub use parser::parse;

@@ -1,67 +1,67 @@
 //! Parses operands.
 
-use super::body::BodyParser;
-use super::parser::literal;
+use super::cursor::{Cursor, literal};
+use super::names::Names;
 use super::{Operand, Relation, Special};
 use crate::error::PtxError;
 
 type Result<T> = std::result::Result<T, PtxError>;
 
 /// Parses one operand: a name, a number, `{...}`, `[...]`, `a|b`, `!p` or `_`.
-pub fn operand(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
-    let first = simple(body)?;
-    if body.cursor.take("|") {
-        let second = simple(body)?;
+pub fn operand(cursor: &mut Cursor<'_>, names: &Names) -> Result<Operand> {
+    let first = simple(cursor, names)?;
+    if cursor.take("|") {
+        let second = simple(cursor, names)?;
         return Ok(Operand::Pair(Box::new(first), Box::new(second)));
     }
     Ok(first)
 }
 
-fn simple(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
-    match body.cursor.peek_text() {
+fn simple(cursor: &mut Cursor<'_>, names: &Names) -> Result<Operand> {
+    match cursor.peek_text() {
         "{" => {
-            body.cursor.next()?;
-            list(body, "}").map(Operand::Vector)
+            cursor.next()?;
+            list(cursor, names, "}").map(Operand::Vector)
         }
-        "[" => memory(body),
-        "!" => negated(body),
-        "_" => body.cursor.next().map(|_| Operand::Sink),
+        "[" => memory(cursor, names),
+        "!" => negated(cursor, names),
+        "_" => cursor.next().map(|_| Operand::Sink),
         text if text == "-" || text.starts_with(|c: char| c.is_ascii_digit()) => {
-            literal(body.cursor).map(Operand::Immediate)
+            literal(cursor).map(Operand::Immediate)
         }
-        _ => name(body),
+        _ => name(cursor, names),
     }
 }
 
-fn list(body: &mut BodyParser<'_, '_>, end: &str) -> Result<Vec<Operand>> {
+fn list(cursor: &mut Cursor<'_>, names: &Names, end: &str) -> Result<Vec<Operand>> {
     let mut list = Vec::new();
-    while !body.cursor.take(end) {
-        list.push(operand(body)?);
-        if !body.cursor.take(",") && body.cursor.peek_text() != end {
-            let found = body.cursor.peek_text();
+    while !cursor.take(end) {
+        list.push(operand(cursor, names)?);
+        if !cursor.take(",") && cursor.peek_text() != end {
+            let found = cursor.peek_text();
             let what = format!("`{found}` where `,` or `{end}` should be");
-            return Err(PtxError::syntax(body.cursor.line(), what));
+            return Err(PtxError::syntax(cursor.line(), what));
         }
     }
     Ok(list)
 }
 
-fn memory(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
-    body.cursor.next()?;
-    let base = simple(body)?;
+fn memory(cursor: &mut Cursor<'_>, names: &Names) -> Result<Operand> {
+    cursor.next()?;
+    let base = simple(cursor, names)?;
     let mut offset = 0i64;
     loop {
         // A minus belongs to the number.
-        if body.cursor.take("+") || body.cursor.peek_text() == "-" {
-            offset = offset.wrapping_add(body.cursor.integer()?);
+        if cursor.take("+") || cursor.peek_text() == "-" {
+            offset = offset.wrapping_add(cursor.integer()?);
         } else {
             break;
         }
     }
-    let rest = if body.cursor.take(",") {
-        list(body, "]")?
+    let rest = if cursor.take(",") {
+        list(cursor, names, "]")?
     } else {
-        body.cursor.expect("]")?;
+        cursor.expect("]")?;
         Vec::new()
     };
     Ok(Operand::Memory {
@@ -71,24 +71,24 @@ fn memory(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
     })
 }
 
-fn negated(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
-    body.cursor.next()?;
-    let token = body.cursor.next()?;
-    let register = body.register(token.text);
+fn negated(cursor: &mut Cursor<'_>, names: &Names) -> Result<Operand> {
+    cursor.next()?;
+    let token = cursor.next()?;
+    let register = names.register(token.text);
     register
         .map(Operand::Not)
         .ok_or_else(|| PtxError::syntax(token.line, format!("`{}` is no predicate", token.text)))
 }
 
-fn name(body: &mut BodyParser<'_, '_>) -> Result<Operand> {
-    let token = body.cursor.next()?;
-    if let Some(register) = body.register(token.text) {
+fn name(cursor: &mut Cursor<'_>, names: &Names) -> Result<Operand> {
+    let token = cursor.next()?;
+    if let Some(register) = names.register(token.text) {
         return Ok(Operand::Register(register));
     }
     if let Some(special) = special(token.text) {
         return Ok(special);
     }
-    let symbol = body.symbol(token.text);
+    let symbol = names.symbol(token.text);
     symbol.ok_or_else(|| PtxError::syntax(token.line, format!("`{}` is not declared", token.text)))
 }
 

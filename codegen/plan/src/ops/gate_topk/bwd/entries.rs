@@ -2,21 +2,11 @@
 //! backward.
 
 use super::{GateTopkBwdConfig, GateTopkBwdDesc};
-use crate::ops::gate_topk::{Logits, WARP_EXPERTS};
+use crate::ops::gate_topk::WARP_EXPERTS;
+use crate::ops::gate_topk::logits::{BackwardBlocks, backward_entries};
 use crate::ops::params::{entry, gradient, one, per_slot, some, tokens_by, when};
 use moesaic_kernel::DType::{F32, I32, I64};
 use moesaic_kernel::{Access, Entry, Param, Size};
-
-/// The entries that run before the GEMMs of the router's projection, in this order. Forward keeps
-/// tokens and not what the router made of them, so `gate_input` computes the GEMMs' factor again.
-pub(super) const BEFORE_GEMMS: [&str; 6] = [
-    "gate_topk_bwd",
-    "gate_scale_bwd",
-    "gate_cosine_bwd",
-    "gate_similarity_bwd",
-    "gate_temperature_bwd",
-    "gate_input",
-];
 
 pub(super) fn entries(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Vec<Entry> {
     let mut list = Vec::new();
@@ -27,9 +17,11 @@ pub(super) fn entries(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Vec<Entry> 
     }
     list.push(logits(d, c));
     list.extend(d.gate.router.expert_scale.then(|| expert_scale(d, c)));
-    if let Logits::Cosine(width) = d.gate.logits {
-        list.extend(cosine(d, c, width));
-    }
+    let blocks = BackwardBlocks {
+        tile_tokens: c.tile_tokens,
+        threads: c.threads,
+    };
+    list.extend(backward_entries(&d.gate, blocks));
     if d.rms_scaled() {
         list.extend(rms(d, c));
     }
@@ -205,63 +197,6 @@ fn expert_scale(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> Entry {
         [columns, one()],
         c.threads,
     )
-}
-
-fn cosine(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig, width: usize) -> [Entry; 3] {
-    let e = d.gate.experts;
-    let projected = || Param::read("projected", F32, format!("[tokens, {width}]"));
-    let similarity = || Param::read("similarity", F32, format!("[{width}, {e}]"));
-    let temperature = || Param::read("temperature", F32, "[1]");
-    let dlogits = || Param::read("dlogits", F32, per_expert(d));
-    let tokens = vec![
-        projected(),
-        similarity(),
-        temperature(),
-        dlogits(),
-        Param::write("dprojected", F32, format!("[tokens, {width}]")),
-        Param::write("inverse_norms", F32, "[tokens]"),
-    ];
-    let experts = vec![
-        projected(),
-        Param::read("inverse_norms", F32, "[tokens]"),
-        similarity(),
-        temperature(),
-        dlogits(),
-        gradient("similarity", "", &format!("[{width}, {e}]")),
-        Param::write("temperature_parts", F32, format!("[{e}]")),
-        Param::i64("accumulate"),
-    ];
-    let whole = vec![
-        Param::read("temperature_parts", F32, format!("[{e}]")),
-        temperature(),
-        gradient("temperature", "", "[1]"),
-        Param::i64("accumulate"),
-    ];
-    // Three launches: each needs what blocks of the one before left, the temperature that of all
-    // experts, and blocks of a grid do not wait for each other.
-    [
-        entry(
-            "gate_cosine_bwd",
-            "gradients of projected tokens",
-            tokens,
-            [tokens_by(c.tile_tokens), one()],
-            c.threads,
-        ),
-        entry(
-            "gate_similarity_bwd",
-            "gradients of the expert directions",
-            experts,
-            [Size::Const(e as u64), one()],
-            c.threads,
-        ),
-        entry(
-            "gate_temperature_bwd",
-            "the gradient of the temperature",
-            whole,
-            [one(), one()],
-            c.threads,
-        ),
-    ]
 }
 
 fn rms(d: &GateTopkBwdDesc, c: &GateTopkBwdConfig) -> [Entry; 3] {

@@ -1,9 +1,9 @@
 //! The losses of a forward pass, and the way back through the router.
 
-use super::entries::BEFORE_GEMMS;
 use super::{GateTopkBwdDesc, gate_topk_bwd};
 use crate::KernelPlan;
 use crate::layer::{Bind, Builder, TensorPlan, TensorRole, borrowed, constant, tensor};
+use crate::ops::gate_topk::logits::backward_scratch;
 use crate::ops::gate_topk::steps::kind_names;
 use crate::ops::gate_topk::{Logits, WARP_EXPERTS};
 use crate::ops::grouped_gemm::{dgrad, wgrad};
@@ -41,10 +41,10 @@ pub(crate) fn tensors(spec: &LayerSpec, machine: TileMachine) -> Vec<TensorPlan>
     let per_tile = [tiles, experts.clone()];
     let mut list = vec![
         scratch("scale_parts", &per_tile),
-        scratch("inverse_norms", &[Size::Tokens]),
         scratch("inverse_rms", &[Size::Tokens]),
-        scratch("temperature_parts", std::slice::from_ref(&experts)),
     ];
+    let of_formula = backward_scratch(&desc.gate).into_iter();
+    list.extend(of_formula.map(|row| scratch(row.name, &[row.size])));
     list.extend(loss_tensors(&desc, &per_tile));
     list
 }
@@ -116,14 +116,18 @@ impl Builder {
     /// its part of dx.
     pub(crate) fn gate_bwd(&mut self) {
         if let Some(desc) = gate_topk_bwd(&self.plan.spec) {
-            let logits = desc.gate.logits != Logits::None;
+            let logits = desc.gate.logits;
             let is_bwd = |kernel: &KernelPlan| matches!(kernel.op, Op::GateTopkBwd { .. });
             // One kernel has the entries of losses and of gradients, and with losses forward has
             // added it already.
             let known = self.plan.kernels.iter().position(is_bwd);
             let kernel = known.unwrap_or_else(|| self.kernel("gate_topk_bwd", desc));
-            self.gate_steps(kernel, &BEFORE_GEMMS);
-            if logits {
+            self.gate_steps(kernel, &["gate_topk_bwd", "gate_scale_bwd"]);
+            self.gate_steps(kernel, logits.backward_symbols());
+            if logits != Logits::None {
+                // Forward keeps tokens and not what the router made of them, so this computes the
+                // GEMMs' factor again.
+                self.gate_steps(kernel, &["gate_input"]);
                 self.router_gemms();
                 // Second, because it adds to the `router.dx` that the GEMMs write.
                 self.noise_bwd();
@@ -173,8 +177,8 @@ impl Builder {
         }
     }
 
-    /// Adds the GEMMs of the projection to logits, or before the cosine: `router.dx` and the
-    /// gradients of matrix and bias.
+    /// Adds the GEMMs of the matrix that tokens are multiplied by: `router.dx` and the gradients of
+    /// matrix and bias.
     fn router_gemms(&mut self) {
         let spec = self.plan.spec.clone();
         let Some(logits) = spec.logits() else {

@@ -1,9 +1,9 @@
 //! The execution of bulk copies.
 
-use super::{Action, BulkCopy};
 use crate::finding::{Fault, FaultPlace, FindingKind, Step};
 use crate::machine::ClusterRunner;
 use crate::machine::access::little;
+use crate::machine::state::bulk::{Action, BulkCopy};
 use moesaic_hardware::mbarrier::Mbarrier;
 use moesaic_hardware::tensor_map::ElementType;
 use moesaic_hardware::tma::{self, BoxPiece, BulkReduction};

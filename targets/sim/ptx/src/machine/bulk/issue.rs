@@ -1,15 +1,15 @@
 //! The issue of bulk copies: all checks are made here.
 
-use super::{Action, Line};
+use super::Line;
 use crate::code::layout::RANK_SHIFT;
 use crate::code::op::{self, Address, AtomicKind, Direction, NONE, Number, TensorCopy};
 use crate::finding::{Fault, FindingKind, Step};
 use crate::machine::ClusterRunner;
-use crate::machine::access::{self, addresses, lanes_of, misaligned};
-use crate::machine::clocks::{CompletionStep, Component};
-use crate::machine::run::Flow;
+use crate::machine::access::{self, addresses, misaligned};
 use crate::machine::shadow::Accessor;
-use crate::machine::warp::Warp;
+use crate::machine::state::bulk::Action;
+use crate::machine::state::sync::{CompletionStep, Component};
+use crate::machine::warp::{Flow, Warp, lanes_of};
 use crate::memory::Touch;
 use crate::text::StateSpace;
 use moesaic_hardware::tensor_map::{ElementType, TensorMap};

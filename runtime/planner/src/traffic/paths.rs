@@ -1,12 +1,30 @@
-//! Algorithms whose messages do not depend on nodes, other than one exchange of all rows: around a
-//! ring, and deduplicated between ranks.
+//! The phases of each algorithm, and those whose messages do not depend on nodes, other than one
+//! exchange of all rows: around a ring, and deduplicated between ranks.
 
 use super::{All, LevelLoads, TrafficPhase};
+use moesaic_dist::{AllToAllRow, RowPath};
 
 impl All<'_> {
+    /// Returns the phases of an algorithm; places and rows are those of [`All::linear`].
+    pub(super) fn on_its_path(
+        &self,
+        row: &AllToAllRow,
+        places: usize,
+        each: f64,
+    ) -> Vec<TrafficPhase> {
+        match row.path {
+            _ if row.deduplicates_ranks() => vec![self.once_to_ranks(places, each)],
+            _ if row.deduplicates => self.once(),
+            RowPath::Direct | RowPath::OverNodes([]) => vec![self.linear(places, each)],
+            RowPath::Ring => self.around(places, each),
+            RowPath::OverNodes([order]) => self.in_order(order),
+            RowPath::OverNodes([one, other, ..]) => self.concurrent([one, other]),
+        }
+    }
+
     /// Returns one phase for each hop around the ring of all ranks, with rows as in
     /// [`All::linear`].
-    pub(super) fn around(&self, places: usize, each: f64) -> Vec<TrafficPhase> {
+    fn around(&self, places: usize, each: f64) -> Vec<TrafficPhase> {
         let ranks = self.ranks();
         let rows = |from: usize, to: usize| {
             let goes = from % places == to % places;
@@ -42,7 +60,7 @@ impl All<'_> {
     }
 
     /// As [`All::linear`], with a token of a rank going once to each rank.
-    pub(super) fn once_to_ranks(&self, places: usize, each: f64) -> TrafficPhase {
+    fn once_to_ranks(&self, places: usize, each: f64) -> TrafficPhase {
         let (routing, mesh) = (self.group.routing, self.group.mesh);
         let touched = |rank: usize| -> Vec<f64> {
             let place = self.group.start + rank;

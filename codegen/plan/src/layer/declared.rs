@@ -1,20 +1,32 @@
-//! The tensors of a forward pass.
+//! The tensors that steps may name, declared before there are any steps.
 
 use super::supported::training_only;
-use super::{TensorPlan, TensorRole};
+use super::tensor::{TensorPlan, TensorRole, constant, tensor};
+use super::{Builder, PlanOptions, backward};
 use crate::TileMachine;
 use crate::ops::expert_scan::scan_tensors;
-use crate::ops::gate_topk::selection_tensors;
-use moesaic_kernel::DType::{self, F32, I32};
-use moesaic_kernel::Size;
+use crate::ops::gate_topk::{self, selection_tensors};
+use moesaic_kernel::DType::{F32, I32};
+use moesaic_kernel::{Size, Target};
 use moesaic_spec::{Chooser, LayerSpec, SharedGate, canonical_tensors};
 
+impl Builder {
+    /// Returns a builder with every tensor that a step may name.
+    pub(crate) fn new(spec: &LayerSpec, target: Target, options: &PlanOptions) -> Builder {
+        let mut builder = Builder::empty(spec, target, options);
+        let (spec, machine) = (&builder.plan.spec, builder.machine);
+        let mut tensors = forward_tensors(spec, machine, options.training.is_some());
+        if options.training.is_some() {
+            tensors.extend(backward::tensors(spec));
+            tensors.extend(gate_topk::bwd::tensors(spec, machine));
+        }
+        builder.plan.tensors = tensors;
+        builder
+    }
+}
+
 /// Returns every tensor a forward pass can name.
-pub(super) fn declared_tensors(
-    spec: &LayerSpec,
-    machine: TileMachine,
-    training: bool,
-) -> Vec<TensorPlan> {
+fn forward_tensors(spec: &LayerSpec, machine: TileMachine, training: bool) -> Vec<TensorPlan> {
     let mut list: Vec<TensorPlan> = canonical_tensors(spec)
         .into_iter()
         .filter(|t| training || !training_only(spec, &t.name))
@@ -29,19 +41,6 @@ pub(super) fn declared_tensors(
     list.extend(scan_tensors(spec, machine, training));
     list.extend(expert_tensors(spec));
     list
-}
-
-pub(crate) fn tensor(name: &str, dtype: DType, shape: &[Size], role: TensorRole) -> TensorPlan {
-    TensorPlan {
-        name: name.to_string(),
-        dtype,
-        shape: shape.to_vec(),
-        role,
-    }
-}
-
-pub(crate) fn constant(n: usize) -> Size {
-    Size::Const(n as u64)
 }
 
 fn routing_tensors(spec: &LayerSpec, machine: TileMachine, training: bool) -> Vec<TensorPlan> {
