@@ -1,10 +1,10 @@
 //! Several routers over one set of experts.
 
-use crate::dlpack::{Array, Imported, imported, lent};
+use crate::dlpack::{Array, Imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
 use crate::key::Key;
-use crate::packed::{Arrays, Inputs, arrays, check_process};
+use crate::packed::{Arrays, Inputs, arrays, check_process, imported_weights};
 use crate::ranks::{Mesh, strategy};
 use crate::spec::Spec;
 use moesaic::experts::{MultiGate, MultiSaved, SavedByToken};
@@ -53,8 +53,9 @@ impl GateLayer {
         let spec = spec.get().clone();
         let mesh = mesh.map(|mesh| &mesh.get().0);
         let strategy = strategy.map(self::strategy).transpose()?;
-        let weights = imported(&weights)?;
-        let routers = routers.iter().map(imported).collect::<PyResult<Vec<_>>>()?;
+        let own = |given| imported_weights(&spec.spec, given);
+        let weights = own(&weights)?;
+        let routers = routers.iter().map(own).collect::<PyResult<Vec<_>>>()?;
         let gates = without_gil(py, || {
             if routers.is_empty() {
                 return Err(Failure::Invalid("0 routers: give one or more".to_string()));

@@ -4,7 +4,8 @@ use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
 use crate::spec::{Spec, float};
-use moesaic::{Engine, Input, Layer, Output, Tensor};
+use moesaic::spec::canonical_tensors;
+use moesaic::{Engine, Input, Layer, LayerSpec, Output, Tensor};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -37,7 +38,7 @@ impl PackedLayer {
         bank: Option<&Bound<'_, PackedLayer>>,
     ) -> PyResult<PackedLayer> {
         let spec = spec.get().clone();
-        let weights = imported(&weights)?;
+        let weights = imported_weights(&spec.spec, &weights)?;
         let bank = bank.map(Bound::get);
         let (layer, engine) = without_gil(py, || {
             let weights = lent(&weights);
@@ -162,6 +163,26 @@ pub fn check_process(process: u32) -> Result<(), Failure> {
         "the layer was made before `fork`, whose child has none of its threads: make it again"
             .to_string(),
     ))
+}
+
+/// Takes the weights of a spec by name.
+///
+/// # Errors
+/// As [`imported`], and a name that the layer would not read: a bias, say, that the spec does not
+/// have.
+pub fn imported_weights(spec: &LayerSpec, given: &Arrays<'_>) -> PyResult<Vec<(String, Imported)>> {
+    let weights = canonical_tensors(spec);
+    // Codes of experts have other names where a device takes them as numbers.
+    let quantized = spec.precision.experts.is_some();
+    let is_known = |name: &str| {
+        quantized && name.starts_with("experts.") || weights.iter().any(|w| w.name == name)
+    };
+    if let Some(name) = given.keys().find(|name| !is_known(name)) {
+        let names: Vec<&str> = weights.iter().map(|weight| weight.name.as_str()).collect();
+        let problem = format!("is no weight of the spec, which has: {}", names.join(", "));
+        return Err(Failure::tensor(name, problem).into());
+    }
+    imported(given)
 }
 
 /// The inputs of a call, as Python gave them.

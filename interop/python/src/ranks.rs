@@ -1,9 +1,10 @@
 //! Ranks that are processes of a torch process group, and layers over them.
 
-use crate::dlpack::{Array, Imported, imported, lent};
+use crate::dlpack::{Array, Imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
 use crate::key::Key;
+use crate::packed::imported_weights;
 use crate::sockets::{Hello, Sockets, join, listen};
 use crate::spec::Spec;
 use crate::tensors::{Given, check_given};
@@ -189,7 +190,8 @@ impl RankLayer {
         spec: &Bound<'_, Spec>,
         weights: BTreeMap<String, Bound<'_, PyAny>>,
     ) -> PyResult<RankLayer> {
-        let (mesh, spec, weights) = (&mesh.get().0, spec.get(), imported(&weights)?);
+        let (mesh, spec) = (&mesh.get().0, spec.get());
+        let weights = imported_weights(&spec.spec, &weights)?;
         let layer = without_gil(py, || {
             let options = LayerOptions {
                 part: true,

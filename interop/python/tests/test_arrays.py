@@ -113,6 +113,8 @@ def test_errors_name_tensor_and_remedy():
         moesaic.PackedLayer(spec, {k: v for k, v in w.items() if k != "router.weight"})
     with pytest.raises(moesaic.InvalidError, match="64 bits"):
         moesaic.PackedLayer(spec, {**w, "router.weight": w["router.weight"].astype(float)})
+    with pytest.raises(moesaic.InvalidError, match="`experts.down.bias` is no weight of the spec"):
+        moesaic.PackedLayer(spec, {**w, "experts.down.bias": np.zeros((4, 12), np.float32)})
     turned = np.asfortranarray(w["router.weight"])
     with pytest.raises(moesaic.InvalidError, match="contiguous"):
         moesaic.PackedLayer(spec, {**w, "router.weight": turned})
