@@ -182,7 +182,11 @@ fn nccl_over_mpi() {
         ..lab.options()
     };
     match moesaic_collectives::nccl::start(Arc::clone(&device) as _, &options) {
-        Err(error) => println!("refused: {error}"),
+        Err(error) => {
+            println!("refused: {error}");
+            // As in `a_rank`: a launcher ends the job when one rank of it is gone.
+            std::thread::sleep(Duration::from_secs(3));
+        }
         Ok(mut world) => {
             let device: Arc<dyn moesaic_target::Device> = device;
             every_operation(&mut world, &device);
