@@ -147,6 +147,34 @@ def test_experts_of_older_releases_run():
     torch.testing.assert_close(ours(ids).logits, eager(ids).logits, rtol=2e-4, atol=2e-5)
 
 
+def test_a_norm_between_an_expert_and_its_weight():
+    modeling = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    config = transformers.models.muse_spark.configuration_muse_spark.MuseSparkTextConfig(
+        hidden_size=32, moe_hidden_size=16, moe_intermediate_size=24, num_local_experts=6,
+        num_experts_per_tok=3, num_attention_heads=4, num_key_value_heads=4,
+    )
+    torch.manual_seed(0)
+    config._experts_implementation = "eager"
+    eager = modeling.MuseSparkExperts(config)
+    with torch.no_grad():
+        for parameter in eager.parameters():
+            parameter.normal_(0.0, 0.3)
+    ours = copy.deepcopy(eager)
+    ours.config._experts_implementation = "moesaic"
+    moesaic.transformers.register()
+    # The id beyond the experts masks a choice.
+    ids, weights = torch.tensor([[0, 5, 2], [1, 6, 0], [4, 3, 5]]), torch.rand(3, 3)
+    leaves = [torch.randn(3, 16).requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        leaves[1].copy_(leaves[0])
+        torch.testing.assert_close(ours(leaves[1], ids, weights), eager(leaves[0], ids, weights))
+    for experts, x in zip((eager, ours), leaves):
+        experts(x, ids, weights).square().sum().backward()
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad, rtol=2e-4, atol=2e-5)
+    for wanted, found in zip(eager.parameters(), ours.parameters()):
+        torch.testing.assert_close(found.grad, wanted.grad, rtol=2e-4, atol=2e-5)
+
+
 def test_compile_of_a_whole_model():
     eager, ours = models("Qwen3Moe")
     ids = torch.randint(3, 64, (2, 11))

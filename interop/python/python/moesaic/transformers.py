@@ -150,12 +150,6 @@ def _plan(experts: torch.nn.Module, top_k: int) -> _Plan:
 
 
 def _new_plan(experts: torch.nn.Module, top_k: int) -> _Plan:
-    # Older releases of transformers 5 have no such attribute.
-    if getattr(experts, "has_post_expert_norm", False):
-        raise InvalidError(
-            f"{_name(experts)} normalises the output of each expert, which no spec of moesaic "
-            f'describes: run this model with experts_implementation="eager"'
-        )
     form = _form(experts)
     count, first, second = experts.down_proj.shape
     model, hidden = (second, first) if experts.is_transposed else (first, second)
@@ -481,26 +475,57 @@ def experts_forward(
     hidden_states [T, d]; top_k_index [T, K], in which an id beyond the experts masks a slot;
     top_k_weights [T, K]. Returns [T, d].
     """
-    codes = getattr(self, ATTRIBUTE, None)
+    # Older releases of transformers 5 have no such attribute.
+    if getattr(self, "has_post_expert_norm", False):
+        return _normalized(self, hidden_states, top_k_index, top_k_weights)
+    return _computed(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _normalized(
+    experts: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Computes experts with a norm of torch's between the output of each and its weight: every choice
+    is a row of its own, so that the norm has the output of one expert."""
+    width, top_k = hidden_states.shape[-1], top_k_index.shape[-1]
+    rows = hidden_states.reshape(-1, width).repeat_interleave(top_k, 0)
+    ids = top_k_index.reshape(-1, 1)
+    outputs = _computed(experts, rows, ids, torch.ones_like(ids, dtype=top_k_weights.dtype))
+    outputs = experts.post_expert_norm(outputs)
+    chosen = ids < experts.down_proj.shape[0]
+    weighted = torch.where(chosen, outputs * top_k_weights.reshape(-1, 1), 0.0)
+    summed = weighted.reshape(-1, top_k, width).sum(1)
+    return summed.to(hidden_states.dtype).reshape(hidden_states.shape)
+
+
+def _computed(
+    experts: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    codes = getattr(experts, ATTRIBUTE, None)
     if codes is not None:
         return _of_codes(codes, hidden_states, top_k_index, top_k_weights)
-    plan = _Plan(*_plan_of(self, top_k_index.shape[-1]))
+    plan = _Plan(*_plan_of(experts, top_k_index.shape[-1]))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     ids = top_k_index.reshape(x.shape[0], -1)
-    ids = torch.where(ids < self.down_proj.shape[0], ids, -1).to(torch.int32)
+    ids = torch.where(ids < experts.down_proj.shape[0], ids, -1).to(torch.int32)
     chosen = top_k_weights.reshape(ids.shape).float()
-    differentiated = torch.compiler.is_compiling() or _is_differentiated(self, x, chosen)
+    differentiated = torch.compiler.is_compiling() or _is_differentiated(experts, x, chosen)
     if not differentiated and x.is_cpu:
-        y = _inference(self, plan, x.detach().contiguous(), ids, chosen.detach().contiguous())
+        y = _inference(experts, plan, x.detach().contiguous(), ids, chosen.detach().contiguous())
     elif differentiated and ops.only_autograd() and type(x) is torch.Tensor:
-        sources = [getattr(self, name) for name, _, _ in _kinds(plan)]
+        sources = [getattr(experts, name) for name, _, _ in _kinds(plan)]
         if plan.bias:
-            sources += [self.gate_up_proj_bias if plan.gated else self.up_proj_bias]
-            sources += [self.down_proj_bias]
-        y = _Experts.apply(plan, self, x, ids, chosen, *sources)
+            sources += [experts.gate_up_proj_bias if plan.gated else experts.up_proj_bias]
+            sources += [experts.down_proj_bias]
+        y = _Experts.apply(plan, experts, x, ids, chosen, *sources)
     else:
         names = ["topk_ids", "topk_weights"]
-        weights = _weights(self, plan)
+        weights = _weights(experts, plan)
         y = ops.layer(plan.text, x, names, [ids, chosen], weights, False)[0]
     return y.reshape(hidden_states.shape)
 
