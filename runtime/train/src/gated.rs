@@ -12,7 +12,12 @@ pub trait Gate {
     /// Returns the logits `[T, E]` of the tokens `x [T, d]`.
     fn logits(&self, x: &[f32]) -> Vec<f32>;
 
-    /// Chooses `top_k` of `experts` for each token: the best, unless you write another choice.
+    /// Chooses `top_k` of `experts` for each token: the [`best`], unless you call another function
+    /// of [`gates`](crate::gates) here, or `best` with other logits. Weights are the softmax over
+    /// the logits of the chosen experts alone, so with `top_k = 1` your gate gets no gradient.
+    ///
+    /// For weights by another rule use no [`GatedLayer`]: pass `topk_ids` and `topk_weights` to a
+    /// layer with an external router, whose backward returns `grad.topk_weights`.
     ///
     /// # Errors
     /// As [`best`].

@@ -28,7 +28,8 @@ use moesaic_plan::{Placement, RankCoords};
 use moesaic_tensor::Tensor;
 use std::cmp::Ordering;
 
-/// The experts of each token, with the softmax over their logits.
+/// The experts of each token. Their weights are the softmax over the logits of these experts alone:
+/// with `top_k = 1` each weight is 1, and no logit has a gradient.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chosen {
     /// `[T, K]`.
