@@ -112,7 +112,7 @@ pub fn watch_forks(module: &Bound<'_, PyModule>) -> PyResult<()> {
     Ok(())
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -257,6 +257,10 @@ pub fn engine_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(info)
 }
 
+/// Settings that one test chooses close the engines whose memory another one holds.
+#[cfg(test)]
+pub static TURNS: Mutex<()> = Mutex::new(());
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -266,6 +270,7 @@ mod tests {
 
     #[test]
     fn chosen_settings_reach_layers_in_use() {
+        let _turn = lock(&TURNS);
         let text = "shape = { model_dim = 4, hidden_dim = 4, experts = 2, top_k = 1 }";
         let spec = LayerSpec::from_toml(text).unwrap();
         let (held, layer) = Held::new(&spec, text, &Place::cpu()).ok().unwrap();
