@@ -97,7 +97,7 @@ pub struct RouterWeight {
 /// The first values of a router's weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum WeightStart {
-    /// Those of any matrix, or bias of a matrix.
+    /// As in any matrix, or in the bias of one.
     Matrix,
     /// Normal, with this standard deviation.
     Normal(f32),

@@ -16,6 +16,31 @@ pub struct TensorSpec {
     pub meaning: &'static str,
 }
 
+/// A tensor that the layer would not read: a bias, say, that its spec does not have.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("is no weight of the spec, which has: {}", known.join(", "))]
+pub struct UnknownWeight {
+    /// The names of the spec's weights.
+    pub known: Vec<String>,
+}
+
+/// Checks that a layer has a weight of this name. With quantized experts every name below
+/// `experts.` passes, because their codes have other names where a device takes them as numbers.
+///
+/// # Errors
+/// [`UnknownWeight`] lists the names that there are.
+pub fn check_weight_name(spec: &LayerSpec, name: &str) -> Result<(), UnknownWeight> {
+    let weights = canonical_tensors(spec);
+    let quantized = spec.precision.experts.is_some() && name.starts_with("experts.");
+    if quantized || weights.iter().any(|weight| weight.name == name) {
+        return Ok(());
+    }
+    let known = weights.into_iter().map(|weight| weight.name.to_string());
+    Err(UnknownWeight {
+        known: known.collect(),
+    })
+}
+
 /// Returns every weight tensor of the layer, in a fixed order.
 ///
 /// Gate and up are always separate here. Loading splits fused checkpoint layouts.

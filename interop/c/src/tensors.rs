@@ -2,7 +2,7 @@
 
 use crate::pointers::{slice, text};
 use crate::status::Failure;
-use moesaic::spec::canonical_tensors;
+use moesaic::spec::check_weight_name;
 use moesaic::{Bytes, DType, LayerSpec, TensorKind, check_kind};
 use std::ffi::{c_char, c_int, c_void};
 
@@ -301,24 +301,12 @@ pub unsafe fn read_weights<'a>(
     let mut read = moesaic::Tensors::new();
     // SAFETY: the caller vouches for each.
     for given in unsafe { Given::read_all(tensors) }? {
-        check_weight(spec, given.name)?;
+        let named = check_weight_name(spec, given.name);
+        named.map_err(|unknown| Failure::tensor(given.name, unknown))?;
         // SAFETY: as above.
         read.insert(given.name, unsafe { given.host() }?);
     }
     Ok(read)
-}
-
-/// Refuses a name that the layer would not read: a bias, say, that the spec does not have.
-fn check_weight(spec: &LayerSpec, name: &str) -> Result<(), Failure> {
-    let weights = canonical_tensors(spec);
-    // Codes of experts have other names where a device takes them as numbers.
-    let quantized = spec.precision.experts.is_some() && name.starts_with("experts.");
-    if quantized || weights.iter().any(|weight| weight.name == name) {
-        return Ok(());
-    }
-    let names: Vec<&str> = weights.iter().map(|weight| weight.name.as_str()).collect();
-    let problem = format!("is no weight of the spec, which has: {}", names.join(", "));
-    Err(Failure::tensor(name, problem))
 }
 
 fn sizes(name: &str, what: &str, numbers: &[i64]) -> Result<Vec<usize>, Failure> {

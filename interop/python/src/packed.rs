@@ -4,7 +4,7 @@ use crate::dlpack::{Array, Imported, imported, lent};
 use crate::engines;
 use crate::errors::{Failure, without_gil};
 use crate::spec::{Spec, float};
-use moesaic::spec::canonical_tensors;
+use moesaic::spec::check_weight_name;
 use moesaic::{Engine, Input, Layer, LayerSpec, Output, Tensor};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
@@ -168,19 +168,11 @@ pub fn check_process(process: u32) -> Result<(), Failure> {
 /// Takes the weights of a spec by name.
 ///
 /// # Errors
-/// As [`imported`], and a name that the layer would not read: a bias, say, that the spec does not
-/// have.
+/// As [`imported`] and [`check_weight_name`].
 pub fn imported_weights(spec: &LayerSpec, given: &Arrays<'_>) -> PyResult<Vec<(String, Imported)>> {
-    let weights = canonical_tensors(spec);
-    // Codes of experts have other names where a device takes them as numbers.
-    let quantized = spec.precision.experts.is_some();
-    let is_known = |name: &str| {
-        quantized && name.starts_with("experts.") || weights.iter().any(|w| w.name == name)
-    };
-    if let Some(name) = given.keys().find(|name| !is_known(name)) {
-        let names: Vec<&str> = weights.iter().map(|weight| weight.name.as_str()).collect();
-        let problem = format!("is no weight of the spec, which has: {}", names.join(", "));
-        return Err(Failure::tensor(name, problem).into());
+    for name in given.keys() {
+        let named = check_weight_name(spec, name);
+        named.map_err(|unknown| Failure::tensor(name, unknown))?;
     }
     imported(given)
 }
