@@ -506,14 +506,15 @@ def _computed(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    codes = getattr(experts, ATTRIBUTE, None)
-    if codes is not None:
-        return _of_codes(codes, hidden_states, top_k_index, top_k_weights)
-    plan = _Plan(*_plan_of(experts, top_k_index.shape[-1]))
+    codes: Optional[Codes] = getattr(experts, ATTRIBUTE, None)
+    count = experts.down_proj.shape[0] if codes is None else codes.experts
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     ids = top_k_index.reshape(x.shape[0], -1)
-    ids = torch.where(ids < experts.down_proj.shape[0], ids, -1).to(torch.int32)
+    ids = torch.where(ids < count, ids, -1).to(torch.int32)
     chosen = top_k_weights.reshape(ids.shape).float()
+    if codes is not None:
+        return _of_codes(codes, x, ids, chosen).reshape(hidden_states.shape)
+    plan = _Plan(*_plan_of(experts, top_k_index.shape[-1]))
     differentiated = torch.compiler.is_compiling() or _is_differentiated(experts, x, chosen)
     if not differentiated and x.is_cpu:
         y = _inference(experts, plan, x.detach().contiguous(), ids, chosen.detach().contiguous())
@@ -545,13 +546,9 @@ class _OfCodes(torch.autograd.Function):
 
 @torch.compiler.disable
 def _of_codes(
-    codes: Codes, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    codes: Codes, x: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
-    x = hidden.reshape(-1, hidden.shape[-1])
-    ids = top_k_index.reshape(x.shape[0], -1)
-    ids = torch.where(ids < codes.experts, ids, -1).to(torch.int32)
-    y = _OfCodes.apply(codes, x, ids, top_k_weights.reshape(ids.shape).float())
-    return y.reshape(hidden.shape)
+    return _OfCodes.apply(codes, x, ids, chosen)
 
 
 def _is_differentiated(experts: torch.nn.Module, *tensors: torch.Tensor) -> bool:
