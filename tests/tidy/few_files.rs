@@ -1,5 +1,5 @@
-//! What somebody adds to moesaic again and again takes few files: a kind of router, an all-to-all
-//! algorithm, a dtype of rows between ranks.
+//! A new kind of router, all-to-all algorithm or dtype of rows between ranks takes few files, because
+//! somebody adds these again and again.
 //!
 //! One of each is the model: the cosine router, the ring, MXFP8. Whoever adds another one edits the
 //! files that name the model, so these are counted, and `CONTRIBUTING.md` lists them. Tests, pages,
