@@ -8,7 +8,8 @@ use moesaic::cpu::{CpuDevice, Nodes};
 use moesaic::spec::hf;
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions, write_safetensors};
 use moesaic::{
-    DType, Engine, EngineOptions, Layer, LayerSpec, OpenError, Tensor, Tensors, WeightSource,
+    DType, Engine, EngineOptions, Layer, LayerOptions, LayerSpec, OpenError, Tensor, Tensors,
+    Training, WeightSource,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -171,4 +172,41 @@ fn sources_that_do_not_fit_are_errors() {
         "2 weights do not fit:\n  weight `router.weight`: is missing, expected f32 of shape [3, 8]\n  {shape}"
     );
     assert_eq!(refused(&weights), both, "all that is wrong, at once");
+}
+
+/// Weights that were put together for a layer are all read, or the layer is refused: a bias that
+/// the spec lacks would be missing from y.
+#[test]
+fn weights_that_no_spec_reads_are_errors() {
+    let spec = "shape = { model_dim = 8, hidden_dim = 4, experts = 3, top_k = 1 }";
+    let case = Case::random(&LayerSpec::from_toml(spec).unwrap(), 2, 1);
+    let engine = Engine::cpu().unwrap();
+    let bias = ("experts.up.bias", Tensor::zeros(DType::F32, &[3, 4]));
+    let known = "is no weight of the spec, which has: router.weight, experts.gate.weight, \
+                 experts.up.weight, experts.down.weight";
+
+    let mut weights = case.host_weights();
+    weights.insert(bias.0, bias.1.clone());
+    let error = engine.layer(&case.spec, &weights).err().expect("a bias");
+    assert_eq!(
+        error.to_string(),
+        format!("weight `experts.up.bias`: {known}")
+    );
+    weights.insert("x", Tensor::zeros(DType::F32, &[2, 8]));
+    let error = engine.training_layer(&case.spec, &weights, Training::default());
+    let error = error.err().expect("a bias and x").to_string();
+    assert!(error.starts_with("2 weights do not fit:"), "{error}");
+
+    let routers = [Tensors::from([bias])];
+    let gates = engine.multi_gate(
+        &case.spec,
+        &case.host_weights(),
+        &routers,
+        LayerOptions::default(),
+    );
+    let error = gates.err().expect("a bias of experts among a router's");
+    assert_eq!(
+        error.to_string(),
+        format!("weight `experts.up.bias`: {known}")
+    );
 }

@@ -137,6 +137,19 @@ pub fn user_layer(
     layer.unwrap_or_else(|e| panic!("{e}"))
 }
 
+/// Experts of yours have their weights, so a layer around them reads none.
+#[test]
+fn weights_of_experts_are_refused() {
+    let spec = "shape = { model_dim = 8, hidden_dim = 4, experts = 3, top_k = 1 }\n\
+                experts = { form = \"plain\", activation = \"relu\" }\n";
+    let (case, experts, _) = heterogeneous(spec, 1);
+    let weights = case.host_weights();
+    let layer = engine().user_layer(&case.spec, &weights, experts, LayerOptions::default());
+    let error = layer.err().expect("weights of experts").to_string();
+    let unread = "weight `experts.up.weight`: is no weight of the spec, which has: router.weight";
+    assert!(error.contains(unread), "{error}");
+}
+
 #[test]
 fn user_experts_run_in_every_routing() {
     let head = "shape = { model_dim = 19, hidden_dim = 11, experts = 6, top_k = 2, output_dim = 13 }\n\

@@ -35,10 +35,8 @@ pub fn check_weight_name(spec: &LayerSpec, name: &str) -> Result<(), UnknownWeig
     if quantized || weights.iter().any(|weight| weight.name == name) {
         return Ok(());
     }
-    let known = weights.into_iter().map(|weight| weight.name.to_string());
-    Err(UnknownWeight {
-        known: known.collect(),
-    })
+    let known = weights.into_iter().map(|weight| weight.name).collect();
+    Err(UnknownWeight { known })
 }
 
 /// Returns every weight tensor of the layer, in a fixed order.

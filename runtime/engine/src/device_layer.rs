@@ -8,7 +8,7 @@ use crate::memory::{
     tensors,
 };
 use crate::pass::{Pass, Ports, passing};
-use crate::place::{Packing, TABLE, checked_table, placed};
+use crate::place::{Packing, TABLE, checked_table, placed, planned_weight};
 use crate::reason::{InputReason, SpecReason, WeightReason};
 use crate::trace::Recorder;
 use crate::turns::{CallTurn, Turns, lock};
@@ -272,17 +272,8 @@ impl DeviceLayer {
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
     pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
-        let weights = || {
-            self.plan()
-                .tensors
-                .iter()
-                .filter(|t| t.role == TensorRole::Weight)
-        };
-        let Some(plan) = weights().find(|tensor| tensor.name == name) else {
-            let names: Vec<&str> = weights().map(|tensor| tensor.name.as_str()).collect();
-            let known = names.join(", ");
-            return Err(EngineError::weight(name, WeightReason::Unknown { known }));
-        };
+        let plan = planned_weight(self.plan(), name);
+        let plan = plan.map_err(|unknown| EngineError::weight(name, unknown))?;
         tensor
             .check(plan.dtype, &shape_for(plan, 0))
             .map_err(|differs| EngineError::weight(name, differs))?;

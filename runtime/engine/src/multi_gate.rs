@@ -6,6 +6,7 @@ use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::layer::{Layer, LayerOptions, Saved};
 use crate::numbers::Numbers;
+use crate::place::check_names;
 use crate::router::is_of_router;
 use crate::shared::Shared;
 use crate::stack::{Stack, StackSaved};
@@ -63,6 +64,10 @@ impl Engine {
         routers: &[Tensors<'_>],
         options: LayerOptions<'_>,
     ) -> Result<MultiGate, EngineError> {
+        check_names(spec, weights)?;
+        routers
+            .iter()
+            .try_for_each(|router| check_names(spec, router))?;
         if options.mesh.is_some() {
             return self.multi_gate_over_ranks(spec, weights, routers, &options);
         }

@@ -7,7 +7,7 @@ use crate::launch::{Modules, dims};
 use crate::memory::Buffers;
 use crate::reason::WeightReason;
 use moesaic_plan::{LaunchStep, LayerPlan, TensorId, TensorPlan, TensorRole};
-use moesaic_spec::LayerSpec;
+use moesaic_spec::{LayerSpec, UnknownWeight, check_weight_name};
 use moesaic_target::{Arg, Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, TensorKind, WeightSource, check_kind};
 use std::ops::Range;
@@ -63,6 +63,44 @@ pub(crate) fn placed(
         }
     }
     Ok(held)
+}
+
+/// Checks that the layer of this spec would read every weight of a source that was put together
+/// for it. A bias that the spec lacks, say, would otherwise be left out of y without a word.
+pub(crate) fn check_names(spec: &LayerSpec, weights: &dyn WeightSource) -> Result<(), EngineError> {
+    check_each(weights, |name| check_weight_name(spec, name))
+}
+
+/// Checks as [`check_names`] that a plan reads every weight of a source.
+pub(crate) fn check_planned(
+    plan: &LayerPlan,
+    weights: &dyn WeightSource,
+) -> Result<(), EngineError> {
+    check_each(weights, |name| planned_weight(plan, name).map(drop))
+}
+
+/// Returns the weight of this name that a plan reads.
+pub(crate) fn planned_weight<'p>(
+    plan: &'p LayerPlan,
+    name: &str,
+) -> Result<&'p TensorPlan, UnknownWeight> {
+    let weights = || {
+        plan.tensors
+            .iter()
+            .filter(|tensor| tensor.role == TensorRole::Weight)
+    };
+    let known = || weights().map(|tensor| tensor.name.clone()).collect();
+    let found = weights().find(|tensor| tensor.name == name);
+    found.ok_or_else(|| UnknownWeight { known: known() })
+}
+
+fn check_each(
+    weights: &dyn WeightSource,
+    check: impl Fn(&str) -> Result<(), UnknownWeight>,
+) -> Result<(), EngineError> {
+    let names = weights.names().unwrap_or_default().into_iter();
+    let checked = names.map(|name| check(name).map_err(|why| EngineError::weight(name, why)));
+    all_or_every_error(checked).map(drop)
 }
 
 /// Returns all results, or one error with everything that was wrong.

@@ -2,7 +2,7 @@
 //! to match. Each text belongs after the name of its tensor.
 
 use moesaic_kernel::DType;
-use moesaic_spec::Problem;
+use moesaic_spec::{Problem, UnknownWeight};
 use moesaic_tensor::TensorError;
 
 /// The reason that a layer cannot be made of a spec.
@@ -66,11 +66,8 @@ pub enum WeightReason {
     #[error(transparent)]
     Tensor(#[from] TensorError),
     /// The layer has no weight of this name.
-    #[error("is none of {known}")]
-    Unknown {
-        /// The names that exist.
-        known: String,
-    },
+    #[error(transparent)]
+    Unknown(#[from] UnknownWeight),
     /// A routing table names an expert that the layer does not have.
     #[error("names expert {found} at element {at}, there are {experts}")]
     NoExpert {

@@ -10,6 +10,7 @@ use crate::layer::{Layer, LayerOptions};
 use crate::memory::Addresses;
 use crate::mesh::Digested;
 use crate::pass::Pass;
+use crate::place::check_planned;
 use crate::reason::SpecReason;
 use crate::texts::Texts;
 use crate::training::DeviceSaved;
@@ -92,6 +93,7 @@ impl Engine {
         let ranks = ranks.transpose()?;
         let expected = ranks.as_ref().map(ExpertRanks::count);
         check_experts(expected.unwrap_or(spec.shape.experts), experts.len())?;
+        check_planned(&plan.layer, weights)?;
         let texts = Texts::of(plan.layer.into())?;
         let layer = match options.mesh {
             None => self.device_layer(&texts, weights)?,

@@ -23,6 +23,13 @@ pub trait WeightSource {
     /// # Errors
     /// Any reason they cannot be read.
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError>;
+
+    /// Returns the names of all weights, if they were put together for one layer: a layer refuses
+    /// them if it would not read one. `None`, the default, is for a source with more than one
+    /// layer's weights, such as a checkpoint.
+    fn names(&self) -> Option<Vec<&str>> {
+        None
+    }
 }
 
 impl WeightSource for Tensors<'_> {
@@ -34,5 +41,9 @@ impl WeightSource for Tensors<'_> {
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
         let missing = || SourceError::from(format!("there is no tensor `{name}`"));
         Ok(self.get(name).ok_or_else(missing)?.rows(rows)?)
+    }
+
+    fn names(&self) -> Option<Vec<&str>> {
+        Some(self.keys().map(String::as_str).collect())
     }
 }

@@ -154,11 +154,11 @@ typedef struct {
     i64 rows, apart, depth;
 } prefetch_t;
 
-// Fetches lines from an address on. Returns the address behind them.
+// Fetches lines from an address on, to the first cache: a single group needs them in a moment. Returns the address behind them.
 INLINE const char *fetch_lines(const char *from, i64 lines)
 {
     for (i64 line = 0; line < lines; line++)
-        __builtin_prefetch(from + line * LINE, 0, 2);
+        __builtin_prefetch(from + line * LINE, 0, 3);
     return from + lines * LINE;
 }
 
@@ -172,6 +172,11 @@ INLINE const char *fetch(prefetch_t *prefetch)
     prefetch->depth += FETCH_WORDS * WORD;
     return from;
 }
+
+// What a single group fetches while it multiplies a record: bytes that come soon, because it multiplies them as
+// fast as memory gives them.
+enum { AHEAD = 8 << 10 };
+INLINE const record_t *ahead(const record_t *record) { return (const record_t *)((const char *)record + AHEAD); }
 
 // What group `group` of `groups` fetches of a slice of a panel, as many lines for each block: nothing,
 // where those before it fetch all.
@@ -473,40 +478,57 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_tile(to, sums, row, rows, column, columns);
 }
 
+// Copies the depth slices from `begin` to `end` of a block's rows to scratch, `height` rows in each place.
+static void load_slices(scratch_t *scratch, const input_t *const *row, i64 rows, i64 height, i64 begin, i64 end)
+{
+    i64 place = 0;
+    for (i64 depth = begin; depth < end; depth += TILE_DEPTH)
+        for (i64 first = 0; first < rows; first += height, place++) {
+            const i64 count = min_i64(height, rows - first), width = min_i64(TILE_DEPTH, INNER - depth);
+            load_slice(scratch->rows[place], scratch->of_rows[place], row + first, depth, count, width);
+        }
+}
+
 // Computes a block, a depth slice at a time: copies its rows to scratch and multiplies every group of
 // them by one panel of the weights after the other, so that a panel comes from memory once. Rows are
 // grouped evenly; sums do not depend on the grouping. Results are finished while their sums are cached.
+//
+// A single group has several slices in scratch, in the places of other groups, and multiplies all of them
+// by a panel before the next one: few rows wait for weights, which then come in the order of memory.
 static void multiply_block(scratch_t *scratch, i64 holds, const input_t *const *row, const block_t *block, const results_t *to,
                            const panel_t *panels, const panel_t *next_panels)
 {
     const i64 rows = block->row_count, groups = (rows + MR - 1) / MR;
     const i64 height = (rows + groups - 1) / groups;
     const i64 panel_count = (block->column_count + RESULT_COLUMNS - 1) / RESULT_COLUMNS;
-    for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
-        const i64 width = min_i64(TILE_DEPTH, INNER - depth);
-        const i64 words = (width + UNIT - 1) / UNIT * UNIT_WORDS;
-        const int last = depth + TILE_DEPTH >= INNER;
-        // The block before may have made these codes: of a single slice they are all there.
-        const int there = TILE_DEPTH >= INNER && scratch->holds == holds;
-        for (i64 group = 0; group < groups && !there; group++) {
-            const i64 first = group * height;
-            load_slice(scratch->rows[group], scratch->of_rows[group], row + first, depth, min_i64(height, rows - first), width);
-        }
+    const i64 step = groups > 1 ? TILE_DEPTH : ROW_GROUPS * TILE_DEPTH;
+    for (i64 begin = 0; begin < INNER; begin += step) {
+        const i64 end = min_i64(INNER, begin + step);
+        // The block before may have made these codes: they are all there if none took another's place.
+        if (step < INNER || scratch->holds != holds)
+            load_slices(scratch, row, rows, height, begin, end);
         scratch->holds = holds;
         for (i64 p = 0; p < panel_count; p++) {
             const i64 column = p * RESULT_COLUMNS;
             const i64 columns = min_i64(RESULT_COLUMNS, block->column_count - column);
-            const record_t *weights = panels[p] + depth / RECORD;
-            const record_t *later = p + 1 < panel_count ? panels[p + 1] + depth / RECORD
-                : last ? next_panels[0] : panels[0] + (depth + TILE_DEPTH) / RECORD;
-            for (i64 group = 0; group < groups; group++) {
-                const i64 first = group * height, count = min_i64(height, rows - first);
-                f32 (*sums)[NR] = scratch->sums[p][group];
-                prefetch_t prefetch = part_of(later, group, groups);
-                fetch_rows(&prefetch, row + first, depth + TILE_DEPTH, last ? 0 : count, p, panel_count);
-                multiply_rows(count, sums, scratch->rows[group], weights, words, depth == 0, &prefetch, scratch->of_rows[group]);
-                if (last)
-                    finish_sums(to, sums, first, count, column, columns);
+            i64 place = 0;
+            for (i64 depth = begin; depth < end; depth += TILE_DEPTH) {
+                const i64 width = min_i64(TILE_DEPTH, INNER - depth);
+                const i64 words = (width + UNIT - 1) / UNIT * UNIT_WORDS;
+                const int last = depth + TILE_DEPTH >= INNER;
+                const record_t *weights = panels[p] + depth / RECORD;
+                const record_t *later = groups == 1 ? ahead(weights)
+                    : p + 1 < panel_count ? panels[p + 1] + depth / RECORD
+                    : last ? next_panels[0] : panels[0] + (depth + TILE_DEPTH) / RECORD;
+                for (i64 group = 0; group < groups; group++, place++) {
+                    const i64 first = group * height, count = min_i64(height, rows - first);
+                    f32 (*sums)[NR] = scratch->sums[p][group];
+                    prefetch_t prefetch = part_of(later, group, groups);
+                    fetch_rows(&prefetch, row + first, depth + TILE_DEPTH, groups > 1 && !last ? count : 0, p, panel_count);
+                    multiply_rows(count, sums, scratch->rows[place], weights, words, depth == 0, &prefetch, scratch->of_rows[place]);
+                    if (last)
+                        finish_sums(to, sums, first, count, column, columns);
+                }
             }
         }
     }

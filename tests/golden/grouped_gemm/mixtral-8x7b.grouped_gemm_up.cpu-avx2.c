@@ -153,13 +153,22 @@ INLINE void fetch(prefetch_t *prefetch)
     prefetch->depth += FETCH_WORDS * WORD;
 }
 
+// A word of a panel fetches the one that is so many bytes later. That is all for a single group, which is
+// as fast as memory: lines of a whole panel ahead, many at a time, would make it wait.
+enum { SOON = 8 << 10 };
+INLINE void fetch_soon(const panel_word_t *word)
+{
+    for (i64 at = SOON; at < SOON + (i64)(NR * sizeof(*word)); at += LINE)
+        __builtin_prefetch((const char *)word + at, 0, 2);
+}
+
 // Returns the part of a slice of a panel that group `group` of `groups` prefetches; none where earlier
-// groups prefetch all.
+// groups prefetch all, or where there is one.
 INLINE prefetch_t part_of(const panel_word_t (*slice)[NR], i64 group, i64 groups)
 {
     const i64 lines = FETCH_WORDS * sizeof(slice[0]) / LINE, each = (lines + groups - 1) / groups;
     const char *from = (const char *)slice + group * each * FETCHES * LINE;
-    return (prefetch_t){.from = from, .lines = group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
+    return (prefetch_t){.from = from, .lines = groups > 1 && group * each < lines ? each : 0, .stride = LINE, .step = each * LINE};
 }
 
 // A depth slice of a few rows of input, as words.
@@ -215,6 +224,7 @@ INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice,
     for (i64 word = 0; word < words; word++) {
         if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
             fetch(&prefetch);
+        fetch_soon(panel[word]);
         vec w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
@@ -328,37 +338,53 @@ finish_sums(const results_t *to, sums_t sums, i64 row, i64 rows, i64 column, i64
         finish_tile(to, sums, row, rows, column, columns);
 }
 
+// Copies the depth slices from `begin` to `end` of a block's rows to scratch, `height` rows in each place.
+static void load_slices(scratch_t *scratch, const input_t *const *row, i64 rows, i64 height, i64 begin, i64 end)
+{
+    i64 place = 0;
+    for (i64 depth = begin; depth < end; depth += TILE_DEPTH)
+        for (i64 first = 0; first < rows; first += height, place++) {
+            const i64 count = min_i64(height, rows - first), width = min_i64(TILE_DEPTH, INNER - depth);
+            load_slice(scratch->rows[place], row + first, depth, count, width);
+        }
+}
+
 // Computes a block, a depth slice at a time: copies its rows to scratch and multiplies every group of
 // them by one panel of the weights after the other, so that a panel comes from memory once. Rows are
 // grouped evenly; sums do not depend on the grouping. Results are finished while their sums are cached.
+//
+// A single group has several slices in scratch, in the places of other groups, and multiplies all of them
+// by a panel before the next one: few rows wait for weights, which then come in the order of memory.
 static void multiply_block(scratch_t *scratch, const input_t *const *row, const block_t *block, const results_t *to,
                            const panel_t *panels, const panel_t *next_panels)
 {
     const i64 rows = block->row_count, groups = (rows + MR - 1) / MR;
     const i64 height = (rows + groups - 1) / groups;
     const i64 panel_count = (block->column_count + RESULT_COLUMNS - 1) / RESULT_COLUMNS;
-    for (i64 depth = 0; depth < INNER; depth += TILE_DEPTH) {
-        const i64 width = min_i64(TILE_DEPTH, INNER - depth);
-        const i64 words = (width + WORD - 1) / WORD;
-        const int last = depth + TILE_DEPTH >= INNER;
-        for (i64 group = 0; group < groups; group++) {
-            const i64 first = group * height;
-            load_slice(scratch->rows[group], row + first, depth, min_i64(height, rows - first), width);
-        }
+    const i64 step = groups > 1 ? TILE_DEPTH : ROW_GROUPS * TILE_DEPTH;
+    for (i64 begin = 0; begin < INNER; begin += step) {
+        const i64 end = min_i64(INNER, begin + step);
+        load_slices(scratch, row, rows, height, begin, end);
         for (i64 p = 0; p < panel_count; p++) {
             const i64 column = p * RESULT_COLUMNS;
             const i64 columns = min_i64(RESULT_COLUMNS, block->column_count - column);
-            const panel_word_t (*weights)[NR] = panels[p] + depth / WORD;
-            const panel_word_t (*later)[NR] = p + 1 < panel_count ? panels[p + 1] + depth / WORD
-                : last ? next_panels[0] : panels[0] + (depth + TILE_DEPTH) / WORD;
-            for (i64 group = 0; group < groups; group++) {
-                const i64 first = group * height, count = min_i64(height, rows - first);
-                f32 (*sums)[NR] = scratch->sums[p][group];
-                prefetch_t prefetch = part_of(later, group, groups);
-                fetch_rows(&prefetch, row + first, depth + TILE_DEPTH, last ? 0 : count, p, panel_count);
-                multiply_rows(count, sums, scratch->rows[group], weights, words, depth == 0, &prefetch, 0);
-                if (last)
-                    finish_sums(to, sums, first, count, column, columns);
+            i64 place = 0;
+            for (i64 depth = begin; depth < end; depth += TILE_DEPTH) {
+                const i64 width = min_i64(TILE_DEPTH, INNER - depth);
+                const i64 words = (width + WORD - 1) / WORD;
+                const int last = depth + TILE_DEPTH >= INNER;
+                const panel_word_t (*weights)[NR] = panels[p] + depth / WORD;
+                const panel_word_t (*later)[NR] = p + 1 < panel_count ? panels[p + 1] + depth / WORD
+                    : last ? next_panels[0] : panels[0] + (depth + TILE_DEPTH) / WORD;
+                for (i64 group = 0; group < groups; group++, place++) {
+                    const i64 first = group * height, count = min_i64(height, rows - first);
+                    f32 (*sums)[NR] = scratch->sums[p][group];
+                    prefetch_t prefetch = part_of(later, group, groups);
+                    fetch_rows(&prefetch, row + first, depth + TILE_DEPTH, groups > 1 && !last ? count : 0, p, panel_count);
+                    multiply_rows(count, sums, scratch->rows[place], weights, words, depth == 0, &prefetch, 0);
+                    if (last)
+                        finish_sums(to, sums, first, count, column, columns);
+                }
             }
         }
     }

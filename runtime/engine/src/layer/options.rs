@@ -5,6 +5,7 @@ use crate::engine::Engine;
 use crate::error::EngineError;
 use crate::mesh::Mesh;
 use crate::numbers::Numbers;
+use crate::place::check_names;
 use moesaic_plan::{Strategy, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
@@ -85,6 +86,7 @@ impl Engine {
         weights: &dyn WeightSource,
         options: LayerOptions<'_>,
     ) -> Result<Layer, EngineError> {
+        check_names(spec, weights)?;
         let LayerOptions { training, mesh, .. } = options;
         let mut layer = match mesh {
             Some(mesh) if options.part => {
@@ -116,6 +118,7 @@ impl Engine {
         spec: &LayerSpec,
         weights: &dyn WeightSource,
     ) -> Result<Layer, EngineError> {
+        check_names(spec, weights)?;
         match &bank.form {
             Form::One(bank) => {
                 let texts = self.texts(spec, bank.plan().training)?;
