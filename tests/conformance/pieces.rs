@@ -187,14 +187,14 @@ fn weights_that_no_spec_reads_are_errors() {
 
     let mut weights = case.host_weights();
     weights.insert(bias.0, bias.1.clone());
-    let error = engine.layer(&case.spec, &weights).err().expect("a bias");
+    let error = engine.layer(&case.spec, &weights).expect_err("a bias");
     assert_eq!(
         error.to_string(),
         format!("weight `experts.up.bias`: {known}")
     );
     weights.insert("x", Tensor::zeros(DType::F32, &[2, 8]));
     let error = engine.training_layer(&case.spec, &weights, Training::default());
-    let error = error.err().expect("a bias and x").to_string();
+    let error = error.expect_err("a bias and x").to_string();
     assert!(error.starts_with("2 weights do not fit:"), "{error}");
 
     let routers = [Tensors::from([bias])];
