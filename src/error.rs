@@ -92,6 +92,10 @@ pub enum Error {
     /// A store of kernels that cannot be read or written.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// A pack that cannot be read or written.
+    #[cfg(feature = "packs")]
+    #[error(transparent)]
+    Pack(#[from] moesaic_cache::PackError),
     /// An exchange between ranks that failed.
     #[error(transparent)]
     Collective(#[from] CollectiveError),

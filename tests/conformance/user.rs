@@ -137,17 +137,24 @@ pub fn user_layer(
     layer.unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Experts of yours have their weights, so a layer around them reads none.
+/// A layer around experts of yours passes over the weights of its spec's experts, and refuses those
+/// that its spec lacks.
 #[test]
-fn weights_of_experts_are_refused() {
+fn weights_that_the_spec_lacks_are_refused() {
     let spec = "shape = { model_dim = 8, hidden_dim = 4, experts = 3, top_k = 1 }\n\
                 experts = { form = \"plain\", activation = \"relu\" }\n";
-    let (case, experts, _) = heterogeneous(spec, 1);
-    let weights = case.host_weights();
-    let layer = engine().user_layer(&case.spec, &weights, experts, LayerOptions::default());
-    let error = layer.err().expect("weights of experts").to_string();
-    let unread = "weight `experts.up.weight`: is no weight of the spec, which has: router.weight";
-    assert!(error.contains(unread), "{error}");
+    let made = |weights: &Tensors<'_>| {
+        let (case, experts, _) = heterogeneous(spec, 1);
+        engine().user_layer(&case.spec, weights, experts, LayerOptions::default())
+    };
+    let mut weights = heterogeneous(spec, 1).0.host_weights();
+    assert!(made(&weights).is_ok());
+    weights.insert("experts.up.bias", Tensor::zeros(DType::F32, &[3, 4]));
+    let error = made(&weights).err().expect("a bias").to_string();
+    assert!(
+        error.starts_with("weight `experts.up.bias`: is no weight of the spec"),
+        "{error}"
+    );
 }
 
 #[test]

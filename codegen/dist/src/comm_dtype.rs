@@ -26,7 +26,8 @@ pub enum CommDtype {
 /// The scales of a dtype.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommScales {
-    /// The number of adjacent values of a row that share a scale.
+    /// The number of adjacent values of a row that share a scale: a power of two, at most 128,
+    /// because the threads of a GPU that find a scale are of one warp.
     pub span: usize,
     /// The bytes of one scale.
     pub bytes: usize,
@@ -126,6 +127,17 @@ impl CommDtypeRow {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A wider span would be two scales on NVIDIA GPUs, and wrong without an error.
+    #[test]
+    fn scales_are_found_by_one_warp() {
+        for scales in COMM_DTYPES.iter().filter_map(|row| row.scales) {
+            assert!(
+                scales.span.is_power_of_two() && scales.span <= 128,
+                "{scales:?}"
+            );
+        }
+    }
 
     #[test]
     fn every_dtype_has_its_own_row() {

@@ -18,7 +18,8 @@ pub enum RouterKind {
     /// The token id looks up the token's experts in a table. Weights still come from the linear
     /// logits, unless `score = "one"`.
     Table,
-    /// The caller passes `topk_ids` and `topk_weights`; an id of -1 masks a slot.
+    /// The caller passes `topk_ids` and `topk_weights`, or a gate in Rust decides (TRAINING). An id
+    /// of -1 masks a slot.
     External,
 }
 
@@ -380,6 +381,19 @@ mod tests {
         assert_eq!(found("router.similarity"), Some(RouterKind::Cosine));
         assert_eq!(found("router.table"), Some(RouterKind::Table));
         assert_eq!(found("router.load"), None);
+    }
+
+    /// The templates of both backends add one to what they project.
+    #[test]
+    fn a_projection_has_a_bias() {
+        for def in RouterKind::ALL
+            .into_iter()
+            .filter_map(|kind| kind.def().logits)
+        {
+            let bias = format!("{}.bias", def.matrix);
+            let has = def.own_bias && def.weights.iter().any(|weight| weight.name == bias);
+            assert!(def.projected.is_none() || has, "{def:?}");
+        }
     }
 
     #[test]

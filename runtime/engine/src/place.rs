@@ -65,18 +65,12 @@ pub(crate) fn placed(
     Ok(held)
 }
 
-/// Checks that the layer of this spec would read every weight of a source that was put together
-/// for it. A bias that the spec lacks, say, would otherwise be left out of y without a word.
+/// Checks that a spec has every weight of a source that was put together for its layer. A bias that
+/// it lacks, say, would otherwise be left out of y without a word.
 pub(crate) fn check_names(spec: &LayerSpec, weights: &dyn WeightSource) -> Result<(), EngineError> {
-    check_each(weights, |name| check_weight_name(spec, name))
-}
-
-/// Checks as [`check_names`] that a plan reads every weight of a source.
-pub(crate) fn check_planned(
-    plan: &LayerPlan,
-    weights: &dyn WeightSource,
-) -> Result<(), EngineError> {
-    check_each(weights, |name| planned_weight(plan, name).map(drop))
+    let check = |name| check_weight_name(spec, name).map_err(|why| EngineError::weight(name, why));
+    let names = weights.names().unwrap_or_default();
+    all_or_every_error(names.into_iter().map(check)).map(drop)
 }
 
 /// Returns the weight of this name that a plan reads.
@@ -92,15 +86,6 @@ pub(crate) fn planned_weight<'p>(
     let known = || weights().map(|tensor| tensor.name.clone()).collect();
     let found = weights().find(|tensor| tensor.name == name);
     found.ok_or_else(|| UnknownWeight { known: known() })
-}
-
-fn check_each(
-    weights: &dyn WeightSource,
-    check: impl Fn(&str) -> Result<(), UnknownWeight>,
-) -> Result<(), EngineError> {
-    let names = weights.names().unwrap_or_default().into_iter();
-    let checked = names.map(|name| check(name).map_err(|why| EngineError::weight(name, why)));
-    all_or_every_error(checked).map(drop)
 }
 
 /// Returns all results, or one error with everything that was wrong.

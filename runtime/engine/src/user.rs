@@ -10,7 +10,7 @@ use crate::layer::{Layer, LayerOptions};
 use crate::memory::Addresses;
 use crate::mesh::Digested;
 use crate::pass::Pass;
-use crate::place::check_planned;
+use crate::place::check_names;
 use crate::reason::SpecReason;
 use crate::texts::Texts;
 use crate::training::DeviceSaved;
@@ -84,6 +84,7 @@ impl Engine {
     ) -> Result<UserLayer<E>, EngineError> {
         check_spec(spec)?;
         check_options(&options)?;
+        check_names(spec, weights)?;
         let strategy = options.strategy.unwrap_or_default();
         let plan_options = self.plan_options(options.training);
         let plan = moesaic_plan::plan_user_experts(spec, self.target(), &plan_options)?;
@@ -93,7 +94,6 @@ impl Engine {
         let ranks = ranks.transpose()?;
         let expected = ranks.as_ref().map(ExpertRanks::count);
         check_experts(expected.unwrap_or(spec.shape.experts), experts.len())?;
-        check_planned(&plan.layer, weights)?;
         let texts = Texts::of(plan.layer.into())?;
         let layer = match options.mesh {
             None => self.device_layer(&texts, weights)?,

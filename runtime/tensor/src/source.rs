@@ -24,9 +24,9 @@ pub trait WeightSource {
     /// Any reason they cannot be read.
     fn rows(&self, name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError>;
 
-    /// Returns the names of all weights, if they were put together for one layer: a layer refuses
-    /// them if it would not read one. `None`, the default, is for a source with more than one
-    /// layer's weights, such as a checkpoint.
+    /// Returns the names of all weights, if they were put together for one layer, which refuses
+    /// them if its spec lacks one. `None`, the default, is for a source with more than one layer's
+    /// weights, such as a checkpoint.
     fn names(&self) -> Option<Vec<&str>> {
         None
     }
