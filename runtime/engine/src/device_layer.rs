@@ -8,12 +8,12 @@ use crate::memory::{
     tensors,
 };
 use crate::pass::{Pass, Ports, passing};
-use crate::place::{Packing, TABLE, checked_table, placed, planned_weight};
+use crate::place::{Packing, TABLE, checked_table, placed};
 use crate::reason::{InputReason, SpecReason, WeightReason};
 use crate::trace::Recorder;
 use crate::turns::{CallTurn, Turns, lock};
 use moesaic_plan::{Chunk, LayerPlan, Step, TensorId, TensorPlan, TensorRole, Tilings};
-use moesaic_spec::LayerSpec;
+use moesaic_spec::{LayerSpec, UnknownWeight};
 use moesaic_target::{Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, WeightSource};
 use std::collections::HashMap;
@@ -272,8 +272,12 @@ impl DeviceLayer {
     /// # Errors
     /// [`EngineError::Weight`] for an unknown name, dtype or shape.
     pub fn set_weight(&self, name: &str, tensor: &Tensor<'_>) -> Result<(), EngineError> {
-        let plan = planned_weight(self.plan(), name);
-        let plan = plan.map_err(|unknown| EngineError::weight(name, unknown))?;
+        let tensors = self.plan().tensors.iter();
+        let weights = || tensors.clone().filter(|t| t.role == TensorRole::Weight);
+        let Some(plan) = weights().find(|tensor| tensor.name == name) else {
+            let known = weights().map(|tensor| tensor.name.clone()).collect();
+            return Err(EngineError::weight(name, UnknownWeight { known }));
+        };
         tensor
             .check(plan.dtype, &shape_for(plan, 0))
             .map_err(|differs| EngineError::weight(name, differs))?;

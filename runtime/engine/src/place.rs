@@ -7,7 +7,7 @@ use crate::launch::{Modules, dims};
 use crate::memory::Buffers;
 use crate::reason::WeightReason;
 use moesaic_plan::{LaunchStep, LayerPlan, TensorId, TensorPlan, TensorRole};
-use moesaic_spec::{LayerSpec, UnknownWeight, check_weight_name};
+use moesaic_spec::{LayerSpec, check_weight_name};
 use moesaic_target::{Arg, Buffer, Device, Ptr};
 use moesaic_tensor::{Tensor, TensorKind, WeightSource, check_kind};
 use std::ops::Range;
@@ -71,21 +71,6 @@ pub(crate) fn check_names(spec: &LayerSpec, weights: &dyn WeightSource) -> Resul
     let check = |name| check_weight_name(spec, name).map_err(|why| EngineError::weight(name, why));
     let names = weights.names().unwrap_or_default();
     all_or_every_error(names.into_iter().map(check)).map(drop)
-}
-
-/// Returns the weight of this name that a plan reads.
-pub(crate) fn planned_weight<'p>(
-    plan: &'p LayerPlan,
-    name: &str,
-) -> Result<&'p TensorPlan, UnknownWeight> {
-    let weights = || {
-        plan.tensors
-            .iter()
-            .filter(|tensor| tensor.role == TensorRole::Weight)
-    };
-    let known = || weights().map(|tensor| tensor.name.clone()).collect();
-    let found = weights().find(|tensor| tensor.name == name);
-    found.ok_or_else(|| UnknownWeight { known: known() })
 }
 
 /// Returns all results, or one error with everything that was wrong.
