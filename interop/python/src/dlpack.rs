@@ -166,20 +166,6 @@ unsafe extern "C" fn drop_capsule(capsule: *mut pyo3::ffi::PyObject) {
     }
 }
 
-/// Returns the DLPack capsule of zeros, f32, in memory that the system gives out page by page when
-/// it is first touched.
-#[pyfunction]
-pub fn zeros(py: Python<'_>, shape: Vec<usize>) -> PyResult<Bound<'_, PyCapsule>> {
-    let mut tensor = Tensor::zeros(DType::F32, &shape);
-    let exported = Exported {
-        data: tensor.data.to_mut().as_mut_ptr().cast(),
-        dtype: tensor.dtype,
-        shape,
-    };
-    // SAFETY: the tensor owns its bytes, which do not move with it.
-    unsafe { export(py, exported, Box::new(tensor)) }
-}
-
 /// A tensor that moesaic made. `numpy.from_dlpack` and `torch.from_dlpack` take it without a copy.
 #[pyclass(frozen, module = "moesaic")]
 pub struct Array {

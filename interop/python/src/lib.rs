@@ -21,6 +21,7 @@ mod gates;
 mod key;
 mod layer;
 mod packed;
+mod pages;
 mod ranks;
 mod sockets;
 mod sources;
@@ -51,9 +52,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ranks::Mesh>()?;
     module.add_class::<ranks::RankLayer>()?;
     module.add_class::<ranks::RankState>()?;
-    module.add_function(wrap_pyfunction!(dlpack::zeros, module)?)?;
     module.add_function(wrap_pyfunction!(engines::configure, module)?)?;
     module.add_function(wrap_pyfunction!(engines::engine_info, module)?)?;
+    module.add_function(wrap_pyfunction!(pages::memory, module)?)?;
     module.add_function(wrap_pyfunction!(spec::read_hf, module)?)?;
     module.add_function(wrap_pyfunction!(state_dicts::read_state_dict, module)?)?;
     engines::watch_forks(module)

@@ -59,6 +59,25 @@ def test_output_and_gradients_are_those_of_a_loop(tokens, training):
         torch.testing.assert_close(moe(x), y.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_gradients_do_not_depend_on_memory_that_calls_gave_back(
+    tokens, dtype, monkeypatch, poison_kept_memory
+):
+    moe = seeded(spec=SPEC + "shared = [{ hidden_dim = 8 }]\n").to(dtype)
+    x, dy = torch.randn(2, tokens, 24, dtype=dtype)
+    x.requires_grad_()
+
+    def gradients():
+        return torch.autograd.grad(moe(x), [x, *moe.parameters()], dy)
+
+    wanted = gradients()
+    monkeypatch.setattr(moesaic.ops, "LARGE", 1)
+    for _ in range(2):
+        poison_kept_memory()
+        assert all(torch.equal(*pair) for pair in zip(gradients(), wanted))
+
+
 def test_leading_sizes_strides_and_odd_widths():
     moe = seeded(spec="shape = { model_dim = 7, hidden_dim = 13, experts = 3, top_k = 2 }").eval()
     x = torch.randn(7, 3, 5).transpose(0, 2)  # [5, 3, 7], not contiguous

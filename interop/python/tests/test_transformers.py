@@ -64,6 +64,30 @@ def test_gradients_of_large_weights_are_packed_in_place(name, tokens, monkeypatc
             )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 11])
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_gradients_do_not_depend_on_memory_that_calls_gave_back(
+    name, tokens, dtype, monkeypatch, poison_kept_memory
+):
+    _, model = models(name)
+    model.to(dtype)
+    ids = torch.randint(3, 64, (1, tokens))
+
+    def gradients():
+        model.zero_grad()
+        model(ids).logits.float().square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    wanted = [gradient.clone() for gradient in gradients()]
+    monkeypatch.setattr(moesaic.ops, "LARGE", 1)
+    for _ in range(2):
+        poison_kept_memory()
+        found = gradients()
+        assert len(found) == len(wanted) > 0
+        assert all(torch.equal(*pair) for pair in zip(found, wanted))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_are_those_of_eager(name):
     eager, ours = models(name)

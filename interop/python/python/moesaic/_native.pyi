@@ -252,8 +252,8 @@ def configure(target: Optional[str] = None, threads: Optional[int] = None) -> No
     """Chooses a target, of the CPU or of GPUs, and the number of threads of layers that are made
     from now on."""
 
-def zeros(shape: Sequence[int]) -> Any:
-    """Returns the capsule of zeros, f32, in memory that the system gives out when touched."""
+def memory(count: int) -> tuple[Any, bool]:
+    """Returns the capsule of f32 memory for `count` elements, and whether they are zero."""
 
 def engine_info() -> dict[str, Any]:
     """Returns target, device and threads of the CPU's engine, and how many kernels it compiled."""

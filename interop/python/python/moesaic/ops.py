@@ -9,7 +9,6 @@ dispatcher, which takes longer than a small layer.
 from __future__ import annotations
 
 import math
-import threading
 from types import MappingProxyType
 from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
@@ -36,9 +35,6 @@ from ._once import once, without_second
 
 # Elements of a tensor that does not come from a heap's used pages.
 LARGE = 1 << 18
-
-# Elements of gradients whose memory a thread keeps; that of larger ones goes back.
-KEPT = 1 << 24
 
 # Tensors of other types mean something of their own by an operation.
 PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -189,6 +185,8 @@ def forward(
     of = family(options.text).compiled(x, weights, options.training)
     call = Call()
     call.add_inputs(of, x, options.names, inputs)
+    # A backward pass asks which experts they are.
+    routing = routing or (not of.external and _has_few_experts(of, x.shape[0], weights))
     y, *decision = outputs(of, call, x, routing)
     losses = torch.empty(len(of.losses), device=x.device) if of.losses else None
     for at, kind in enumerate(of.losses):
@@ -200,42 +198,45 @@ def forward(
     return (y, torch.from_dlpack(state), *decision, losses)
 
 
-def few_experts(of: Compiled, tokens: int, weights: Sequence[torch.Tensor]) -> bool:
-    """Returns whether most experts have no token, and gradients of zeros that are many: on a CPU
-    those of the others then take no memory."""
-    if of.place is not CPU:
+def _has_few_experts(of: Compiled, tokens: int, weights: Sequence[torch.Tensor]) -> bool:
+    """Returns whether most experts have no token, and gradients are large, on a CPU."""
+    if of.place is not CPU or 2 * tokens * of.top_k > of.experts:
         return False
-    most = max(weight.numel() for weight in weights)
-    return 2 * tokens * of.top_k <= of.experts and most >= LARGE
+    return max(weight.numel() for weight in weights) >= LARGE
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Returns zeros on the CPU. Where there are many, they take no memory until they are touched."""
+def few_experts(
+    of: Compiled, topk_ids: Optional[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> Optional[list[int]]:
+    """Returns the experts that have tokens, where most have none and gradients are large: those of
+    the others are zeros that nobody has to compute. None otherwise, and on GPUs."""
+    if topk_ids is None or not _has_few_experts(of, topk_ids.shape[0], weights):
+        return None
+    return [expert for expert in topk_ids.unique().tolist() if expert >= 0]
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device = torch.device("cpu")
+) -> torch.Tensor:
+    """Returns memory. On the CPU large memory is seldom new to the process."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return _memory(shape, dtype)[0]
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns zeros on the CPU."""
+    tensor, is_zero = _memory(shape, dtype)
+    return tensor if is_zero else tensor.zero_()
+
+
+def _memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    """Returns memory on the CPU, and whether it holds zeros."""
     count = math.prod(shape)
     if count < LARGE:
-        return torch.zeros(shape, dtype=dtype)
-    words = -(-count * dtype.itemsize // 4)
-    return torch.from_dlpack(_native.zeros([words])).view(dtype)[:count].view(shape)
-
-
-class _Sums(threading.local):
-    """Memory for gradients in f32 that are rounded to 16 bits as soon as a call has them. A thread
-    writes to the same pages each time, because a page that is new to it has to be cleared first."""
-
-    def __init__(self) -> None:
-        self._flat: dict[str, torch.Tensor] = {}
-
-    def take(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        count = math.prod(shape)
-        if not LARGE <= count <= KEPT:
-            return torch.empty(shape, dtype=torch.float32)
-        flat = self._flat.get(name)
-        if flat is None or flat.numel() < count:
-            flat = self._flat[name] = torch.empty(count, dtype=torch.float32)
-        return flat[:count].view(shape)
-
-
-_sums = _Sums()
+        return torch.empty(shape, dtype=dtype), False
+    capsule, is_zero = _native.memory(-(-count * dtype.itemsize // 4))
+    return torch.from_dlpack(capsule).view(dtype)[:count].view(shape), is_zero
 
 
 def gradients(
@@ -252,8 +253,9 @@ def gradients(
     """Returns the gradients of x, of topk_weights and of weights, where there are any.
 
     `routing` is that of the call, unless the caller routes and nothing rescales the weights. `into`
-    has memory for those of some weights, unless most experts have no token. Unless `rounded`, those
-    of weights in 16 bits stay f32, in memory that this thread's next call writes to.
+    has memory for those of some weights, unless `few_experts` have tokens. Unless `rounded`, those
+    of weights in 16 bits stay f32, and where few experts have tokens, the matrices of the others are
+    not written.
     """
     of = family(options.text).compiled(x, weights, options.training)
     if of.external:
@@ -273,29 +275,52 @@ def gradients(
         dtopk = call.add(
             "grad.topk_weights", torch.empty((x.shape[0], of.top_k), device=x.device)
         )
-    found: list[Optional[torch.Tensor]] = []
-    few = few_experts(of, x.shape[0], weights)
-    for name, weight in zip(of.order, weights):
+    ids = dict(zip((*options.names, *ROUTING), (*inputs, *routing))).get("topk_ids")
+    few = few_experts(of, ids, weights)
+    found: list[Optional[torch.Tensor]] = [None] * len(weights)
+    for at, (name, weight) in enumerate(zip(of.order, weights)):
         if name in of.trained:
-            if few:
-                gradient = zeros(weight.shape)
-            elif name in into:
-                gradient = into[name]
-            elif of.place is CPU and weight.dtype is not torch.float32:
-                gradient = _sums.take(name, weight.shape)
-            else:
-                gradient = torch.empty(weight.shape, dtype=torch.float32, device=x.device)
-            found.append(call.add(f"grad.{name}", gradient))
-        else:
-            found.append(None)
+            own = into.get(name) if few is None else None
+            found[at] = _sums(name, weight, few) if own is None else own
+            call.add(f"grad.{name}", found[at])
     bound, _kept = call.bind(of, weights)
     with selected(of.place):
-        bound.backward(int(state), x.shape[0], call.addresses(), few)
-    if not rounded:
-        return dx, dtopk, found
-    pairs = zip(found, weights)
-    own = [g if g is None or g.dtype is w.dtype else g.to(w.dtype) for g, w in pairs]
-    return dx, dtopk, own
+        bound.backward(int(state), x.shape[0], call.addresses(), few is not None)
+    if rounded:
+        each = zip(of.order, found, weights)
+        found = [None if g is None else _rounded(name, g, w, few) for name, g, w in each]
+    return dx, dtopk, found
+
+
+def _is_matrix_of_experts(name: str, weight: torch.Tensor) -> bool:
+    return name.startswith("experts.") and weight.dim() == 3
+
+
+def _sums(name: str, weight: torch.Tensor, few: Optional[list[int]]) -> torch.Tensor:
+    """Returns memory for a gradient in f32, with zeros where kernels add to it: those of the experts
+    `few`, or all, if others are zeros of the result."""
+    if few is None:
+        return empty(weight.shape, torch.float32, weight.device)
+    if weight.dtype is torch.float32 or not _is_matrix_of_experts(name, weight):
+        return zeros(weight.shape, torch.float32)
+    sums = empty(weight.shape, torch.float32)
+    for expert in few:
+        sums[expert].zero_()
+    return sums
+
+
+def _rounded(
+    name: str, gradient: torch.Tensor, weight: torch.Tensor, few: Optional[list[int]]
+) -> torch.Tensor:
+    """Returns a gradient in the dtype of its weight."""
+    if gradient.dtype is weight.dtype:
+        return gradient
+    if few is None or not _is_matrix_of_experts(name, weight):
+        return empty(weight.shape, weight.dtype, weight.device).copy_(gradient)
+    own = zeros(weight.shape, weight.dtype)
+    for expert in few:
+        own[expert].copy_(gradient[expert])
+    return own
 
 
 def _draw(of: Compiled, training: bool) -> tuple[int, ...]:

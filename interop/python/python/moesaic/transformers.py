@@ -235,7 +235,7 @@ def _pack(
 ) -> torch.Tensor:
     """Returns the gradient of a weight from those of its parts; all but `few` experts' are zero."""
     if few is None:
-        whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        whole = ops.empty(like.shape, like.dtype, like.device)
     else:
         whole = ops.zeros(like.shape, like.dtype)
     for part, gradient in zip(_parts(whole, *kind), gradients):
@@ -358,11 +358,9 @@ class _Experts(torch.autograd.Function):
         x, state, ids, chosen, *sources = ctx.saved_tensors
         plan, weights, inputs = ctx.plan, ctx.weights, [ids, chosen]
         of = ops.family(plan.text).compiled(x, weights, False)
-        few, whole, into = None, None, {}
-        if ops.few_experts(of, x.shape[0], weights):
-            few = [expert for expert in ids.unique().tolist() if expert >= 0]
-        elif _is_halves(sources[0], ctx.kinds[0][1]):
-            whole = torch.empty(sources[0].shape, dtype=torch.float32, device=x.device)
+        few, whole, into = ops.few_experts(of, ids, weights), None, {}
+        if few is None and _is_halves(sources[0], ctx.kinds[0][1]):
+            whole = ops.empty(sources[0].shape, torch.float32, x.device)
             into = dict(zip(ctx.kinds[0][2], _halves(whole)))
         dx, dchosen, found = ops.gradients(
             ctx.options, dy, state, x, inputs, weights, [], into, rounded=False
