@@ -173,8 +173,8 @@ INLINE const char *fetch(prefetch_t *prefetch)
     return from;
 }
 
-// What a single group fetches while it multiplies a record: bytes that come soon, because it multiplies them as
-// fast as memory gives them.
+// How many bytes later a single group fetches: it multiplies as fast as memory gives weights, and
+// lines of a whole panel ahead, many at a time, would make it wait.
 enum { AHEAD = 8 << 10 };
 INLINE const record_t *ahead(const record_t *record) { return (const record_t *)((const char *)record + AHEAD); }
 

@@ -153,12 +153,14 @@ INLINE void fetch(prefetch_t *prefetch)
     prefetch->depth += FETCH_WORDS * WORD;
 }
 
-// A word of a panel fetches the one that is so many bytes later. That is all for a single group, which is
-// as fast as memory: lines of a whole panel ahead, many at a time, would make it wait.
-enum { SOON = 8 << 10 };
-INLINE void fetch_soon(const panel_word_t *word)
+// How many bytes later a single group fetches: it multiplies as fast as memory gives weights, and
+// lines of a whole panel ahead, many at a time, would make it wait.
+enum { AHEAD = 8 << 10 };
+
+// Fetches the word of a panel that comes that much later, which is all that a single group fetches.
+INLINE void fetch_ahead(const panel_word_t *word)
 {
-    for (i64 at = SOON; at < SOON + (i64)(NR * sizeof(*word)); at += LINE)
+    for (i64 at = AHEAD; at < AHEAD + (i64)(NR * sizeof(*word)); at += LINE)
         __builtin_prefetch((const char *)word + at, 0, 2);
 }
 
@@ -224,7 +226,7 @@ INLINE void multiply(const int rows, f32 (*sums)[NR], slice_t slice,
     for (i64 word = 0; word < words; word++) {
         if (__builtin_expect(word % FETCH_WORDS == 0, 0)) // what is spilled is spilled here
             fetch(&prefetch);
-        fetch_soon(panel[word]);
+        fetch_ahead(panel[word]);
         vec w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
