@@ -11,6 +11,7 @@
 mod args;
 mod artifact;
 mod buffer;
+pub mod c_compiler;
 pub mod child;
 mod compiler;
 mod counters;

@@ -6,7 +6,7 @@ use crate::{Identity, flags, report};
 use moesaic_kernel::{CpuIsa, KernelSource, Target};
 use moesaic_target::{
     Artifact, ArtifactReport, CompileError, CompileOptions, Compiler, CompilerReason, Scratch,
-    script,
+    c_compiler, script,
 };
 use std::path::Path;
 use std::sync::OnceLock;
@@ -140,7 +140,7 @@ impl CpuCompiler {
             compiler: self.name(),
             compile_ms,
             kernels,
-            log: driver::trim(&log),
+            log: c_compiler::trim(&log),
         };
         Ok(Artifact { binary, report })
     }
@@ -221,7 +221,7 @@ impl Compiler for CpuCompiler {
     /// Returns `gcc 12.2.0`, or the program's path when it does not tell its
     /// version.
     fn name(&self) -> String {
-        short_name(self.version()).unwrap_or_else(|| self.driver.spelling())
+        c_compiler::short_name(self.version()).unwrap_or_else(|| self.driver.spelling())
     }
 
     fn fingerprint(&self, target: Target) -> String {
@@ -263,41 +263,4 @@ impl Compiler for CpuCompiler {
 fn symbols(source: &KernelSource) -> Vec<&str> {
     let entries = source.entries.iter();
     entries.map(|entry| entry.symbol.as_str()).collect()
-}
-
-/// Returns `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.
-fn short_name(version: &str) -> Option<String> {
-    if version.starts_with("zig ") {
-        return Some(version.to_string());
-    }
-    let (product, rest) = version.split_once(" version ")?;
-    let number = rest.split([' ', ',']).next()?;
-    Some(format!("{} {number}", product.rsplit(' ').next()?))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::short_name;
-
-    #[test]
-    fn names_are_short() {
-        for (version, name) in [
-            (
-                "gcc version 12.2.0 (Debian 12.2.0-14), x86_64-linux-gnu",
-                "gcc 12.2.0",
-            ),
-            (
-                "Debian clang version 19.1.7 (3+b1), x86_64-pc-linux-gnu",
-                "clang 19.1.7",
-            ),
-            (
-                "Apple clang version 15.0.0 (clang-1500), arm64",
-                "clang 15.0.0",
-            ),
-            ("zig 0.17.0", "zig 0.17.0"),
-        ] {
-            assert_eq!(short_name(version).as_deref(), Some(name));
-        }
-        assert_eq!(short_name("unknown version"), None);
-    }
 }

@@ -3,7 +3,7 @@
 use crate::flags;
 use moesaic_kernel::CpuIsa;
 use moesaic_target::child::{self, COMPILE, ChildError, QUESTION};
-use moesaic_target::{CompileError, CompilerReason, script};
+use moesaic_target::{CompileError, CompilerReason, c_compiler, script};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
@@ -118,7 +118,7 @@ impl Driver {
         let text = done.said();
         match self.kind {
             Kind::Zig if done.status.success() => Some(format!("zig {}", text.trim())),
-            Kind::Cc if done.status.success() => version_line(&text),
+            Kind::Cc if done.status.success() => c_compiler::version_line(&text),
             _ => None,
         }
     }
@@ -222,12 +222,16 @@ impl Failure {
             Failure::Exited(status, log) => match Verdict::of(status, &log) {
                 Verdict::Crashed(how) => failed(CompilerReason::Crashed {
                     how,
-                    log: trim(&log),
+                    log: c_compiler::trim(&log),
                 }),
-                Verdict::NoRoom => failed(CompilerReason::NoRoom { log: trim(&log) }),
+                Verdict::NoRoom => failed(CompilerReason::NoRoom {
+                    log: c_compiler::trim(&log),
+                }),
                 Verdict::UnknownFlag => {
-                    let advice =
-                        format!("use a newer compiler, or a narrower target\n{}", trim(&log));
+                    let advice = format!(
+                        "use a newer compiler, or a narrower target\n{}",
+                        c_compiler::trim(&log)
+                    );
                     CompileError::UnsupportedTarget {
                         compiler,
                         target,
@@ -241,7 +245,7 @@ impl Failure {
                         compiler,
                         kernel,
                         target,
-                        log: trim(&log),
+                        log: c_compiler::trim(&log),
                     }
                 }
             },
@@ -301,67 +305,4 @@ fn signal(status: ExitStatus) -> Option<i32> {
 #[cfg(not(unix))]
 fn signal(_: ExitStatus) -> Option<i32> {
     None
-}
-
-/// Shortens a log to a length that you can act on: a wrong macro can repeat
-/// itself thousands of times, also within one line.
-pub(crate) fn trim(log: &str) -> String {
-    const LINES: usize = 40;
-    let lines: Vec<String> = log.trim().lines().map(short).collect();
-    match lines.len() {
-        n if n <= LINES => lines.join("\n"),
-        n => format!("{}\n… {} more lines", lines[..LINES].join("\n"), n - LINES),
-    }
-}
-
-/// Returns a line of a log, or the beginning of a very long one.
-fn short(line: &str) -> String {
-    const COLUMNS: usize = 500;
-    match line.char_indices().nth(COLUMNS) {
-        None => line.to_string(),
-        Some((end, _)) => {
-            let left = line[end..].chars().count();
-            format!("{}… {left} more characters", &line[..end])
-        }
-    }
-}
-
-/// Returns `gcc version 12.2.0 (Debian …)` and `Target: …` from the output of
-/// `-v`.
-fn version_line(text: &str) -> Option<String> {
-    let version = text.lines().find(|line| line.contains(" version "))?.trim();
-    let machine = text
-        .lines()
-        .find_map(|line| line.trim().strip_prefix("Target: "));
-    Some(format!(
-        "{version}, {}",
-        machine.unwrap_or(std::env::consts::ARCH)
-    ))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn versions_of_known_compilers_are_read() {
-        let gcc = "Using built-in specs.\nCOLLECT_GCC=cc\nCOLLECT_LTO_WRAPPER=/usr/lib/lto\n\
-                   Target: x86_64-linux-gnu\nThread model: posix\n\
-                   gcc version 12.2.0 (Debian 12.2.0-14) \n";
-        let expected = "gcc version 12.2.0 (Debian 12.2.0-14), x86_64-linux-gnu";
-        assert_eq!(version_line(gcc).unwrap(), expected);
-        let clang = "Debian clang version 19.1.7 (3+b1)\nTarget: x86_64-pc-linux-gnu\n";
-        let expected = "Debian clang version 19.1.7 (3+b1), x86_64-pc-linux-gnu";
-        assert_eq!(version_line(clang).unwrap(), expected);
-        assert_eq!(version_line("usage: tool [options]"), None);
-    }
-
-    #[test]
-    fn long_logs_are_cut() {
-        let log = "line\n".repeat(100);
-        assert!(trim(&log).ends_with("… 60 more lines"));
-        let one = trim(&"é".repeat(10_000));
-        assert!(one.ends_with("é… 9500 more characters"), "{}", one.len());
-        assert_eq!(trim("\n one\n"), "one");
-    }
 }

@@ -1,8 +1,6 @@
 //! Published exchanges of libraries with dedicated kernels.
 
-use super::{
-    Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, held_out, percent,
-};
+use super::{Check, Errors, PointRole, PublishedRow, PublishedTable, ValidationReport, held_out};
 use crate::exchange::{LevelLoad, Phase};
 use crate::fit::{Fit, Point, fit};
 use crate::{Machine, ReadError, expected_groups, published, read};
@@ -213,15 +211,15 @@ pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
             }
         };
         let rows: Vec<PublishedRow> = set.point.iter().map(row).collect();
-        let (mean, worst) = errors(held_out(&rows));
-        let found_text = format!("mean {}, worst {}", percent(mean), percent(worst));
+        let errors = Errors::of(held_out(&rows));
+        let found_text = errors.to_string();
         let most = set.most();
         let claim = format!(
             "{}: at most {:.0} % on what was held out",
             set.name,
             100.0 * most
         );
-        let check = Check::new(claim, worst <= most, found_text);
+        let check = Check::new(claim, errors.worst <= most, found_text);
         report.checks.push(check.known(set.known_miss.as_deref()));
         // Known misses are listed by themselves and must not hide in an average.
         if set.known_miss.is_none() && set.constants_of.is_none() {
@@ -234,16 +232,11 @@ pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
             rows,
         });
     }
-    let (mean, worst) = errors(&all);
+    let errors = Errors::of(&all);
     report.checks.push(Check::new(
         "dedicated exchanges together: at most 5 % on average",
-        mean <= 0.05,
-        format!(
-            "mean {}, worst {}, {} points",
-            percent(mean),
-            percent(worst),
-            all.len()
-        ),
+        errors.mean <= 0.05,
+        errors.to_string(),
     ));
     Ok(())
 }

@@ -1,8 +1,7 @@
 //! Published exchanges over PCIe and one NIC per node, in up to four dimensions.
 
 use super::{
-    Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, even, held_out,
-    percent,
+    Check, Errors, PointRole, PublishedRow, PublishedTable, ValidationReport, even, held_out,
 };
 use crate::{ReadError, expected_groups, published, read};
 use moesaic_plan::AllToAll;
@@ -57,11 +56,11 @@ pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
         predicted: ms(bytes, AllToAll::Linear),
     };
     let mut rows: Vec<PublishedRow> = sizes.iter().map(|bytes| row(*bytes)).collect();
-    let (mean, worst) = errors(held_out(&rows));
+    let errors = Errors::of(held_out(&rows));
     report.checks.push(Check::new(
         "HierMoE's standard exchange from its other lines: at most 10 %",
-        worst <= 0.10,
-        format!("mean {}, worst {}", percent(mean), percent(worst)),
+        errors.worst <= 0.10,
+        errors.to_string(),
     ));
     let lines = sizes.map(|bytes| PublishedRow {
         point: format!("two levels, {} MiB", bytes / MIB),
@@ -69,12 +68,12 @@ pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
         measured: data.inter[0].ms(bytes) + data.intra[0].ms(bytes),
         predicted: ms(bytes, AllToAll::TwoDhInterFirst),
     });
-    let (_, worst) = errors(&lines);
+    let errors = Errors::of(&lines);
     rows.extend(lines);
     report.checks.push(Check::new(
         "HierMoE's lines of two levels are reproduced: at most 10 %",
-        worst <= 0.10,
-        format!("worst {}", percent(worst)),
+        errors.worst <= 0.10,
+        errors.to_string(),
     ));
     let slower =
         sizes.map(|bytes| ms(bytes, AllToAll::TwoDhInterFirst) / ms(bytes, AllToAll::Linear));

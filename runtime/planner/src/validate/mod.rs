@@ -19,7 +19,7 @@ use crate::geometry;
 use crate::{Machine, RoutedRows};
 use moesaic_plan::{AllToAll, Parallel, Placement};
 use serde::Deserialize;
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 /// The role of a point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -163,11 +163,30 @@ impl ValidationReport {
     }
 }
 
-/// Returns the mean and the largest absolute error.
-fn errors<'r>(rows: impl IntoIterator<Item = &'r PublishedRow>) -> (f64, f64) {
-    let errors: Vec<f64> = rows.into_iter().map(|row| row.error().abs()).collect();
-    let mean = errors.iter().sum::<f64>() / errors.len().max(1) as f64;
-    (mean, errors.into_iter().fold(0.0, f64::max))
+/// How far predictions are from what was measured, as parts of that.
+struct Errors {
+    mean: f64,
+    worst: f64,
+    points: usize,
+}
+
+impl Errors {
+    fn of<'r>(rows: impl IntoIterator<Item = &'r PublishedRow>) -> Errors {
+        let errors: Vec<f64> = rows.into_iter().map(|row| row.error().abs()).collect();
+        let points = errors.len();
+        Errors {
+            mean: errors.iter().sum::<f64>() / points.max(1) as f64,
+            worst: errors.into_iter().fold(0.0, f64::max),
+            points,
+        }
+    }
+}
+
+impl fmt::Display for Errors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (mean, worst) = (percent(self.mean), percent(self.worst));
+        write!(f, "mean {mean}, worst {worst}, {} points", self.points)
+    }
 }
 
 fn held_out(rows: &[PublishedRow]) -> impl Iterator<Item = &PublishedRow> {

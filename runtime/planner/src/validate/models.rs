@@ -1,7 +1,7 @@
 //! Published training of whole models.
 
 use super::{
-    Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, held_out, percent,
+    Check, Errors, PointRole, PublishedRow, PublishedTable, ValidationReport, held_out, percent,
 };
 use crate::model::{
     Batch, ModelMesh, ModelPrediction, ModelScenario, ModelSpace, RecomputeLevel, StateBytes,
@@ -317,17 +317,17 @@ pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
         .filter(|(_, missed)| !missed)
         .map(|(row, _)| row);
     let own: Vec<PublishedRow> = own.cloned().collect();
-    let (mean, worst) = errors(held_out(&own));
+    let errors = Errors::of(held_out(&own));
     report.checks.push(Check::new(
         "whole models together, without those missed: at most 10 % on average",
-        mean <= 0.10,
-        format!("mean {}, worst {}", percent(mean), percent(worst)),
+        errors.mean <= 0.10,
+        errors.to_string(),
     ));
     // Plans call steps equal that are closer than this, so the figure is not left to drift.
     let width = TieRule::default().error;
     report.checks.push(Check::new(
         "plans take steps within this mean error for tied, to 0.1 %",
-        (mean - width).abs() <= 0.001,
+        (errors.mean - width).abs() <= 0.001,
         percent(width),
     ));
     let rows = rows.into_iter().map(|(row, _)| row).collect();

@@ -1,8 +1,7 @@
 //! Published linear exchanges of NCCL.
 
 use super::{
-    Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, even, held_out,
-    percent,
+    Check, Errors, PointRole, PublishedRow, PublishedTable, ValidationReport, even, held_out,
 };
 use crate::fit::{Point, fit};
 use crate::{Machine, ReadError, published, read};
@@ -117,11 +116,11 @@ pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
         };
         let rows: Vec<PublishedRow> = set.point.iter().map(row).collect();
         all.extend(held_out(&rows).cloned());
-        let (mean, worst) = errors(held_out(&rows));
+        let errors = Errors::of(held_out(&rows));
         report.checks.push(Check::new(
             format!("{}: at most 20 % on what was held out", set.name),
-            worst <= 0.20,
-            format!("mean {}, worst {}", percent(mean), percent(worst)),
+            errors.worst <= 0.20,
+            errors.to_string(),
         ));
         report.tables.push(PublishedTable {
             name: set.name.clone(),
@@ -136,16 +135,11 @@ pub(super) fn run(report: &mut ValidationReport) -> Result<(), ReadError> {
             rows,
         });
     }
-    let (mean, worst) = errors(&all);
+    let errors = Errors::of(&all);
     report.checks.push(Check::new(
         "NCCL's linear exchange: at most 10 % on average",
-        mean <= 0.10,
-        format!(
-            "mean {}, worst {}, {} points",
-            percent(mean),
-            percent(worst),
-            all.len()
-        ),
+        errors.mean <= 0.10,
+        errors.to_string(),
     ));
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! Tutel's published tables.
 
 use super::layers::Layer;
-use super::{Check, PointRole, PublishedRow, PublishedTable, ValidationReport, errors, percent};
+use super::{Check, Errors, PointRole, PublishedRow, PublishedTable, ValidationReport, percent};
 use crate::{Machine, ReadError, published, read};
 use moesaic_kernel::DType;
 use moesaic_plan::{AllToAll, Both, Strategy};
@@ -124,11 +124,11 @@ fn table2(report: &mut ValidationReport, data: &Table2, machine: &Machine) {
         row("products", point.compute_ms, compute);
         row("exchanges", point.exchange_ms, exchange);
     }
-    let (mean, worst) = errors(&rows);
+    let errors = Errors::of(&rows);
     report.checks.push(Check::new(
         "Tutel's table 2, from which the machine's figures are: at most 5 %",
-        worst <= 0.05,
-        format!("mean {}, worst {}", percent(mean), percent(worst)),
+        errors.worst <= 0.05,
+        errors.to_string(),
     ));
     report.tables.push(PublishedTable {
         name: "Tutel, table 2".to_string(),
@@ -197,11 +197,11 @@ fn table6(report: &mut ValidationReport, data: &Table6, machine: &Machine) {
             predicted.map(|m| (100.0 * m).round()),
         ));
     }
-    let (mean, worst) = errors(&rows);
+    let errors = Errors::of(&rows);
     report.checks.push(Check::new(
         "Tutel's table 6: ratio of 2DH to linear within 15 % at every scale",
-        worst <= 0.15,
-        format!("mean {}, worst {}", percent(mean), percent(worst)),
+        errors.worst <= 0.15,
+        errors.to_string(),
     ));
     let slower = |at: usize| rows[at].predicted > 1.0;
     report.checks.push(Check::new(

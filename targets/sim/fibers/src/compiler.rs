@@ -5,7 +5,7 @@ use crate::tool::{self, BINARY, Failure, SOURCE, Tool};
 use moesaic_kernel::{KernelSource, SimArch, Target};
 use moesaic_target::{
     Artifact, ArtifactReport, BinaryReason, CompileError, CompileOptions, Compiler, CompilerReason,
-    Scratch, SharedError,
+    Scratch, SharedError, c_compiler,
 };
 use std::path::Path;
 use std::sync::OnceLock;
@@ -125,7 +125,7 @@ impl FiberCompiler {
         use std::os::unix::process::ExitStatusExt;
         let (status, log) = match failure {
             Failure::NotRun(error) => return self.failed(source, error.into()),
-            Failure::Exited(status, log) => (status, trim(&log)),
+            Failure::Exited(status, log) => (status, c_compiler::trim(&log)),
         };
         let says = |words: &[&str]| words.iter().any(|word| log.contains(word));
         if let Some(signal) = status.signal() {
@@ -181,16 +181,6 @@ fn flags(version: &str) -> Vec<&'static str> {
     flags
 }
 
-/// Shortens a log to a length that you can act on.
-fn trim(log: &str) -> String {
-    const LINES: usize = 60;
-    let lines: Vec<&str> = log.trim().lines().collect();
-    match lines.len() {
-        n if n <= LINES => lines.join("\n"),
-        n => format!("{}\n… {} more lines", lines[..LINES].join("\n"), n - LINES),
-    }
-}
-
 impl Compiler for FiberCompiler {
     fn backend(&self) -> &'static str {
         "sim"
@@ -199,7 +189,8 @@ impl Compiler for FiberCompiler {
     /// Returns `gcc 12.2.0`, or the program's path when it does not tell its
     /// version.
     fn name(&self) -> String {
-        short_name(self.version()).unwrap_or_else(|| self.program().display().to_string())
+        c_compiler::short_name(self.version())
+            .unwrap_or_else(|| self.program().display().to_string())
     }
 
     fn fingerprint(&self, _: Target) -> String {
@@ -242,33 +233,15 @@ impl Compiler for FiberCompiler {
             compiler: self.name(),
             compile_ms: started.elapsed().as_secs_f64() * 1e3,
             kernels,
-            log: trim(&log),
+            log: c_compiler::trim(&log),
         };
         Ok(Artifact { binary, report })
     }
 }
 
-/// Returns `gcc 12.2.0` from `gcc version 12.2.0 (Debian …), x86_64-linux-gnu`.
-fn short_name(version: &str) -> Option<String> {
-    if version.starts_with("zig ") {
-        return Some(version.to_string());
-    }
-    let (product, rest) = version.split_once(" version ")?;
-    let number = rest.split([' ', ',']).next()?;
-    Some(format!("{} {number}", product.rsplit(' ').next()?))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_are_short() {
-        let gcc = "gcc version 12.2.0 (Debian 12.2.0-14), x86_64-linux-gnu";
-        assert_eq!(short_name(gcc).as_deref(), Some("gcc 12.2.0"));
-        assert_eq!(short_name("zig 0.17.0").as_deref(), Some("zig 0.17.0"));
-        assert_eq!(short_name("unknown version"), None);
-    }
 
     #[test]
     fn no_flag_breaks_float_rules() {

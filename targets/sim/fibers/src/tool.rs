@@ -1,7 +1,7 @@
 //! Finds a C++ compiler on the machine and runs it.
 
 use moesaic_target::child::{self, COMPILE, ChildError, QUESTION};
-use moesaic_target::{CompileError, script};
+use moesaic_target::{CompileError, c_compiler, script};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
@@ -71,7 +71,7 @@ impl Tool {
         let text = done.said();
         match (done.status.success(), self.zig) {
             (true, true) => Some(format!("zig {}", text.trim())),
-            (true, false) => version_line(&text),
+            (true, false) => c_compiler::version_line(&text),
             (false, _) => None,
         }
     }
@@ -192,15 +192,6 @@ fn is_program(path: &Path) -> bool {
     use std::os::unix::fs::PermissionsExt;
     let meta = path.metadata();
     meta.is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
-}
-
-/// Returns `gcc version 12.2.0 (Debian …), x86_64-linux-gnu` from the output of
-/// `-v`.
-fn version_line(text: &str) -> Option<String> {
-    let version = text.lines().find(|line| line.contains(" version "))?.trim();
-    let mut lines = text.lines().map(str::trim);
-    let machine = lines.find_map(|line| line.strip_prefix("Target: "));
-    Some(format!("{version}, {}", machine.unwrap_or("this machine")))
 }
 
 #[cfg(test)]
