@@ -45,7 +45,7 @@ pub use format::{KernelInfo, StoredKernel, hash_source};
 pub use home::{NoHome, home};
 pub use key::{KernelKey, KeyParts};
 #[cfg(feature = "packs")]
-pub use pack::{Exported, Imported};
+pub use pack::{Exported, Imported, PackKernel, PackList, list_pack};
 pub use stats::StoreStats;
 pub use store::{PATIENCE, Store};
 pub use tuned::{Bucket, Tuned, TunedMachine};
