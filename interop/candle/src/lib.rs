@@ -51,6 +51,11 @@ mod names;
 mod ranks;
 mod weights;
 
+/// The README's examples, included here so that doctests compile and run them.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;
+
 pub use exchange::{Exchange, exchange};
 pub use inference::InferenceLayer;
 pub use inputs::Inputs;
