@@ -32,14 +32,14 @@ impl InferenceLayer {
     /// Compiles the layer of `spec` and binds its weights, by canonical name.
     ///
     /// # Errors
-    /// A weight is missing or misshapen, or the kernels do not compile.
+    /// Weights are missing or misshapen: the error names each. Or the kernels do not compile.
     pub fn new(
         engine: &Engine,
         spec: &LayerSpec,
         weights: &BTreeMap<String, Tensor>,
     ) -> Result<InferenceLayer> {
         let get = |_: &[usize], name: &str| {
-            let none = || Error::Msg(format!("there is no weight `{name}`"));
+            let none = || Error::Msg("is missing".to_string());
             weights.get(name).cloned().ok_or_else(none)
         };
         InferenceLayer::load(engine, spec, Names::Canonical, get)
@@ -111,7 +111,8 @@ impl InferenceLayer {
         get: impl Fn(&[usize], &str) -> Result<Tensor>,
     ) -> Result<InferenceLayer> {
         let weights = WeightsByName::new(spec, names, get)?;
-        let layer = engine.layer(spec, &weights).map_err(Error::wrap)?;
+        let layer = engine.layer(spec, &weights);
+        let layer = layer.map_err(|error| weights.every_error().unwrap_or(Error::wrap(error)))?;
         Ok(InferenceLayer { layer })
     }
 

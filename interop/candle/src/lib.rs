@@ -124,7 +124,8 @@ impl MoeLayer {
     /// get f32 gradients.
     ///
     /// # Errors
-    /// A weight is missing or misshapen, or the kernels do not compile.
+    /// Weights are missing: the error names each. Or one is misshapen, or the kernels do not
+    /// compile.
     pub fn new(
         engine: &Engine,
         spec: &LayerSpec,
