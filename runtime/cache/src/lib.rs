@@ -43,7 +43,7 @@ pub use error::{FetchError, StoreError};
 pub use fetch::{Fetched, KernelOrigin, KernelRequest};
 pub use format::{KernelInfo, StoredKernel, hash_source};
 pub use home::{NoHome, home};
-pub use key::{KernelKey, KeyParts};
+pub use key::{KernelKey, KeyParts, NotAKey};
 #[cfg(feature = "packs")]
 pub use pack::{Exported, Imported, PackKernel, PackList, list_pack};
 pub use stats::StoreStats;
