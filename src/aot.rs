@@ -1,4 +1,5 @@
-//! Ahead-of-time compilation of kernels, on machines that need not have the device.
+//! Ahead-of-time compilation of kernels, on machines that need not have the device, and the upkeep
+//! of the store that holds them.
 
 /// Compiles layers into a store. The devices of the targets need not be on this machine.
 ///
@@ -119,3 +120,103 @@ pub use moesaic_engine::KernelRow;
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::PrecompileEvent;
+
+/// A kernel that a [`Store`](crate::Store) holds, as `Store::list` returns it.
+///
+/// ```
+/// use moesaic::{Store, Target};
+///
+/// /// The bytes of the kernels for a target.
+/// fn bytes(store: &Store, target: Target) -> u64 {
+///     let list = store.list().into_iter();
+///     list.filter(|kernel| kernel.info.target == target).map(|kernel| kernel.bytes).sum()
+/// }
+/// # let folder = std::env::temp_dir().join("moesaic-no-kernels");
+/// # assert_eq!(bytes(&Store::open(folder), "cuda:sm_90a".parse().unwrap()), 0);
+/// ```
+#[doc(inline)]
+pub use moesaic_cache::{KernelInfo, KernelKey, Listed, NotAKey};
+
+/// The damaged kernels of a [`Store`](crate::Store): how `Store::verify` treats them, and what it
+/// found.
+///
+/// ```
+/// use moesaic::Store;
+/// use moesaic::aot::OnBad;
+///
+/// let store = Store::open(std::env::temp_dir().join("moesaic-no-kernels"));
+/// for bad in store.verify(OnBad::Report).bad {
+///     println!("{}: {}", bad.path.display(), bad.reason);
+/// }
+/// ```
+#[doc(inline)]
+pub use moesaic_cache::{Bad, OnBad, Verified};
+
+/// The rule by which `Store::prune` removes kernels from a [`Store`](crate::Store), and what it
+/// removed.
+///
+/// ```
+/// use moesaic::aot::PruneRule;
+/// use std::time::Duration;
+///
+/// let unused_for_a_month = PruneRule {
+///     max_age: Some(Duration::from_secs(30 * 24 * 60 * 60)),
+///     ..PruneRule::default()
+/// };
+/// assert_eq!(unused_for_a_month.max_bytes, None);
+/// ```
+#[doc(inline)]
+pub use moesaic_cache::{PruneRule, Pruned};
+
+/// The activity of a [`Store`](crate::Store) since it was opened, and the reason that it keeps
+/// nothing.
+///
+/// ```
+/// use moesaic::Store;
+///
+/// let store = Store::open(std::env::temp_dir().join("moesaic-no-kernels"));
+/// assert_eq!(store.stats().hits, 0);
+/// assert!(store.trouble().is_none());
+/// ```
+#[doc(inline)]
+pub use moesaic_cache::{StoreError, StoreStats};
+
+/// The effect of `Store::export` and `Store::import`, which write and read a pack.
+///
+/// ```
+/// use moesaic::Store;
+/// use moesaic::aot::PackError;
+/// use std::path::Path;
+///
+/// /// Copies the kernels of one store to another through a file.
+/// fn carry(from: &Store, pack: &Path, to: &Store) -> Result<usize, PackError> {
+///     from.export(pack, |_| true)?;
+///     Ok(to.import(pack)?.added)
+/// }
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let store = |name| Store::open(folder.path().join(name));
+/// # assert_eq!(carry(&store("a"), &folder.path().join("p"), &store("b")).unwrap(), 0);
+/// ```
+#[cfg(feature = "packs")]
+#[doc(inline)]
+pub use moesaic_cache::{Exported, Imported, PackError};
+
+/// The facts about a compiled kernel: its compiler, and each entry's registers, spills and shared
+/// memory.
+///
+/// ```
+/// use moesaic::aot::{KernelOutcome, KernelRow};
+///
+/// /// The most registers that a thread of the kernel takes.
+/// fn registers(row: &KernelRow) -> Option<u32> {
+///     match &row.outcome {
+///         KernelOutcome::Hit(report, _) | KernelOutcome::Compiled(report, _) => {
+///             report.kernels.iter().filter_map(|kernel| kernel.registers).max()
+///         }
+///         KernelOutcome::Failed(_) => None,
+///     }
+/// }
+/// # let _ = registers;
+/// ```
+#[doc(inline)]
+pub use moesaic_target::{ArtifactReport, KernelReport};

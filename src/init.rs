@@ -1,7 +1,7 @@
 //! The first weights of a layer that is trained from nothing.
 
 use crate::{LayerSpec, Tensor, Tensors};
-use moesaic_spec::{RouterWeight, TensorSpec, WeightStart, canonical_tensors};
+use moesaic_spec::{RouterKind, TensorSpec, WeightStart, canonical_tensors};
 
 /// The distribution of a new layer's weights.
 ///
@@ -69,13 +69,21 @@ impl Init {
         };
         let tensors = all.iter().filter(drawn);
         tensors
-            .map(|tensor| (tensor.clone(), self.distribution(tensor, &all)))
+            .map(|tensor| {
+                let distribution = self.distribution(spec.router.kind, tensor, &all);
+                (tensor.clone(), distribution)
+            })
             .collect()
     }
 
-    fn distribution(self, tensor: &TensorSpec, all: &[TensorSpec]) -> Distribution {
+    fn distribution(
+        self,
+        router: RouterKind,
+        tensor: &TensorSpec,
+        all: &[TensorSpec],
+    ) -> Distribution {
         let columns = |tensor: &TensorSpec| tensor.shape.last().copied().unwrap_or(1) as f32;
-        match RouterWeight::named(&tensor.name).map(|(_, weight)| weight.start) {
+        match router.def().weight(&tensor.name).map(|weight| weight.start) {
             Some(WeightStart::Normal(deviation)) => return Distribution::Normal(deviation),
             Some(WeightStart::Constant(value)) => return Distribution::Constant(value),
             Some(WeightStart::Matrix) | None => {}

@@ -248,3 +248,43 @@ pub use moesaic_engine::ProcessGroup;
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::Ranks;
+
+/// A rank's coordinates in a mesh: replica, expert-parallel group, tensor-parallel shard.
+///
+/// ```
+/// use moesaic::Parallel;
+/// use moesaic::mesh::RankCoords;
+///
+/// let mesh = Parallel { ep: 2, dp: 2, ..Parallel::default() };
+/// assert_eq!(mesh.place(3)?, RankCoords { dp: 1, ep: 1, tp: 0 });
+/// # Ok::<(), moesaic::mesh::MeshError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::{MeshError, RankCoords};
+
+/// The reason that a strategy does not fit a mesh, or that a text is none.
+///
+/// ```
+/// use moesaic::Strategy;
+/// use moesaic::mesh::ParseStrategyError;
+///
+/// let error = "r=2,all_to_all=star".parse::<Strategy>().unwrap_err();
+/// assert!(matches!(error, ParseStrategyError::Unknown { .. }), "{error}");
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::{ParseStrategyError, StrategyError};
+
+/// The model that chooses the experts that all groups hold for a call, as
+/// [`Layer::set_shadow_model`](crate::Layer::set_shadow_model) takes it.
+///
+/// ```
+/// use moesaic::{EngineError, Layer, mesh::ShadowModel};
+///
+/// /// Sets what a rank computes in a second, as measured.
+/// fn measured(layer: &Layer, operations: f64) -> Result<(), EngineError> {
+///     layer.set_shadow_model(ShadowModel { operations: operations, ..layer.shadow_model() })
+/// }
+/// # let _ = measured;
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::ShadowModel;

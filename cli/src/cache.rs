@@ -10,7 +10,9 @@ use crate::table::Table;
 use crate::targets::{self, TargetsArgs};
 use crate::units;
 use clap::{Args, Subcommand};
-use moesaic::cache::{Listed, OnBad, PruneRule, Verified};
+use moesaic::cache::{
+    KernelInfo, KernelKey, Listed, OnBad, PackKernel, PruneRule, Tuned, Verified, list_pack,
+};
 use moesaic::{Store, Target};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -22,6 +24,7 @@ use std::time::{Duration, SystemTime};
 #[command(after_help = "\
 Examples:
   moesaic cache list
+  moesaic cache list pack.tar.gz
   moesaic cache prune --older-than 30d --max-bytes 2GB
   moesaic cache export pack.tar.gz --target cuda:sm_90a
   moesaic cache import pack.tar.gz")]
@@ -32,7 +35,7 @@ pub struct CacheArgs {
 
 #[derive(Subcommand, Debug)]
 enum Action {
-    /// List the kernels
+    /// List the kernels of the cache, or of a pack
     List(ListArgs),
     /// Read and hash every kernel; exit code 1 if one is damaged
     Verify(VerifyArgs),
@@ -46,6 +49,9 @@ enum Action {
 
 #[derive(Args, Debug)]
 struct ListArgs {
+    /// A pack to list instead of the cache, a tar.gz
+    #[arg(conflicts_with = "cache")]
+    pack: Option<PathBuf>,
     #[command(flatten)]
     store: StoreArgs,
     #[command(flatten)]
@@ -123,16 +129,117 @@ fn usable(args: &StoreArgs) -> Result<Arc<Store>> {
 }
 
 fn list(args: &ListArgs, console: &Console) -> Result {
+    if let Some(pack) = &args.pack {
+        return list_file(pack, args.form.json, console);
+    }
     let store = usable(&args.store)?;
     let (kernels, tunings) = (store.list(), store.tunings());
+    let rows: Vec<Row<'_>> = kernels.iter().map(Row::stored).collect();
     if args.form.json {
-        let kernels: Vec<Value> = kernels.iter().map(as_json).collect();
+        let kernels: Vec<Value> = rows.iter().map(Row::json).collect();
         return console.json(&json!({
             "dir": place(&store),
             "kernels": kernels,
             "tunings": tunings,
         }));
     }
+    console.print(&text(&rows, &tunings, &place(&store), console))
+}
+
+/// Lists the kernels of a pack, which is read and checked to its end.
+fn list_file(pack: &Path, json: bool, console: &Console) -> Result {
+    if pack.is_dir() {
+        let failure = Failure::input(format!("{} is a directory, not a pack", pack.display()));
+        let hint = format!(
+            "`moesaic cache list --cache {}` lists a cache",
+            pack.display()
+        );
+        return Err(failure.hint(hint));
+    }
+    check_pack(pack)?;
+    let list = list_pack(pack)?;
+    let rows: Vec<Row<'_>> = list.kernels.iter().map(Row::packed).collect();
+    if json {
+        let kernels: Vec<Value> = rows.iter().map(Row::json).collect();
+        return console.json(&json!({
+            "pack": pack.display().to_string(),
+            "kernels": kernels,
+            "tunings": list.tunings,
+        }));
+    }
+    let place = pack.display().to_string();
+    console.print(&text(&rows, &list.tunings, &place, console))
+}
+
+/// A kernel of a cache or of a pack.
+struct Row<'a> {
+    key: &'a KernelKey,
+    info: &'a KernelInfo,
+    bytes: u64,
+    /// The time of its last use, which only a cache knows.
+    used: Option<SystemTime>,
+    /// Its file, or its member in a pack.
+    path: String,
+}
+
+impl Row<'_> {
+    fn stored(kernel: &Listed) -> Row<'_> {
+        Row {
+            key: &kernel.key,
+            info: &kernel.info,
+            bytes: kernel.bytes,
+            used: Some(kernel.used),
+            path: kernel.path.display().to_string(),
+        }
+    }
+
+    fn packed(kernel: &PackKernel) -> Row<'_> {
+        Row {
+            key: &kernel.key,
+            info: &kernel.info,
+            bytes: kernel.bytes,
+            used: None,
+            path: kernel.member.clone(),
+        }
+    }
+
+    fn cells(&self) -> [String; 8] {
+        let registers = most_registers(&self.info.report);
+        let age = |used| SystemTime::now().duration_since(used).unwrap_or_default();
+        let none = || "-".to_string();
+        [
+            self.info.target.to_string(),
+            self.info.layer.clone().unwrap_or_else(none),
+            self.info.name.clone(),
+            self.bytes.to_string(),
+            registers.map_or_else(none, |n| n.to_string()),
+            self.info.report.compiler.clone(),
+            self.used.map_or_else(none, |used| units::ago(age(used))),
+            self.key.hex()[..12].to_string(),
+        ]
+    }
+
+    fn json(&self) -> Value {
+        let seconds = |used: SystemTime| {
+            let since = used.duration_since(SystemTime::UNIX_EPOCH);
+            since.unwrap_or_default().as_secs()
+        };
+        json!({
+            "key": self.key.to_string(),
+            "layer": self.info.layer,
+            "kernel": self.info.name,
+            "target": self.info.target.to_string(),
+            "bytes": self.bytes,
+            "registers": most_registers(&self.info.report),
+            "compiler": self.info.report.compiler,
+            "used": self.used.map(seconds),
+            "path": self.path,
+        })
+    }
+}
+
+/// Returns the table of kernels, their sum, and a line for each tuning.
+fn text(rows: &[Row<'_>], tunings: &[Tuned], place: &str, console: &Console) -> String {
     let titles = [
         "TARGET",
         "LAYER",
@@ -144,58 +251,22 @@ fn list(args: &ListArgs, console: &Console) -> Result {
         "KEY",
     ];
     let mut table = Table::new(&titles);
-    for kernel in &kernels {
-        table.row(row(kernel));
+    for row in rows {
+        table.row(row.cells());
     }
-    let total = kernels.iter().map(|kernel| kernel.bytes).sum();
+    let total = rows.iter().map(|row| row.bytes).sum();
     let summary = format!(
-        "{}, {}, in {}\n",
-        units::count(kernels.len(), "kernel"),
+        "{}, {}, in {place}\n",
+        units::count(rows.len(), "kernel"),
         units::bytes(total),
-        place(&store)
     );
-    let table = if kernels.is_empty() {
+    let table = if rows.is_empty() {
         String::new()
     } else {
         table.render(&console.out) + "\n"
     };
     let tunings = tunings.iter().map(|tuned| tuning(tuned) + "\n");
-    console.print(&(table + &summary + &tunings.collect::<String>()))
-}
-
-fn row(kernel: &Listed) -> [String; 8] {
-    let registers = most_registers(&kernel.info.report);
-    let age = SystemTime::now()
-        .duration_since(kernel.used)
-        .unwrap_or_default();
-    [
-        kernel.info.target.to_string(),
-        kernel.info.layer.clone().unwrap_or_else(|| "-".to_string()),
-        kernel.info.name.clone(),
-        kernel.bytes.to_string(),
-        registers.map_or("-".to_string(), |n| n.to_string()),
-        kernel.info.report.compiler.clone(),
-        units::ago(age),
-        kernel.key.hex()[..12].to_string(),
-    ]
-}
-
-fn as_json(kernel: &Listed) -> Value {
-    let used = kernel
-        .used
-        .duration_since(SystemTime::UNIX_EPOCH)
-        .unwrap_or_default();
-    json!({
-        "key": kernel.key.to_string(),
-        "layer": kernel.info.layer,
-        "kernel": kernel.info.name,
-        "target": kernel.info.target.to_string(),
-        "bytes": kernel.bytes,
-        "registers": most_registers(&kernel.info.report),
-        "compiler": kernel.info.report.compiler,
-        "used": used.as_secs(),
-        "path": kernel.path.display().to_string(),
-    })
+    table + &summary + &tunings.collect::<String>()
 }
 
 fn verify(args: &VerifyArgs, console: &Console) -> Result {

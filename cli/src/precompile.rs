@@ -37,8 +37,11 @@ Examples:
   moesaic precompile --spec layer.toml --target cuda:sm_90a --mesh ep=8 --placement experts.txt
   moesaic precompile --spec layer.toml --target cpu:avx512 --l1 32KiB --l2 1MiB -o pack.tar.gz
 
-You need no GPU and no driver. Kernels for CPUs depend on cache sizes: those of this machine, or \
---l1 and --l2. `moesaic cache import pack.tar.gz` adds a pack to another machine's cache.")]
+--target takes GPUs by name, too: h100, a100, mi300x. Compiling needs no GPU and no driver. Running \
+the kernels needs NVIDIA's driver 580 or newer if NVRTC 13 compiled them, which `moesaic toolchain \
+install cuda` brings, 525 or newer if NVRTC 12 did, and ROCm 6.0 or newer on AMD's GPUs. Kernels \
+for CPUs depend on cache sizes: those of this machine, or --l1 and --l2. `moesaic cache import \
+pack.tar.gz` adds a pack to another machine's cache.")]
 #[command(mut_arg("target", |arg| arg.required(true)))]
 pub struct PrecompileArgs {
     /// The layer specs, TOML files

@@ -318,6 +318,7 @@ const TABLE: &[(&str, &[Row])] = &[
         ],
     ),
     ("plan", plan::ROWS),
+    // `--cache` is refused beside a pack, in tests/precompile.rs.
     ("cache list", &[("cache", Always), ("json", Always)]),
     (
         "cache verify",

@@ -24,6 +24,24 @@ fn precompile_fills_a_cache_and_a_pack_fills_another() {
 
     let exported = moesaic(["cache", "export", &pack, "--cache", &first, "--json"]).json();
     assert_eq!(exported["kernels"], kernels);
+    let listed = |words: &[&str]| {
+        let json = moesaic([&["cache", "list", "--json"], words].concat()).json();
+        let kernels = json["kernels"].as_array().unwrap().clone();
+        kernels.into_iter().map(|mut kernel| {
+            let path = kernel["path"].take();
+            let used = kernel["used"].take();
+            (kernel, path.as_str().unwrap().to_string(), used.is_null())
+        })
+    };
+    let in_pack: Vec<_> = listed(&[&pack]).collect();
+    let in_cache: Vec<_> = listed(&["--cache", &first]).collect();
+    assert_eq!(in_pack.len(), kernels);
+    for (packed, stored) in in_pack.iter().zip(&in_cache) {
+        assert_eq!(packed.0, stored.0);
+        let key = packed.0["key"].as_str().unwrap();
+        assert!(packed.1.ends_with(&format!(".{key}.kernel")), "{packed:?}");
+        assert_eq!((packed.2, stored.2), (true, false));
+    }
     let imported = moesaic(["cache", "import", &pack, "--cache", &second, "--json"]).json();
     assert_eq!(imported["added"], kernels);
     let again = moesaic(["cache", "import", &pack, "--cache", &second, "--json"]).json();
@@ -60,10 +78,20 @@ fn precompile_makes_a_pack_and_shows_a_table() {
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
+    let list = moesaic(["cache", "list", &pack]).ok();
+    let rows: Vec<&str> = list.lines().filter(|l| l.contains("  small  ")).collect();
+    assert_eq!(rows.len(), 5, "{list}");
+    assert!(list.contains(&format!(", in {pack}\n")), "{list}");
     let again = precompile(&["cpu", "-o", &pack]);
     assert!(again.contains("0 compiled, 5 from the cache"), "{again}");
     assert_eq!(&std::fs::read(&pack).unwrap()[..2], [0x1f, 0x8b]);
     let cut = write(small.dir.path(), "cut.tar.gz", "no pack");
+    moesaic(["cache", "list", cut.to_str().unwrap()]).fails(2, &["is truncated or damaged"]);
+    moesaic(["cache", "list", "/no/pack"]).fails(2, &["cannot read the pack"]);
+    let folder = small.dir.path().to_str().unwrap();
+    let hint = format!("`moesaic cache list --cache {folder}`");
+    moesaic(["cache", "list", folder]).fails(2, &["is a directory, not a pack", &hint]);
+    moesaic(["cache", "list", &pack, "--cache", &cache]).fails(2, &["cannot be used with"]);
     let cache = path("c");
     moesaic(["cache", "import", cut.to_str().unwrap(), "--cache", &cache])
         .fails(2, &["is truncated or damaged"]);

@@ -96,6 +96,28 @@ fn gpus_are_named_as_people_say() {
     wrong.fails(2, &["unknown machine `h900`", "known machines: "]);
 }
 
+/// Whoever makes a pack for another machine learns what that machine needs, as the page says it.
+#[test]
+fn precompile_says_which_driver_a_pack_needs() {
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let help = words(&moesaic(["precompile", "--help"]).ok());
+    for part in [
+        "GPUs by name, too: h100, a100, mi300x",
+        "driver 580 or newer if NVRTC 13 compiled them",
+        "525 or newer if NVRTC 12 did",
+        "ROCm 6.0 or newer",
+    ] {
+        assert!(help.contains(part), "{part}: {help}");
+    }
+    let page = std::fs::read_to_string(repository("docs/PLATFORM.md")).unwrap();
+    for part in [
+        "driver 580 or newer for CUBINs of NVRTC 13, 525 or newer for those of NVRTC 12",
+        "| run on ROCm | ROCm 6.0 or newer |",
+    ] {
+        assert!(page.contains(part), "{part}");
+    }
+}
+
 #[test]
 fn a_spec_needs_no_option() {
     let small = Small::new();

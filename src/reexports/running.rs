@@ -378,3 +378,16 @@ pub use moesaic_target::Buffer;
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::RawCall;
+
+/// A number type of tensors in host memory: f32, f16, bf16, i32 or i64.
+///
+/// ```
+/// use moesaic::{Element, Tensor};
+///
+/// fn ones<E: Element>(number: E) -> Tensor<'static> {
+///     Tensor::owned(&[4], vec![number; 4])
+/// }
+/// assert_eq!(ones(1.0f32).dtype, f32::DTYPE);
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::Element;

@@ -32,7 +32,9 @@ pub use mesh::{
 pub use mesh::{ShardRegion, Sharing, experts_of, plan_rank, shared_shards};
 pub use moesaic_dist::{ALL_TO_ALLS, AllToAllRow};
 pub use moesaic_dist::{AdaptiveMesh, MeshError, Parallel, RankCoords, SharedExperts, TokenScope};
-pub use moesaic_dist::{AllToAll, Both, CommDtype, MAX_CHUNKS, PlanForm, Strategy, StrategyError};
+pub use moesaic_dist::{
+    AllToAll, Both, CommDtype, MAX_CHUNKS, ParseStrategyError, PlanForm, Strategy, StrategyError,
+};
 pub use moesaic_dist::{Balancer, Balancing, ExpertSlot, Kept, Move, Moves, moves, moves_from};
 pub use moesaic_dist::{Chunk, Distance, Overlap, OverlapBy};
 pub use moesaic_dist::{CollectiveOp, Payload, PlanPart, Sent};

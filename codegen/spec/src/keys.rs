@@ -5,13 +5,13 @@
 //! | `router.weight` | `gates.G.wg.weight` | `gate.gate.weight`; `gate.w_gate`, transposed |
 //! | `router.bias` | – | `gate.gate.bias` |
 //! | `router.noise.weight` | – | `gate.w_noise`, transposed |
-//! | weights of other routers | `gates.G.` and [`RouterWeight::tutel`] | – |
+//! | weights of other routers | `gates.G.` and [`tutel`](crate::RouterWeight::tutel) | – |
 //! | `experts.up.weight`, `bias` | `experts.batched_fc1_w`, `batched_fc1_bias` | `experts.htoh4.*`, `experts.N.htoh4.*` |
 //! | `experts.down.weight`, `bias` | `experts.batched_fc2_w`, transposed, `batched_fc2_bias` | `experts.h4toh.*`, `experts.N.h4toh.*` |
 //! | gated `gate`, `up`, `down` | `experts.W_fc1`, `W_fc2`, `W_fc3`, flat or not, transposed | – |
 
 use crate::hf::{Alternative, TensorParts, TensorSource, TensorStep};
-use crate::{Chooser, LayerSpec, RouterWeight, TensorSpec, canonical_tensors};
+use crate::{Chooser, LayerSpec, TensorSpec, canonical_tensors};
 
 /// A library whose checkpoints moesaic reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,8 +151,8 @@ impl Keys {
                 TensorStep::Transpose,
             ]
         };
-        let of_router = RouterWeight::named(&tensor.name).and_then(|(_, weight)| weight.tutel);
-        if let Some(name) = of_router {
+        let of_router = spec.router.kind.def().weight(&tensor.name);
+        if let Some(name) = of_router.and_then(|weight| weight.tutel) {
             return vec![self.of_gate(name, vec![])];
         }
         vec![match (tensor.name.as_str(), gated) {

@@ -34,7 +34,7 @@ pub struct RouterDef {
     pub logits: Option<&'static LogitsDef>,
     /// The weights of the choice itself, which come after those of all options.
     pub choice_weights: &'static [RouterWeight],
-    /// The option that says a size of this kind's own.
+    /// The option that says a size of this kind's own. Kinds may share a key.
     pub size: Option<RouterSize>,
 }
 
@@ -121,7 +121,7 @@ pub enum RouterAxis {
     Own,
 }
 
-/// An option that a kind of router needs and others refuse.
+/// An option that a kind of router needs, and that kinds without it refuse.
 #[derive(Debug)]
 pub struct RouterSize {
     /// The key in a spec.
@@ -277,6 +277,12 @@ impl RouterKind {
     pub const fn chooser(self) -> Chooser {
         self.def().chooser
     }
+
+    /// Returns every kind with a weight of this canonical name.
+    pub fn with_weight(name: &str) -> impl Iterator<Item = RouterKind> {
+        let kinds = RouterKind::ALL.into_iter();
+        kinds.filter(move |kind| kind.def().weight(name).is_some())
+    }
 }
 
 impl RouterDef {
@@ -284,6 +290,12 @@ impl RouterDef {
     pub fn weights(&self) -> impl Iterator<Item = &'static RouterWeight> {
         let of_logits = self.logits.map_or(&[][..], |logits| logits.weights);
         of_logits.iter().chain(self.choice_weights)
+    }
+
+    /// Returns the kind's weight of this canonical name. Another kind's weight of that name may
+    /// have another shape, so a name alone means nothing.
+    pub fn weight(&self, name: &str) -> Option<&'static RouterWeight> {
+        self.weights().find(|weight| weight.name == name)
     }
 }
 
@@ -303,16 +315,6 @@ impl LogitsDef {
         let mut weights = self.weights.iter();
         let found = weights.find(|weight| weight.shape.contains(&RouterAxis::Experts));
         found.map_or("router.weight", |weight| weight.name)
-    }
-}
-
-impl RouterWeight {
-    /// Returns the weight of this canonical name, with the first kind that has it.
-    pub fn named(name: &str) -> Option<(RouterKind, &'static RouterWeight)> {
-        RouterKind::ALL.into_iter().find_map(|kind| {
-            let mut weights = kind.def().weights();
-            Some((kind, weights.find(|weight| weight.name == name)?))
-        })
     }
 }
 
@@ -375,12 +377,39 @@ mod tests {
     }
 
     #[test]
-    fn a_weight_has_one_kind_or_one_formula() {
-        let found = |name| RouterWeight::named(name).map(|(kind, _)| kind);
-        assert_eq!(found("router.weight"), Some(RouterKind::Linear));
-        assert_eq!(found("router.similarity"), Some(RouterKind::Cosine));
-        assert_eq!(found("router.table"), Some(RouterKind::Table));
-        assert_eq!(found("router.load"), None);
+    fn a_weight_is_that_of_its_kind() {
+        let kinds = |name| RouterKind::with_weight(name).collect::<Vec<_>>();
+        assert_eq!(
+            kinds("router.weight"),
+            [RouterKind::Linear, RouterKind::Table]
+        );
+        assert_eq!(kinds("router.similarity"), [RouterKind::Cosine]);
+        assert_eq!(kinds("router.load"), []);
+        assert!(LINEAR.weight("router.table").is_none());
+
+        const WEIGHTED: RouterDef = RouterDef {
+            choice_weights: &[RouterWeight {
+                name: "router.table",
+                param: "table",
+                dtype: DType::F32,
+                shape: &[RouterAxis::Own, RouterAxis::Model],
+                meaning: "a row for each token id",
+                tutel: Some("rows"),
+                start: WeightStart::Constant(1.0),
+            }],
+            ..TABLE
+        };
+        for (def, shape, tutel) in [
+            (&TABLE, [RouterAxis::Own, RouterAxis::TopK], None),
+            (
+                &WEIGHTED,
+                [RouterAxis::Own, RouterAxis::Model],
+                Some("rows"),
+            ),
+        ] {
+            let weight = def.weight("router.table").unwrap();
+            assert_eq!((weight.shape, weight.tutel), (&shape[..], tutel));
+        }
     }
 
     /// The templates of both backends add one to what they project.

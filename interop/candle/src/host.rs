@@ -118,7 +118,11 @@ pub fn tensor(host: &HostTensor<'_>, shape: &[usize]) -> Tensor {
     Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }
 
-/// Adds the name of the tensor to an error.
+/// Adds the name of the tensor to an error, and drops the backtrace that `RUST_BACKTRACE` adds: a
+/// list of errors would have one in each line.
 pub fn named(name: &str, error: Error) -> Error {
-    Error::Msg(format!("`{name}`: {error}"))
+    match error {
+        Error::WithBacktrace { inner, .. } => named(name, *inner),
+        error => Error::Msg(format!("`{name}`: {error}")),
+    }
 }

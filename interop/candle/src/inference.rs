@@ -32,14 +32,14 @@ impl InferenceLayer {
     /// Compiles the layer of `spec` and binds its weights, by canonical name.
     ///
     /// # Errors
-    /// A weight is missing or misshapen, or the kernels do not compile.
+    /// Weights are missing or misshapen: the error names each. Or the kernels do not compile.
     pub fn new(
         engine: &Engine,
         spec: &LayerSpec,
         weights: &BTreeMap<String, Tensor>,
     ) -> Result<InferenceLayer> {
         let get = |_: &[usize], name: &str| {
-            let none = || Error::Msg(format!("there is no weight `{name}`"));
+            let none = || Error::Msg("is missing".to_string());
             weights.get(name).cloned().ok_or_else(none)
         };
         InferenceLayer::load(engine, spec, Names::Canonical, get)
@@ -50,8 +50,60 @@ impl InferenceLayer {
     /// name)` with the builder of the MoE block. Experts are read one at a time, so memory holds
     /// the layer once. Floats are rounded to the types of the spec.
     ///
+    /// # Names
+    /// The layer asks for the weights that its spec has, by these names. `E` is the number of an
+    /// expert, each of which has tensors of its own:
+    ///
+    /// | [`Names::Canonical`] | [`Names::Qwen`] | [`Names::Mixtral`] | shape |
+    /// |---|---|---|---|
+    /// | `router.weight` | `gate.weight` | `gate.weight` | `[experts, model_dim]` |
+    /// | `experts.gate.weight` | `experts.E.gate_proj.weight` | `experts.E.w1.weight` | `[hidden_dim, model_dim]` |
+    /// | `experts.up.weight` | `experts.E.up_proj.weight` | `experts.E.w3.weight` | `[hidden_dim, model_dim]` |
+    /// | `experts.down.weight` | `experts.E.down_proj.weight` | `experts.E.w2.weight` | `[output_dim, hidden_dim]` |
+    /// | `shared.0.router.weight` | `shared_expert_gate.weight` | – | `[1, model_dim]` |
+    /// | `shared.0.gate.weight` | `shared_expert.gate_proj.weight` | – | `[shared hidden_dim, model_dim]` |
+    /// | `shared.0.up.weight` | `shared_expert.up_proj.weight` | – | `[shared hidden_dim, model_dim]` |
+    /// | `shared.0.down.weight` | `shared_expert.down_proj.weight` | – | `[output_dim, shared hidden_dim]` |
+    ///
+    /// Canonical names hold all experts in one tensor, `[experts, hidden_dim, model_dim]`, and name
+    /// every weight that a spec can have: [`moesaic::spec::canonical_tensors`] lists those of
+    /// yours. Qwen's and Mixtral's have these alone: none for biases, say.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Error, Result, Tensor};
+    /// use moesaic::{Engine, LayerSpec};
+    /// use moesaic_candle::{InferenceLayer, Names};
+    /// use std::cell::RefCell;
+    /// use std::collections::BTreeSet;
+    ///
+    /// # fn main() -> Result<()> {
+    /// let spec = "shape = { model_dim = 8, hidden_dim = 4, experts = 2, top_k = 1 }";
+    /// let spec = LayerSpec::from_toml(spec).map_err(Error::wrap)?;
+    /// let asked = RefCell::new(BTreeSet::new());
+    /// let get = |shape: &[usize], name: &str| {
+    ///     asked.borrow_mut().insert(format!("{name} {shape:?}"));
+    ///     Tensor::zeros(shape, DType::F32, &Device::Cpu) // a VarBuilder: vb.get(shape, name)
+    /// };
+    /// InferenceLayer::load(&Engine::cpu().map_err(Error::wrap)?, &spec, Names::Qwen, get)?;
+    /// let asked: Vec<String> = asked.into_inner().into_iter().collect();
+    /// assert_eq!(
+    ///     asked,
+    ///     [
+    ///         "experts.0.down_proj.weight [8, 4]",
+    ///         "experts.0.gate_proj.weight [4, 8]",
+    ///         "experts.0.up_proj.weight [4, 8]",
+    ///         "experts.1.down_proj.weight [8, 4]",
+    ///         "experts.1.gate_proj.weight [4, 8]",
+    ///         "experts.1.up_proj.weight [4, 8]",
+    ///         "gate.weight [2, 8]",
+    ///     ]
+    /// );
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
     /// # Errors
-    /// As [`InferenceLayer::new`]; also if `names` has no name for a weight of the spec.
+    /// As [`InferenceLayer::new`]; also if `names` has no name for weights of the spec.
     pub fn load(
         engine: &Engine,
         spec: &LayerSpec,
@@ -59,7 +111,8 @@ impl InferenceLayer {
         get: impl Fn(&[usize], &str) -> Result<Tensor>,
     ) -> Result<InferenceLayer> {
         let weights = WeightsByName::new(spec, names, get)?;
-        let layer = engine.layer(spec, &weights).map_err(Error::wrap)?;
+        let layer = engine.layer(spec, &weights);
+        let layer = layer.map_err(|error| weights.every_error().unwrap_or(Error::wrap(error)))?;
         Ok(InferenceLayer { layer })
     }
 

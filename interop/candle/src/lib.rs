@@ -51,6 +51,11 @@ mod names;
 mod ranks;
 mod weights;
 
+/// The README's examples, included here so that doctests compile and run them.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;
+
 pub use exchange::{Exchange, exchange};
 pub use inference::InferenceLayer;
 pub use inputs::Inputs;
@@ -119,7 +124,8 @@ impl MoeLayer {
     /// get f32 gradients.
     ///
     /// # Errors
-    /// A weight is missing or misshapen, or the kernels do not compile.
+    /// Weights are missing: the error names each. Or one is misshapen, or the kernels do not
+    /// compile.
     pub fn new(
         engine: &Engine,
         spec: &LayerSpec,

@@ -5,18 +5,22 @@ use candle_core::{Error, Result, Tensor};
 use moesaic::spec::{TensorSpec, canonical_tensors};
 use moesaic::tensor::{SourceError, WeightSource};
 use moesaic::{DType, LayerSpec, Tensor as HostTensor};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// The names of a layer's weights, below the MoE block of a model.
+/// The names of a layer's weights, below the MoE block of a model. [`InferenceLayer::load`] lists
+/// them.
+///
+/// [`InferenceLayer::load`]: crate::InferenceLayer::load
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Names {
     /// moesaic's own, such as `router.weight` and `experts.up.weight`, with all experts in one
     /// tensor.
     Canonical,
-    /// Qwen2-MoE's, Qwen3-MoE's, OLMoE's and DeepSeek's: `gate.weight`,
-    /// `experts.0.up_proj.weight`, `shared_expert.up_proj.weight`, `shared_expert_gate.weight`.
+    /// Qwen2-MoE's, Qwen3-MoE's and OLMoE's: `gate.weight`, `experts.0.up_proj.weight`,
+    /// `shared_expert.up_proj.weight`, `shared_expert_gate.weight`. DeepSeek's are the same but for
+    /// shared experts.
     Qwen,
     /// Mixtral's: `gate.weight`, `experts.0.w3.weight`.
     Mixtral,
@@ -78,22 +82,21 @@ pub struct WeightsByName<G> {
     get: G,
     /// The last tensor that was read, because the engine asks for some rows at a time.
     last: RefCell<Option<(String, Tensor)>>,
+    /// Whether a tensor could not be read.
+    failed: Cell<bool>,
 }
 
 impl<G: Fn(&[usize], &str) -> Result<Tensor>> WeightsByName<G> {
     /// Finds the names of all weights of `spec`.
     ///
     /// # Errors
-    /// `names` has no name for a weight.
+    /// `names` has no name for some weights.
     pub fn new(spec: &LayerSpec, names: Names, get: G) -> Result<WeightsByName<G>> {
-        let mut weights = BTreeMap::new();
+        let (mut weights, mut unnamed) = (BTreeMap::new(), Vec::new());
         for tensor in canonical_tensors(spec) {
             let Some(parts) = names.parts(&tensor) else {
-                candle_core::bail!(
-                    "`Names::{names:?}` has no name for `{}`, pass the weights by their canonical \
-                     names",
-                    tensor.name
-                )
+                unnamed.push(format!("`{}`", tensor.name));
+                continue;
             };
             let weight = Weight {
                 dtype: tensor.dtype,
@@ -102,11 +105,63 @@ impl<G: Fn(&[usize], &str) -> Result<Tensor>> WeightsByName<G> {
             };
             weights.insert(tensor.name, weight);
         }
+        if !unnamed.is_empty() {
+            candle_core::bail!(
+                "`Names::{names:?}` has no name for {}: pass the weights by their canonical names",
+                unnamed.join(", ")
+            )
+        }
         Ok(WeightsByName {
             weights,
             get,
             last: RefCell::default(),
+            failed: Cell::default(),
         })
+    }
+
+    /// Returns one error with every tensor that cannot be read; `None` if no read has failed. The
+    /// engine ends at the first, so this reads all tensors again, one at a time.
+    pub fn every_error(&self) -> Option<Error> {
+        if !self.failed.get() {
+            return None;
+        }
+        let weights = self.weights.values();
+        let lines: Vec<String> = weights.flat_map(|weight| self.errors(weight)).collect();
+        match &lines[..] {
+            [] => None,
+            [one] => Some(Error::Msg(one.clone())),
+            _ => {
+                let list: String = lines.iter().map(|line| format!("\n  {line}")).collect();
+                Some(Error::Msg(format!(
+                    "weights are missing or do not fit:{list}"
+                )))
+            }
+        }
+    }
+
+    /// Returns a line for a weight whose tensors cannot be read: experts share one.
+    fn errors(&self, weight: &Weight) -> Option<String> {
+        let (tensors, shape) = match &weight.parts {
+            Parts::Whole(_) => (1, &weight.shape[..]),
+            Parts::PerExpert(names) => (names.len(), &weight.shape[1..]),
+        };
+        let whole = 0..weight.shape.first().copied().unwrap_or(1);
+        let wrong = (0..tensors).filter_map(|at| {
+            let rows = match weight.parts {
+                Parts::Whole(_) => whole.clone(),
+                Parts::PerExpert(_) => at..at + 1,
+            };
+            Some((at, self.some_rows(weight, rows).err()?))
+        });
+        let mut wrong = wrong.collect::<Vec<_>>().into_iter();
+        let (_, first) = wrong.next()?;
+        let others: Vec<usize> = wrong.map(|(expert, _)| expert).collect();
+        let others = match others.len() {
+            0 => String::new(),
+            1 => format!("; expert {} fails, too", others[0]),
+            _ => format!("; experts {} fail, too", runs(&others)),
+        };
+        Some(format!("{first}, expected {shape:?}{others}"))
     }
 
     /// Reads a tensor, and checks its shape.
@@ -118,7 +173,7 @@ impl<G: Fn(&[usize], &str) -> Result<Tensor>> WeightsByName<G> {
         let tensor = (self.get)(shape, name).map_err(|error| named(name, error))?;
         if tensor.dims() != shape {
             let found = tensor.dims();
-            candle_core::bail!("`{name}` has shape {found:?}, expected {shape:?}");
+            return Err(Error::Msg(format!("`{name}`: has shape {found:?}")));
         }
         *self.last.borrow_mut() = Some((name.to_string(), tensor.clone()));
         Ok(tensor)
@@ -165,6 +220,45 @@ impl<G: Fn(&[usize], &str) -> Result<Tensor>> WeightSource for WeightsByName<G> 
         let weight = self.weights.get(name).ok_or_else(none)?;
         // candle's errors name their cause and, with a backtrace, much else: the text is enough.
         let read = self.some_rows(weight, rows);
-        read.map_err(|error: Error| SourceError::from(error.to_string()))
+        read.map_err(|error: Error| {
+            self.failed.set(true);
+            SourceError::from(error.to_string())
+        })
+    }
+}
+
+/// Returns ascending numbers as runs: `1-3, 7`.
+fn runs(numbers: &[usize]) -> String {
+    let runs = numbers.chunk_by(|one, next| one + 1 == *next);
+    let runs = runs.map(|run| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        _ => run[0].to_string(),
+    });
+    runs.collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The table of `InferenceLayer::load` has a row for every weight that other names have.
+    #[test]
+    fn the_documentation_lists_the_names() {
+        let page = include_str!("inference.rs");
+        let spec = "shape = { model_dim = 8, hidden_dim = 4, experts = 2, top_k = 1 }
+                    shared = [{ hidden_dim = 4, gate = \"sigmoid\" }]";
+        let tensors = canonical_tensors(&LayerSpec::from_toml(spec).expect("a spec"));
+        assert_eq!(tensors.len(), 8);
+        for tensor in tensors {
+            let cells = [Names::Canonical, Names::Qwen, Names::Mixtral].map(|names| {
+                match names.parts(&tensor) {
+                    Some(Parts::Whole(name)) => format!("`{name}`"),
+                    Some(Parts::PerExpert(each)) => format!("`{}`", each[0].replace(".0.", ".E.")),
+                    None => "–".to_string(),
+                }
+            });
+            let row = format!("/// | {} |", cells.join(" | "));
+            assert!(page.contains(&row), "{row}");
+        }
     }
 }

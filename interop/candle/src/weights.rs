@@ -53,19 +53,26 @@ impl Weights {
     /// Finds the tensors of a spec by their canonical names.
     ///
     /// # Errors
-    /// One is missing.
+    /// Some are missing: the error names each.
     pub fn find(spec: &LayerSpec, given: &BTreeMap<String, Tensor>) -> Result<Weights> {
-        let weight = |tensor: moesaic::spec::TensorSpec| {
-            let missing = || Error::Msg(format!("no weight `{}`", tensor.name));
-            Ok(Weight {
-                tensor: given.get(&tensor.name).ok_or_else(missing)?.clone(),
+        let (mut all, mut missing) = (Vec::new(), String::new());
+        for tensor in canonical_tensors(spec) {
+            let Some(found) = given.get(&tensor.name) else {
+                missing += &format!("\n  `{}` {:?}", tensor.name, tensor.shape);
+                continue;
+            };
+            all.push(Weight {
+                tensor: found.clone(),
                 name: tensor.name,
                 dtype: tensor.dtype,
                 in_place: false,
-            })
-        };
-        let all = canonical_tensors(spec).into_iter().map(weight);
-        Ok(Weights(all.collect::<Result<_>>()?))
+            });
+        }
+        if missing.is_empty() {
+            Ok(Weights(all))
+        } else {
+            Err(Error::Msg(format!("weights are missing:{missing}")))
+        }
     }
 
     /// Finds the weights that the kernels of a layer can read in candle's memory.

@@ -85,7 +85,7 @@ pub enum PackError {
         source: io::Error,
     },
     /// The pack ends early or is not a pack.
-    #[error("pack {} is truncated or damaged: {reason}\nnothing was imported; copy or build it again", path.display())]
+    #[error("pack {} is truncated or damaged: {reason}\nnone of it is used; copy or build it again", path.display())]
     Damaged {
         /// The pack.
         path: PathBuf,

@@ -15,6 +15,7 @@ struct Fact<N, V> {
 impl Store {
     /// Returns the fact called `name`, or `None` if it is missing or not readable as a `T`. A name
     /// is any text, such as `compiler /usr/bin/cc`.
+    #[doc(hidden)]
     pub fn fact<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
         if self.trouble().is_some() {
             return None;
@@ -28,6 +29,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError`], which you can ignore.
+    #[doc(hidden)]
     pub fn remember<T: Serialize>(&self, name: &str, value: &T) -> Result<(), StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);

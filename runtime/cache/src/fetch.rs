@@ -50,6 +50,7 @@ impl Store {
     /// [`FetchError::Compile`] if it does not compile, for every thread that waited.
     /// [`FetchError::Missing`] for a miss in strict mode. A failure of the store itself is never an
     /// error.
+    #[doc(hidden)]
     pub fn get_or_compile(
         &self,
         request: &KernelRequest<'_>,

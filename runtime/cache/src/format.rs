@@ -31,12 +31,15 @@ pub struct KernelInfo {
     /// The kernel's name.
     pub name: String,
     /// The operator.
+    #[doc(hidden)]
     pub stem: Stem,
     /// The target.
     pub target: Target,
     /// The language of its source.
+    #[doc(hidden)]
     pub language: Language,
     /// The functions that can be launched.
+    #[doc(hidden)]
     pub entries: Vec<Entry>,
     /// Facts about the binary.
     pub report: ArtifactReport,

@@ -30,6 +30,7 @@ pub struct KernelKey([u8; 32]);
 impl KernelKey {
     /// Hashes the parts. Each is preceded by its length, so two different lists of parts never hash
     /// the same bytes.
+    #[doc(hidden)]
     pub fn new(parts: &KeyParts<'_>) -> KernelKey {
         let target = parts.target.to_string();
         let mut hash = Hash::new();

@@ -43,9 +43,9 @@ pub use error::{FetchError, StoreError};
 pub use fetch::{Fetched, KernelOrigin, KernelRequest};
 pub use format::{KernelInfo, StoredKernel, hash_source};
 pub use home::{NoHome, home};
-pub use key::{KernelKey, KeyParts};
+pub use key::{KernelKey, KeyParts, NotAKey};
 #[cfg(feature = "packs")]
-pub use pack::{Exported, Imported};
+pub use pack::{Exported, Imported, PackKernel, PackList, list_pack};
 pub use stats::StoreStats;
 pub use store::{PATIENCE, Store};
 pub use tuned::{Bucket, Tuned, TunedMachine};

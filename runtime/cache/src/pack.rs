@@ -14,7 +14,9 @@
 use crate::layout::is_language;
 use crate::tuned::{self, Unread};
 use crate::upkeep::Listed;
-use crate::{FORMAT_VERSION, KernelKey, PackError, Store, StoredKernel, Tuned, format, store};
+use crate::{
+    FORMAT_VERSION, KernelInfo, KernelKey, PackError, Store, StoredKernel, Tuned, format, store,
+};
 use flate2::Compression;
 use flate2::read::GzDecoder;
 use flate2::write::GzEncoder;
@@ -61,6 +63,54 @@ pub struct Imported {
     pub present: usize,
     /// The number of tunings that are new to the store, which keeps its own ones.
     pub tunings: usize,
+}
+
+/// The contents of a pack.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PackList {
+    /// The kernels, sorted by target and name.
+    pub kernels: Vec<PackKernel>,
+    /// The tunings.
+    pub tunings: Vec<Tuned>,
+}
+
+/// A kernel of a pack.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PackKernel {
+    /// Its key.
+    pub key: KernelKey,
+    /// Its description.
+    pub info: KernelInfo,
+    /// The name of its member, by which `tar` extracts it.
+    pub member: String,
+    /// Bytes of the member.
+    pub bytes: u64,
+}
+
+/// Reads and checks the pack `path`, and returns its contents.
+///
+/// # Errors
+/// [`PackError::Io`], or [`PackError::Damaged`] if the pack is truncated or damaged anywhere.
+pub fn list_pack(path: &Path) -> Result<PackList, PackError> {
+    let mut list = PackList::default();
+    read_pack(path, |item| {
+        match item {
+            Item::Kernel(packed, _) => list.kernels.push(PackKernel {
+                key: packed.key,
+                info: packed.stored.info,
+                member: packed.member,
+                bytes: packed.bytes,
+            }),
+            Item::Tuned(tuned) => list.tunings.push(tuned),
+        }
+        Ok(())
+    })?;
+    let order = |kernel: &PackKernel| {
+        let (target, name) = (kernel.info.target.to_string(), kernel.info.name.clone());
+        (target, name, kernel.key)
+    };
+    list.kernels.sort_by_cached_key(order);
+    Ok(list)
 }
 
 impl Store {
@@ -179,11 +229,11 @@ impl Store {
         added: &mut Vec<Added>,
     ) -> Result<(), PackError> {
         match item {
-            Item::Kernel(key, ..) if self.look(&key).is_some() => imported.present += 1,
-            Item::Kernel(key, stored, source) => {
-                self.put_parts(&key, source, &stored)?;
+            Item::Kernel(packed, _) if self.look(&packed.key).is_some() => imported.present += 1,
+            Item::Kernel(packed, source) => {
+                self.put_parts(&packed.key, source, &packed.stored)?;
                 imported.added += 1;
-                added.push(Added::Kernel(key));
+                added.push(Added::Kernel(packed.key));
             }
             Item::Tuned(tuned) if self.has_tuned(&tuned) => {}
             Item::Tuned(tuned) => {
@@ -242,9 +292,19 @@ fn append<W: Write>(tar: &mut tar::Builder<W>, name: &str, bytes: &[u8]) -> io::
 
 /// The items of a pack.
 enum Item<'a> {
-    /// A kernel, its key and, if the pack has it, its source.
-    Kernel(KernelKey, Box<StoredKernel>, Option<&'a str>),
+    /// A kernel and, if the pack has it, its source.
+    Kernel(Box<Packed>, Option<&'a str>),
     Tuned(Tuned),
+}
+
+/// A kernel as a pack holds it.
+struct Packed {
+    key: KernelKey,
+    stored: StoredKernel,
+    /// The name of the member.
+    member: String,
+    /// Bytes of the member.
+    bytes: u64,
 }
 
 type Sink<'a> = dyn FnMut(Item<'_>) -> Result<(), PackError> + 'a;
@@ -288,7 +348,7 @@ struct Reader<'a> {
     tunings: usize,
     /// The manifest, once it was read.
     manifest: Option<Manifest>,
-    pending: Option<(KernelKey, StoredKernel)>,
+    pending: Option<Box<Packed>>,
     /// The name of the next member, if it is too long for a header.
     long_name: Option<Vec<u8>>,
 }
@@ -374,9 +434,15 @@ impl Reader<'_> {
         sink: &mut Sink<'_>,
     ) -> Result<(), PackError> {
         self.flush(None, sink)?;
+        let size = bytes.len() as u64;
         let stored = format::decode(&key, bytes)
             .map_err(|reason| self.damaged(format!("`{name}`: {reason}")))?;
-        self.pending = Some((key, stored));
+        self.pending = Some(Box::new(Packed {
+            key,
+            stored,
+            member: name.to_string(),
+            bytes: size,
+        }));
         Ok(())
     }
 
@@ -389,9 +455,10 @@ impl Reader<'_> {
     ) -> Result<(), PackError> {
         let text = std::str::from_utf8(bytes).ok();
         let fits = |text: &&str| {
-            let pending = self.pending.as_ref().filter(|(pending, _)| *pending == key);
+            let pending = self.pending.as_ref().filter(|pending| pending.key == key);
             // A source counts only if the kernel before it was made from exactly this text.
-            pending.is_some_and(|(_, stored)| stored.info.source_hash == format::hash_source(text))
+            pending
+                .is_some_and(|pending| pending.stored.info.source_hash == format::hash_source(text))
         };
         match text.filter(fits) {
             Some(text) => self.flush(Some(text), sink),
@@ -417,11 +484,11 @@ impl Reader<'_> {
 
     /// Passes on the kernel that was waiting for its source.
     fn flush(&mut self, source: Option<&str>, sink: &mut Sink<'_>) -> Result<(), PackError> {
-        let Some((key, stored)) = self.pending.take() else {
+        let Some(packed) = self.pending.take() else {
             return Ok(());
         };
         self.kernels += 1;
-        sink(Item::Kernel(key, Box::new(stored), source))
+        sink(Item::Kernel(packed, source))
     }
 
     fn finish(&self) -> Result<(), PackError> {

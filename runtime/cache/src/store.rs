@@ -100,6 +100,7 @@ impl Store {
 
     /// Returns the kernel under `key`. A damaged or unreadable entry is a miss; `tracing` reports
     /// it and [`Store::stats`] counts it.
+    #[doc(hidden)]
     pub fn get(&self, key: &KernelKey) -> Option<StoredKernel> {
         let found = self.look(key);
         match &found {
@@ -136,6 +137,7 @@ impl Store {
 
     /// Returns the source beside the kernel under `key`, if the kernel was made from exactly that
     /// text.
+    #[doc(hidden)]
     pub fn source(&self, key: &KernelKey) -> Option<String> {
         let info = self.look(key)?.info;
         let path = self.layout.source(key, info.language);
@@ -147,6 +149,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError`], which callers log and ignore.
+    #[doc(hidden)]
     pub fn put(
         &self,
         key: &KernelKey,

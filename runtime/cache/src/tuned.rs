@@ -174,6 +174,7 @@ fn is_hash(text: &str) -> bool {
 
 impl Store {
     /// Returns true if there is any tuning for this target.
+    #[doc(hidden)]
     pub fn has_tunings(&self, target: Target) -> bool {
         let prefix = format!("{}.", target.file_name());
         !self.tuning_files(&prefix).is_empty()
@@ -181,6 +182,7 @@ impl Store {
 
     /// Returns the tuning of a layer, named by [`Tuned::layer`], on a machine. One that is damaged,
     /// unreadable or foreign is reported to `tracing` and counts as absent.
+    #[doc(hidden)]
     pub fn tuned(&self, target: Target, layer: &str, machine: &TunedMachine) -> Option<Tuned> {
         self.off_is_none()?;
         let path = self.tuned_dir().join(file_name(target, layer, machine));
@@ -195,6 +197,7 @@ impl Store {
     }
 
     /// Returns the tunings of a layer on all machines.
+    #[doc(hidden)]
     pub fn tunings_of(&self, target: Target, layer: &str) -> Vec<Tuned> {
         let all = self.read_all(&prefix(target, layer)).into_iter();
         // Another layer may share the first 16 digits.
@@ -202,6 +205,7 @@ impl Store {
     }
 
     /// Returns every readable tuning.
+    #[doc(hidden)]
     pub fn tunings(&self) -> Vec<Tuned> {
         self.read_all("")
     }
@@ -210,6 +214,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError`] if the file cannot be written.
+    #[doc(hidden)]
     pub fn keep_tuned(&self, tuned: &Tuned) -> Result<PathBuf, StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);
@@ -241,6 +246,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError`] if the directory cannot be written to.
+    #[doc(hidden)]
     pub fn can_keep_tunings(&self) -> Result<(), StoreError> {
         if let Some(trouble) = self.trouble() {
             return Err(trouble);

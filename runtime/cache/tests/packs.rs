@@ -3,7 +3,7 @@
 use crate::common::{files, kernel_path, key, source, stored};
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use moesaic_cache::{Imported, Store};
+use moesaic_cache::{Imported, Store, list_pack};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -32,10 +32,12 @@ fn packed(dir: &Path) -> PathBuf {
     pack
 }
 
-/// Imports a pack that must be refused, and checks that the store stays empty.
+/// Imports a pack that must be refused, and checks that the store stays empty. The pack is not
+/// listed either.
 fn refused(dir: &Path, pack: &Path) -> String {
     let to = dir.join("to");
     let error = Store::open(&to).import(pack).unwrap_err().to_string();
+    assert_eq!(list_pack(pack).unwrap_err().to_string(), error);
     assert_eq!(files(&to), Vec::<String>::new(), "{error}");
     error
 }
@@ -81,6 +83,24 @@ fn a_pack_fills_another_store_with_the_same_files() {
             fs::read(from.join(&file)).unwrap(),
             fs::read(to.dir().join(&file)).unwrap()
         );
+    }
+}
+
+#[test]
+fn a_pack_is_listed_as_the_store_of_its_kernels() {
+    let dir = tempfile::tempdir().unwrap();
+    let pack = packed(dir.path());
+    let list = list_pack(&pack).unwrap();
+    assert_eq!(list.tunings, []);
+    let store = Store::open(dir.path().join("from")).list();
+    assert_eq!(list.kernels.len(), store.len());
+    for (packed, listed) in list.kernels.iter().zip(&store) {
+        assert_eq!(
+            (packed.key, &packed.info, packed.bytes),
+            (listed.key, &listed.info, listed.bytes)
+        );
+        let name = format!("cpu-avx2/{}.{}.kernel", listed.info.name, listed.key);
+        assert_eq!(packed.member, name);
     }
 }
 
@@ -151,7 +171,7 @@ fn a_truncated_pack_is_refused_whole() {
             "{length}: {error}"
         );
         assert!(
-            error.contains("short.tar.gz") && error.contains("nothing was imported"),
+            error.contains("short.tar.gz") && error.contains("none of it is used"),
             "{error}"
         );
     }

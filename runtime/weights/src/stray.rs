@@ -1,6 +1,6 @@
 //! Hints on tensors that the spec does not use.
 
-use moesaic_spec::{LayerSpec, RouterKind, RouterWeight, canonical_tensors, closest};
+use moesaic_spec::{LayerSpec, RouterKind, canonical_tensors, closest};
 
 /// An optional tensor of layers, and the option that adds it.
 struct Optional {
@@ -55,8 +55,12 @@ fn option(name: &str) -> Option<String> {
     if let Some(found) = ROUTER.iter().find(|known| known.name == name) {
         return Some(found.option.to_string());
     }
-    if let Some((kind, _)) = RouterWeight::named(name) {
-        return Some(format!("`kind = \"{}\"` under [router]", kind.def().name));
+    let kinds = RouterKind::with_weight(name);
+    let kinds: Vec<String> = kinds
+        .map(|kind| format!("\"{}\"", kind.def().name))
+        .collect();
+    if !kinds.is_empty() {
+        return Some(format!("`kind = {}` under [router]", kinds.join("` or `")));
     }
     let parts: Vec<&str> = name.split('.').collect();
     let text = match parts.as_slice() {

@@ -55,6 +55,7 @@ pub struct KernelReport {
     /// Bytes of machine code.
     pub code_bytes: Option<u64>,
     /// The parameters that the binary declares; empty if it declares none.
+    #[doc(hidden)]
     pub params: Vec<ParamSlot>,
 }
 
@@ -86,6 +87,7 @@ impl KernelReport {
     /// # Errors
     /// [`SignatureError`] names the missing kernel or the
     /// [`disagreement`](KernelReport::disagreement).
+    #[doc(hidden)]
     pub fn of_entries(
         source: &KernelSource,
         found: Vec<KernelReport>,
@@ -112,6 +114,7 @@ impl KernelReport {
     /// Returns the difference between the binary's signature and `entry`: the number and sizes of
     /// the parameters, and the largest block. `None` if they agree. Use it only for binaries that
     /// declare their parameters.
+    #[doc(hidden)]
     pub fn disagreement(&self, entry: &Entry) -> Option<String> {
         self.count_disagreement(entry)
             .or_else(|| self.size_disagreement(entry))

@@ -8,11 +8,12 @@ mod capacity;
 mod experts;
 mod losses;
 mod router;
+mod router_sizes;
 mod shape;
 mod training;
 
 use crate::write::word;
-use crate::{LayerSpec, Problem};
+use crate::{LayerSpec, Problem, Router};
 use serde::Serialize;
 
 impl LayerSpec {
@@ -204,6 +205,20 @@ fn clash(
         change: format!("remove one of the two: `{name}` is not needed by default"),
     };
     problems.push(conflict.problem());
+}
+
+/// Returns the problem of an option that the router's kind cannot use.
+fn against_kind(router: &Router, key: &str, value: &str, because: &str) -> Problem {
+    let name = key.trim_start_matches("router.");
+    let conflict = Conflict {
+        key,
+        value: value.to_string(),
+        with: "router.kind",
+        with_value: quoted(&router.kind),
+        because,
+        change: format!("remove `{name}` or change `kind`"),
+    };
+    conflict.problem()
 }
 
 /// Returns a plain enum's value as written in TOML.

@@ -1,15 +1,15 @@
 //! The router's rules about options that exclude or need each other.
 
-use super::{Conflict, Range, Real, clash, quoted};
+use super::{Conflict, Range, Real, against_kind, clash, quoted, router_sizes};
 use crate::{
     BiasedValues, CapacityMode, Chooser, GroupStat, Groups, LayerSpec, MAX_BLOCK_TOKENS,
-    MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize, Router, RouterInput, RouterKind, RouterSize,
-    Score, Select, TokenBlocks,
+    MAX_MATRIX, MAX_TABLE_ROWS, Problem, Renormalize, Router, RouterInput, Score, Select,
+    TokenBlocks,
 };
 
 pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     numbers(&spec.router, problems);
-    sizes(&spec.router, problems);
+    router_sizes::check(&spec.router, problems);
     table_area(spec, problems);
     bias(&spec.router, problems);
     match spec.router.kind.chooser() {
@@ -36,54 +36,6 @@ fn numbers(router: &Router, problems: &mut Vec<Problem>) {
     }
 }
 
-/// Checks the sizes that one kind has and other kinds cannot use.
-fn sizes(router: &Router, problems: &mut Vec<Problem>) {
-    for kind in RouterKind::ALL {
-        let Some(size) = &kind.def().size else {
-            continue;
-        };
-        if let Some(value) = needed(kind, size, router, problems) {
-            Range {
-                key: size.key,
-                value,
-                least: 1,
-                most: size.most,
-                because: size.because,
-            }
-            .check(problems);
-        }
-    }
-}
-
-/// Returns the size, if it is present and wanted.
-fn needed(
-    kind: RouterKind,
-    size: &RouterSize,
-    router: &Router,
-    problems: &mut Vec<Problem>,
-) -> Option<usize> {
-    let name = kind.def().name;
-    match (kind == router.kind, (size.value)(router)) {
-        (true, None) => {
-            let message = format!("`router.kind` = \"{name}\" needs `{}`", size.key);
-            let problem = Problem::new("router.kind", message)
-                .label(format!(
-                    "needs `{}`",
-                    size.key.trim_start_matches("router.")
-                ))
-                .with(size.key, "missing");
-            problems.push(problem.help(format!("add {}", size.add)));
-            None
-        }
-        (false, Some(value)) => {
-            let because = format!("only a {name} router has it");
-            problems.push(against_kind(router, size.key, &value.to_string(), &because));
-            None
-        }
-        (_, value) => value,
-    }
-}
-
 /// Checks the product of a table's sizes.
 fn table_area(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     let (rows, k) = (spec.router.table_rows.unwrap_or(0), spec.shape.top_k);
@@ -106,20 +58,6 @@ fn bias(router: &Router, problems: &mut Vec<Problem>) {
         let because = "the projection has its own bias";
         problems.push(against_kind(router, "router.bias", "true", because));
     }
-}
-
-/// Returns the problem of an option that the router's kind cannot use.
-fn against_kind(router: &Router, key: &str, value: &str, because: &str) -> Problem {
-    let name = key.trim_start_matches("router.");
-    let conflict = Conflict {
-        key,
-        value: value.to_string(),
-        with: "router.kind",
-        with_value: quoted(&router.kind),
-        because,
-        change: format!("remove `{name}` or change `kind`"),
-    };
-    conflict.problem()
 }
 
 /// Returns the options that act on the token or on the logits.

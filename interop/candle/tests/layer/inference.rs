@@ -117,13 +117,59 @@ fn a_var_builder_has_the_weights() -> Result<()> {
 
     let error = InferenceLayer::load(&engine(), &case.spec, Names::Mixtral, get).unwrap_err();
     let text = error.to_string();
-    assert!(
-        text.contains("no name for `shared.0.gate.weight`"),
-        "{text}"
-    );
+    for part in [
+        "no name for `shared.0.",
+        "`shared.0.gate.weight`",
+        "`shared.0.down.weight`",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
     let short = LayerSpec::from_toml(&SPEC.replace("experts = 5", "experts = 6")).expect("valid");
     let error = InferenceLayer::load(&engine(), &short, Names::Qwen, get).unwrap_err();
-    assert!(error.to_string().contains("gate.weight"), "{error}");
+    let text = error.to_string();
+    for part in [
+        "weights are missing or do not fit:\n",
+        "\n  `gate.weight`: ",
+        ", expected [6, 24]",
+        "\n  `experts.5.up_proj.weight`: ",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert!(!text.contains("shared_expert"), "{text}");
+    Ok(())
+}
+
+/// Every weight that is missing or misshapen is named, with the shape that it should have.
+#[test]
+fn all_that_is_missing_is_in_one_error() -> Result<()> {
+    let case = Case::new(SPEC)?;
+    let mut weights = tensors(&case.vars);
+    let shared = weights.remove("shared.0.up.weight").expect("it has one");
+    let error = InferenceLayer::new(&engine(), &case.spec, &weights).unwrap_err();
+    let one = "`shared.0.up.weight`: is missing, expected [12, 24]";
+    assert_eq!(error.to_string(), one);
+    weights.remove("router.weight");
+    weights.insert("shared.0.down.weight".to_string(), shared);
+    let error = InferenceLayer::new(&engine(), &case.spec, &weights).unwrap_err();
+    let all = "weights are missing or do not fit:\n  \
+               `router.weight`: is missing, expected [5, 24]\n  \
+               `shared.0.down.weight`: has shape [12, 24], expected [24, 12]\n  \
+               `shared.0.up.weight`: is missing, expected [12, 24]";
+    assert_eq!(error.to_string(), all);
+
+    let get = |shape: &[usize], name: &str| match name {
+        "gate.weight" | "experts.1.up_proj.weight" => candle_core::bail!("is not here"),
+        _ if name.contains("down_proj") => candle_core::bail!("is not here"),
+        _ => Tensor::zeros(shape, DType::F32, &Device::Cpu),
+    };
+    let error = InferenceLayer::load(&engine(), &case.spec, Names::Qwen, get).unwrap_err();
+    let all = "weights are missing or do not fit:\n  \
+               `experts.0.down_proj.weight`: is not here, expected [24, 20]; \
+               experts 1-4 fail, too\n  \
+               `experts.1.up_proj.weight`: is not here, expected [20, 24]\n  \
+               `gate.weight`: is not here, expected [5, 24]\n  \
+               `shared_expert.down_proj.weight`: is not here, expected [24, 12]";
+    assert_eq!(error.to_string(), all);
     Ok(())
 }
 

@@ -205,10 +205,12 @@ fn what_does_not_fit_is_refused() -> Result<()> {
     let engine = Engine::cpu().expect("a C compiler");
     let mut weights = tensors(&case.vars);
     let router = weights.remove("router.weight").expect("the router has one");
+    let down = weights.remove("experts.down.weight").expect("it has one");
     refused(
         MoeLayer::new(&engine, &case.spec, &weights),
-        "no weight `router.weight`",
+        "weights are missing:\n  `router.weight` [4, 16]\n  `experts.down.weight` [4, 16, ",
     );
+    weights.insert("experts.down.weight".to_string(), down);
     weights.insert("router.weight".to_string(), router.reshape((16, 4))?);
     refused(
         MoeLayer::new(&engine, &case.spec, &weights),
