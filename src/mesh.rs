@@ -282,7 +282,7 @@ pub use moesaic_plan::{ParseStrategyError, StrategyError};
 ///
 /// /// Sets what a rank computes in a second, as measured.
 /// fn measured(layer: &Layer, operations: f64) -> Result<(), EngineError> {
-///     layer.set_shadow_model(ShadowModel { operations: operations, ..layer.shadow_model() })
+///     layer.set_shadow_model(ShadowModel { operations, ..layer.shadow_model() })
 /// }
 /// # let _ = measured;
 /// ```
