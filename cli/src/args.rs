@@ -170,4 +170,25 @@ mod tests {
         check(&command, &mut found);
         assert!(found > 20, "{found}");
     }
+
+    /// Returns the commands with an option `--output`, this one and those below.
+    fn with_output(command: &Command) -> Vec<&Command> {
+        let own = command
+            .get_arguments()
+            .any(|arg| arg.get_long() == Some("output"));
+        let inner = command.get_subcommands().flat_map(with_output);
+        own.then_some(command).into_iter().chain(inner).collect()
+    }
+
+    #[test]
+    fn every_output_has_the_same_short_form() {
+        let command = Cli::command();
+        let commands = with_output(&command);
+        assert!(commands.len() > 8, "{}", commands.len());
+        for command in commands {
+            let short =
+                |arg: &Arg| arg.get_short() == Some('o') && arg.get_long() == Some("output");
+            assert!(command.get_arguments().any(short), "{}", command.get_name());
+        }
+    }
 }

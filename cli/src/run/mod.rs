@@ -102,7 +102,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", requires = "random", conflicts_with_all = OF_WEIGHTS, conflicts_with_all = ["input", "replay", "replay_layer"])]
     tokens: Option<usize>,
     /// The results, a safetensors file
-    #[arg(long, value_name = "FILE")]
+    #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     #[command(flatten)]
     target: TargetArgs,
