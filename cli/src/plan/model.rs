@@ -369,16 +369,22 @@ impl PlanArgs {
     }
 }
 
-/// Parses a number of parameters such as `671e9`, `671B` or `30.5b`.
+/// The most parameters that a model may have. Bytes of more overflow.
+const MOST_PARAMETERS: f64 = 1e15;
+
+/// Parses a number of parameters such as `671e9`, `671B`, `30.5b` or `1T`.
 fn parse_count(text: &str) -> std::result::Result<f64, String> {
-    let (number, factor) = match text.to_ascii_uppercase().strip_suffix('B') {
-        Some(number) => (number.to_string(), 1e9),
-        None => (text.to_string(), 1.0),
-    };
-    let count = number.trim().parse::<f64>().map(|number| number * factor);
-    match count {
-        Ok(count) if count.is_finite() && count > 0.0 => Ok(count),
-        _ => Err("write it as 671e9 or 671B".to_string()),
+    let text = text.to_ascii_uppercase();
+    let ends = [("M", 1e6), ("B", 1e9), ("T", 1e12), ("", 1.0)];
+    let mut ends = ends.into_iter();
+    let found = ends.find_map(|(end, factor)| Some((text.strip_suffix(end)?, factor)));
+    let (number, factor) = found.unwrap_or((&text, 1.0));
+    match number.trim().parse::<f64>() {
+        Ok(number) if number * factor > MOST_PARAMETERS => {
+            Err("a model has at most 1e15 parameters".to_string())
+        }
+        Ok(number) if number > 0.0 => Ok(number * factor),
+        _ => Err("write it as 671e9, 671B or 1T".to_string()),
     }
 }
 
@@ -412,4 +418,30 @@ fn parse_mesh(text: &str) -> std::result::Result<ModelMesh, String> {
         };
     }
     Ok(mesh)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_count;
+
+    /// A number whose bytes are beyond an integer would be shown as 16777216 TiB.
+    #[test]
+    fn parameters_have_a_unit_and_a_limit() {
+        for (text, count) in [
+            ("671e9", 671e9),
+            ("30.5b", 30.5e9),
+            ("1T", 1e12),
+            ("7M", 7e6),
+        ] {
+            assert_eq!(parse_count(text), Ok(count), "{text}");
+        }
+        for text in ["1e30", "inf", "1e300T"] {
+            let error = parse_count(text).unwrap_err();
+            assert!(error.contains("at most 1e15"), "{text}: {error}");
+        }
+        for text in ["nan", "0", "-5", "", "B", "7X"] {
+            let error = parse_count(text).unwrap_err();
+            assert!(error.contains("671B or 1T"), "{text}: {error}");
+        }
+    }
 }

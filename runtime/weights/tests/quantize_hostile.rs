@@ -183,6 +183,61 @@ fn tensors_that_the_output_cannot_hold_are_refused() {
     assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
 }
 
+/// The list of modules that stay floats has a tied head, which is no tensor, and every spelling of
+/// the shared experts: compressed-tensors would look for codes of a module that it leaves out.
+#[test]
+fn modules_without_codes_are_all_listed() {
+    let model = Model::qwen3();
+    let listed = |out: &Path, key: &str| {
+        let text = fs::read_to_string(out.join("config.json")).unwrap();
+        let config: Value = serde_json::from_str(&text).unwrap();
+        let list = config["quantization_config"][key].as_array().unwrap();
+        let names = list.iter().map(|name| name.as_str().unwrap().to_string());
+        names.collect::<Vec<_>>()
+    };
+    for (scheme, key) in [("fp8", "modules_to_not_convert"), ("int4", "ignore")] {
+        let out = tempfile::tempdir().unwrap();
+        model.to(out.path(), scheme).unwrap();
+        assert!(listed(out.path(), key).contains(&"lm_head".to_string()));
+    }
+    let name = "model.layers.0.mlp.shared_expert.up_proj.weight";
+    add(&model, name, floats(DType::Bf16, &[128, 256]));
+    let out = tempfile::tempdir().unwrap();
+    model.to(out.path(), "int4").unwrap();
+    let ignored = listed(out.path(), "ignore");
+    assert_eq!(ignored.last().unwrap(), "re:.*shared_expert.*");
+}
+
+/// No reader has names for single experts of Granite, whose folder would be a model without experts.
+#[test]
+fn granite_has_no_names_for_single_experts() {
+    let model = Model::new("granitemoe", Form::Fused, WIDE, 1);
+    let file = model.path().join("model.safetensors");
+    let checkpoint = Checkpoint::open(&file).unwrap();
+    let rename = |name: &str| {
+        name.replace("mlp.gate.", "block_sparse_moe.router.layer.")
+            .replace(
+                "mlp.experts.gate_up_proj",
+                "block_sparse_moe.input_linear.weight",
+            )
+            .replace(
+                "mlp.experts.down_proj",
+                "block_sparse_moe.output_linear.weight",
+            )
+    };
+    let read = |name: &str| (rename(name), checkpoint.read(name).unwrap());
+    let tensors: Tensors<'_> = checkpoint.names().map(read).collect();
+    write_safetensors(&file, &tensors).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let error = model
+        .to(&out.path().join("a"), "fp8")
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("no names for single experts"), "{error}");
+    let gguf = out.path().join("a.gguf");
+    quantize(model.path(), &gguf, q8_0(), &quiet).unwrap();
+}
+
 /// A configuration that says of itself that it is not quantized gets one `quantization_config`.
 #[test]
 fn a_quantization_config_of_null_is_replaced() {
