@@ -419,29 +419,3 @@ fn parse_mesh(text: &str) -> std::result::Result<ModelMesh, String> {
     }
     Ok(mesh)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::parse_count;
-
-    /// A number whose bytes are beyond an integer would be shown as 16777216 TiB.
-    #[test]
-    fn parameters_have_a_unit_and_a_limit() {
-        for (text, count) in [
-            ("671e9", 671e9),
-            ("30.5b", 30.5e9),
-            ("1T", 1e12),
-            ("7M", 7e6),
-        ] {
-            assert_eq!(parse_count(text), Ok(count), "{text}");
-        }
-        for text in ["1e30", "inf", "1e300T"] {
-            let error = parse_count(text).unwrap_err();
-            assert!(error.contains("at most 1e15"), "{text}: {error}");
-        }
-        for text in ["nan", "0", "-5", "", "B", "7X"] {
-            let error = parse_count(text).unwrap_err();
-            assert!(error.contains("671B or 1T"), "{text}: {error}");
-        }
-    }
-}

@@ -301,12 +301,12 @@ impl<'a> Job<'a> {
         }
         let kept = self.kept();
         let mut quantization = self.targets.scheme.config(&kept);
-        // compressed-tensors matches the names of modules, and transformers calls some families'
-        // `shared_expert` of the file `shared_experts`.
+        // compressed-tensors matches the names of modules, and transformers calls the `shared_expert`
+        // and the `shared_mlp` of some families' files `shared_experts`.
         if let Some(ignore) = quantization.get_mut("ignore").and_then(Value::as_array_mut)
-            && kept.iter().any(|name| name.contains("shared_expert"))
+            && kept.iter().any(|name| name.contains(".share"))
         {
-            ignore.push(json!("re:.*shared_expert.*"));
+            ignore.push(json!("re:.*[.]shared?_.*"));
         }
         let config = with_config(&self.model.config, &quantization);
         beside.push(Beside::text("config.json", config));
