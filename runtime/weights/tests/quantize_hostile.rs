@@ -200,7 +200,7 @@ fn modules_without_codes_are_all_listed() {
         model.to(out.path(), scheme).unwrap();
         assert!(listed(out.path(), key).contains(&"lm_head".to_string()));
     }
-    let name = "model.layers.0.mlp.shared_expert.up_proj.weight";
+    let name = "model.layers.9.mlp.shared_expert.up_proj.weight";
     add(&model, name, floats(DType::Bf16, &[128, 256]));
     let out = tempfile::tempdir().unwrap();
     model.to(out.path(), "int4").unwrap();
