@@ -213,8 +213,15 @@ impl QuantizeArgs {
             }
             return Ok(None);
         }
-        let run = |model: &Opened| self.run(model, layer, console);
-        let ys = run(&source).and_then(|wanted| Ok((wanted, run(&made)?)));
+        let run = |model: &Opened, whose: &str| {
+            let y = self.run(model, layer, console)?;
+            if y.iter().all(|y| y.is_finite()) {
+                return Ok(y);
+            }
+            let message = format!("layer {layer} of the {whose} gives NaN or infinity");
+            Err(Failure::work(message))
+        };
+        let ys = run(&source, "model").and_then(|wanted| Ok((wanted, run(&made, "output")?)));
         match ys {
             Ok((wanted, found)) => Ok(Some(Compared {
                 layer,

@@ -299,9 +299,13 @@ impl Model {
 
     /// Reads a GGUF file.
     pub fn gguf(path: &Path) -> Result<Model> {
-        let checkpoint = Checkpoint::open(path)?;
-        if checkpoint.gguf().is_some() {
-            return Ok(Model::Gguf(Box::new(checkpoint)));
+        // A file of another format would be refused as damaged safetensors, which nobody named.
+        let other = path.is_file() && !begins_as_gguf(path);
+        if !other {
+            let checkpoint = Checkpoint::open(path)?;
+            if checkpoint.gguf().is_some() {
+                return Ok(Model::Gguf(Box::new(checkpoint)));
+            }
         }
         let message = format!("{} is no GGUF file", path.display());
         Err(Failure::input(message).hint("--hf takes a Hugging Face directory"))
@@ -370,6 +374,13 @@ impl Model {
     fn failure(&self, error: &GgufError) -> Failure {
         Failure::input(format!("{}: {error}", self.path().display()))
     }
+}
+
+/// Returns false for a file that can be read and does not begin with GGUF's four letters.
+fn begins_as_gguf(path: &Path) -> bool {
+    let mut letters = Vec::new();
+    let read = fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut letters));
+    read.is_err() || letters == *b"GGUF"
 }
 
 /// Returns the metadata of a GGUF file, which is empty for other files.

@@ -14,6 +14,26 @@ fn specs_that_cannot_be() {
     Small::of("{\"shape\": {}}").refuses(&[], &["hint: this looks like JSON; --hf DIR"]);
 }
 
+/// A file that `--gguf` names is not called damaged safetensors, and of several models one has to be
+/// named.
+#[test]
+fn files_that_are_no_gguf() {
+    let dir = scratch();
+    let empty = write(dir.path(), "empty.gguf", "");
+    let json = write(dir.path(), "config.json", "{\"a\": 1}");
+    let models = dir.path().join("models");
+    std::fs::create_dir(&models).unwrap();
+    for name in ["a.gguf", "b.gguf"] {
+        write(&models, name, "GGUF");
+    }
+    let shown = |path: &Path| finish(command().args(["spec", "show", "--gguf"]).arg(path));
+    for (path, name) in [(&empty, "empty.gguf"), (&json, "config.json")] {
+        shown(path).fails(2, &[name, "is no GGUF file", "hint: --hf"]);
+    }
+    let said = ["it has a.gguf and 1 more weight file: pass one of them"];
+    shown(&models).fails(2, &said);
+}
+
 #[test]
 fn specs_that_cannot_be_read() {
     let dir = scratch();

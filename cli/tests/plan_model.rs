@@ -394,6 +394,16 @@ fn bytes_of_weights_and_layers_have_bounds() {
         2,
         &["99000 layers are more than the 10000 that are planned"],
     );
+    // Bytes of more parameters are beyond an integer, and would be shown as 16777216 TiB.
+    let params =
+        |count: &str| folder.plan(&[&JOB[..], &["--layers=8", "--params", count]].concat());
+    for count in ["1e30", "inf", "1e300T"] {
+        params(count).fails(2, &["a model has at most 1e15 parameters"]);
+    }
+    for count in ["nan", "0", "B", "7X"] {
+        params(count).fails(2, &["write it as 671e9, 671B or 1T"]);
+    }
+    params("1M").fails(2, &["--params 1.0 million is less than"]);
 }
 
 /// A slower link makes no step shorter; a part that the machine lacks is refused by name.

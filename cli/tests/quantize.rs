@@ -164,6 +164,37 @@ fn the_second_call_keeps_the_first_ones_files() {
     assert!(before == after);
 }
 
+/// Weights that overflow give no error of y, and a note says so: an error of NaN would be no number.
+#[test]
+fn a_y_that_overflows_is_not_compared() {
+    let model = Model::new();
+    let mut tensors = Tensors::new();
+    for expert in 0..EXPERTS {
+        for (name, shape) in [
+            ("gate", [HIDDEN, WIDTH]),
+            ("up", [HIDDEN, WIDTH]),
+            ("down", [WIDTH, HIDDEN]),
+        ] {
+            let values = vec![1e30; HIDDEN * WIDTH];
+            let huge = Tensor::rounded(DType::Bf16, &shape, &values).into_static();
+            let name = format!("model.layers.0.mlp.experts.{expert}.{name}_proj.weight");
+            tensors.insert(name, huge);
+        }
+    }
+    let router = vec![0.5; EXPERTS * WIDTH];
+    let router = Tensor::rounded(DType::Bf16, &[EXPERTS, WIDTH], &router).into_static();
+    tensors.insert("model.layers.0.mlp.gate.weight", router);
+    save(&model.path(), "model.safetensors", &tensors);
+    let args = ["--format", "fp8", "--json"];
+    let made = model.quantize(&model.dir.path().join("huge"), &args);
+    assert!(
+        made.stderr
+            .contains("layer 0 of the model gives NaN or infinity")
+    );
+    let said: Value = made.json();
+    assert_eq!(said["y"], Value::Null);
+}
+
 /// Each mistake is one error with what to do, before anything is written.
 #[test]
 fn mistakes_cost_nothing() {

@@ -369,16 +369,22 @@ impl PlanArgs {
     }
 }
 
-/// Parses a number of parameters such as `671e9`, `671B` or `30.5b`.
+/// The most parameters that a model may have. Bytes of more overflow.
+const MOST_PARAMETERS: f64 = 1e15;
+
+/// Parses a number of parameters such as `671e9`, `671B`, `30.5b` or `1T`.
 fn parse_count(text: &str) -> std::result::Result<f64, String> {
-    let (number, factor) = match text.to_ascii_uppercase().strip_suffix('B') {
-        Some(number) => (number.to_string(), 1e9),
-        None => (text.to_string(), 1.0),
-    };
-    let count = number.trim().parse::<f64>().map(|number| number * factor);
-    match count {
-        Ok(count) if count.is_finite() && count > 0.0 => Ok(count),
-        _ => Err("write it as 671e9 or 671B".to_string()),
+    let text = text.to_ascii_uppercase();
+    let ends = [("M", 1e6), ("B", 1e9), ("T", 1e12), ("", 1.0)];
+    let mut ends = ends.into_iter();
+    let found = ends.find_map(|(end, factor)| Some((text.strip_suffix(end)?, factor)));
+    let (number, factor) = found.unwrap_or((&text, 1.0));
+    match number.trim().parse::<f64>() {
+        Ok(number) if number * factor > MOST_PARAMETERS => {
+            Err("a model has at most 1e15 parameters".to_string())
+        }
+        Ok(number) if number > 0.0 => Ok(number * factor),
+        _ => Err("write it as 671e9, 671B or 1T".to_string()),
     }
 }
 

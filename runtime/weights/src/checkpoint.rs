@@ -481,7 +481,21 @@ fn no_weights(dir: &Path) -> WeightsError {
     let found = match names.as_slice() {
         [] => String::new(),
         [first] => format!("; it has {first}: pass that file if it is a safetensors file"),
-        [first, ..] => format!("; it has {first} and {} more weight files", names.len() - 1),
+        [first, rest @ ..] => {
+            let files = if rest.len() == 1 { "file" } else { "files" };
+            let any = |end: &str| names.iter().any(|name| name.ends_with(end));
+            let remedy = if any(".safetensors") {
+                "put the model's index beside them, which says what each one holds"
+            } else if any(".gguf") {
+                "pass one of them"
+            } else {
+                "convert them to safetensors"
+            };
+            format!(
+                "; it has {first} and {} more weight {files}: {remedy}",
+                rest.len()
+            )
+        }
     };
     WeightsError::NoWeights {
         dir: dir.to_path_buf(),

@@ -21,8 +21,8 @@ pub enum WeightsError {
 
     /// The index names a shard that is not in the directory.
     #[error(
-        "`{tensor}` is in {file}, which is missing: put this shard beside the index (those of \
-         other layers are not needed)", file = .file.display()
+        "`{tensor}` is in {file}, which is missing: put this shard beside the index (a layer needs \
+         only the shards that hold it)", file = .file.display()
     )]
     MissingShard {
         /// The name in the index.

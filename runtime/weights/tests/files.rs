@@ -255,7 +255,8 @@ fn shards_and_their_index() {
     };
     let unindexed = load(&spec, dir.path()).unwrap_err().to_string();
     assert!(
-        unindexed.contains("it has a-00001.safetensors and 1 more weight files"),
+        unindexed
+            .contains("it has a-00001.safetensors and 1 more weight file: put the model's index"),
         "{unindexed}"
     );
     index("a-00002.safetensors");

@@ -34,9 +34,9 @@ fn add(model: &Model, name: &str, tensor: Tensor<'static>) {
     write_safetensors(&file, &tensors).unwrap();
 }
 
-fn floats(shape: &[usize]) -> Tensor<'static> {
+fn floats(dtype: DType, shape: &[usize]) -> Tensor<'static> {
     let values = vec![0.5; shape.iter().product()];
-    Tensor::rounded(DType::F32, shape, &values).into_static()
+    Tensor::rounded(dtype, shape, &values).into_static()
 }
 
 /// Changes the configuration of a model.
@@ -121,6 +121,39 @@ fn a_gguf_file_of_others_is_in_the_way() {
     let error = quantize(model.path(), &file, other, &quiet).unwrap_err();
     assert!(matches!(error, QuantizeError::InTheWay { .. }), "{error}");
     assert!(fs::read(&file).unwrap() == whole);
+    // A model of the same sizes makes the same header. It differs in one router, then in one expert.
+    for (name, shape) in [
+        ("model.layers.1.mlp.gate.weight", [4, 256]),
+        ("model.layers.1.mlp.experts.3.up_proj.weight", [128, 256]),
+    ] {
+        let tuned = Model::qwen3();
+        let held = Checkpoint::open(tuned.path()).unwrap();
+        assert_eq!(held.tensor(name).unwrap().shape, shape);
+        add(&tuned, name, floats(DType::Bf16, &shape));
+        let error = quantize(tuned.path(), &file, q8_0(), &quiet).unwrap_err();
+        assert!(matches!(error, QuantizeError::InTheWay { .. }), "{error}");
+        assert!(fs::read(&file).unwrap() == whole);
+        assert_eq!(fs::read_dir(out.path()).unwrap().count(), 1);
+    }
+}
+
+/// The output has the templates in the folder that transformers reads, and no index of weights that
+/// stayed behind.
+#[test]
+fn templates_are_copied_and_foreign_indices_are_not() {
+    let (model, out) = (Model::qwen3(), tempfile::tempdir().unwrap());
+    let templates = Path::new("additional_chat_templates");
+    fs::create_dir(model.path().join(templates)).unwrap();
+    let template = templates.join("tool_use.jinja");
+    fs::write(model.path().join(&template), "{{ x }}").unwrap();
+    fs::write(model.path().join("pytorch_model.bin"), "old").unwrap();
+    let index = "pytorch_model.bin.index.json";
+    fs::write(model.path().join(index), "{}").unwrap();
+    for _ in 0..2 {
+        model.to(out.path(), "fp8").unwrap();
+        assert_eq!(fs::read(out.path().join(&template)).unwrap(), b"{{ x }}");
+        assert!(!out.path().join(index).exists());
+    }
 }
 
 /// Names of the output are unique, and what GGUF cannot hold is refused before anything is written.
@@ -129,14 +162,18 @@ fn tensors_that_the_output_cannot_hold_are_refused() {
     let out = tempfile::tempdir().unwrap();
     let model = Model::qwen3();
     let name = "model.layers.0.mlp.experts.0.up_proj.weight_scale";
-    add(&model, name, floats(&[3]));
+    add(&model, name, floats(DType::F32, &[3]));
     let error = model.to(&out.path().join("a"), "nvfp4").unwrap_err();
     let error = error.to_string();
     assert!(
         error.contains(name) && error.contains("another tensor of that name"),
         "{error}"
     );
-    add(&model, "vision.patch.weight", floats(&[2, 3, 1, 2, 2]));
+    add(
+        &model,
+        "vision.patch.weight",
+        floats(DType::F32, &[2, 3, 1, 2, 2]),
+    );
     let file = out.path().join("a.gguf");
     let error = quantize(model.path(), &file, q8_0(), &quiet).unwrap_err();
     assert!(
@@ -144,6 +181,61 @@ fn tensors_that_the_output_cannot_hold_are_refused() {
         "{error}"
     );
     assert_eq!(fs::read_dir(out.path()).unwrap().count(), 0);
+}
+
+/// The list of modules that stay floats has a tied head, which is no tensor, and every spelling of
+/// the shared experts: compressed-tensors would look for codes of a module that it leaves out.
+#[test]
+fn modules_without_codes_are_all_listed() {
+    let model = Model::qwen3();
+    let listed = |out: &Path, key: &str| {
+        let text = fs::read_to_string(out.join("config.json")).unwrap();
+        let config: Value = serde_json::from_str(&text).unwrap();
+        let list = config["quantization_config"][key].as_array().unwrap();
+        let names = list.iter().map(|name| name.as_str().unwrap().to_string());
+        names.collect::<Vec<_>>()
+    };
+    for (scheme, key) in [("fp8", "modules_to_not_convert"), ("int4", "ignore")] {
+        let out = tempfile::tempdir().unwrap();
+        model.to(out.path(), scheme).unwrap();
+        assert!(listed(out.path(), key).contains(&"lm_head".to_string()));
+    }
+    let name = "model.layers.9.mlp.shared_expert.up_proj.weight";
+    add(&model, name, floats(DType::Bf16, &[128, 256]));
+    let out = tempfile::tempdir().unwrap();
+    model.to(out.path(), "int4").unwrap();
+    let ignored = listed(out.path(), "ignore");
+    assert_eq!(ignored.last().unwrap(), "re:.*[.]shared?_.*");
+}
+
+/// No reader has names for single experts of Granite, whose folder would be a model without experts.
+#[test]
+fn granite_has_no_names_for_single_experts() {
+    let model = Model::new("granitemoe", Form::Fused, WIDE, 1);
+    let file = model.path().join("model.safetensors");
+    let checkpoint = Checkpoint::open(&file).unwrap();
+    let rename = |name: &str| {
+        name.replace("mlp.gate.", "block_sparse_moe.router.layer.")
+            .replace(
+                "mlp.experts.gate_up_proj",
+                "block_sparse_moe.input_linear.weight",
+            )
+            .replace(
+                "mlp.experts.down_proj",
+                "block_sparse_moe.output_linear.weight",
+            )
+    };
+    let read = |name: &str| (rename(name), checkpoint.read(name).unwrap());
+    let tensors: Tensors<'_> = checkpoint.names().map(read).collect();
+    write_safetensors(&file, &tensors).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let error = model
+        .to(&out.path().join("a"), "fp8")
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("no names for single experts"), "{error}");
+    let gguf = out.path().join("a.gguf");
+    quantize(model.path(), &gguf, q8_0(), &quiet).unwrap();
 }
 
 /// A configuration that says of itself that it is not quantized gets one `quantization_config`.

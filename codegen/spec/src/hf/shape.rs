@@ -2,6 +2,7 @@
 
 use super::config::Config;
 use super::{HfError, families};
+use serde_json::Value;
 
 /// The layers of a model and the matrices around its experts. A plan for a whole model counts
 /// their weights, activations and arithmetic.
@@ -74,12 +75,44 @@ const ATTENTION: [&str; 4] = [
     "attention",
 ];
 
+/// Keys that make layers other than such, the value that does not, and the kind of the layers. A
+/// published configuration may have one in place of the list of kinds, which transformers derives.
+const OTHER_LAYERS: [(&str, u64, &str); 9] = [
+    ("attn_layer_period", 1, "layers without attention"),
+    ("full_attention_interval", 1, "layers without attention"),
+    ("layer_group_size", 1, "layers without attention"),
+    ("attn_type_list", 1, "layers without attention"),
+    ("hybrid_override_pattern", 1, "layers without attention"),
+    ("linear_attn_config", 1, "layers without attention"),
+    ("full_attn_idxs", 1, "layers without attention"),
+    ("index_topk", 0, "attention to chosen tokens"),
+    ("compress_ratios", 0, "compressed attention"),
+];
+
+/// Families whose layers hold matrices that [`ModelShape`] does not count.
+const OTHER_MATRICES: [(&[&str], &str); 3] = [
+    (
+        &["longcat_flash", "longcat_flash_ngram"],
+        "layers with two attentions and two dense blocks",
+    ),
+    (&["jetmoe"], "experts of attention"),
+    (
+        &[
+            "gemma4",
+            "gemma4_text",
+            "diffusion_gemma",
+            "diffusion_gemma_text",
+        ],
+        "a dense block beside the experts",
+    ),
+];
+
 /// Reads the shape of the model that `config_json` describes.
 ///
 /// # Errors
 ///
 /// [`HfError`] if the configuration cannot be imported, lacks a size, has an encoder, or has
-/// layers without attention, whose cost is not modelled.
+/// layers without attention or with matrices whose cost is not modelled.
 pub fn model_shape(config_json: &str) -> Result<ModelShape, HfError> {
     let config = Config::parse(config_json, families::is_known)?;
     let layers = (families::find(&config)?.layers)(&config)?;
@@ -88,6 +121,10 @@ pub fn model_shape(config_json: &str) -> Result<ModelShape, HfError> {
         if there {
             return Err(not_modelled(&config, key, "an encoder beside the decoder"));
         }
+    }
+    let names = |(names, _): &&(&[&str], _)| names.contains(&config.model.as_str());
+    if let Some((_, axis)) = OTHER_MATRICES.iter().find(names) {
+        return Err(not_modelled(&config, "model_type", axis));
     }
     let moe_layers = layers.moe.len();
     let width = config.need(&["hidden_size", "n_embd", "d_model"])?;
@@ -167,6 +204,9 @@ fn latent_attention(
 /// Returns the number of layers with a window, and its tokens.
 fn windows(config: &Config, layers: usize) -> Result<(usize, usize), HfError> {
     let types = config.words(&["layer_types", "layers_block_type"])?;
+    if types.is_none() {
+        check_derived(config)?;
+    }
     let types = types.unwrap_or_default();
     if let Some(other) = types.iter().find(|kind| !ATTENTION.contains(&&***kind)) {
         let axis = format!("layers of the kind {other}");
@@ -180,6 +220,24 @@ fn windows(config: &Config, layers: usize) -> Result<(usize, usize), HfError> {
     } else {
         (windowed, window)
     })
+}
+
+/// Refuses keys from which transformers derives layers other than those with attention.
+fn check_derived(config: &Config) -> Result<(), HfError> {
+    let is_other = |(key, plain, _): &&(&str, u64, &str)| {
+        let plain = |value: &Value| value.as_u64() == Some(*plain);
+        match config.peek(key) {
+            None | Some(Value::Null) => false,
+            Some(Value::Array(values)) => !values.iter().all(plain),
+            Some(value) => !plain(value),
+        }
+    };
+    OTHER_LAYERS
+        .iter()
+        .find(is_other)
+        .map_or(Ok(()), |(key, _, axis)| {
+            Err(not_modelled(config, key, axis))
+        })
 }
 
 fn not_modelled(config: &Config, key: &str, axis: &str) -> HfError {
@@ -227,6 +285,55 @@ mod tests {
         let text = error.to_string();
         assert!(
             text.contains("layers of the kind linear_attention"),
+            "{text}"
+        );
+    }
+
+    /// Published configurations name a number in place of the kinds of layers: DeepSeek-V3.2, Jamba
+    /// and Qwen3-Next do. Their layers would be counted as full attention.
+    #[test]
+    fn layers_of_derived_kinds_are_refused() {
+        let with = |extra: &str| {
+            let config = DEEPSEEK_V3.replace("\"vocab_size\"", &format!("{extra}, \"vocab_size\""));
+            model_shape(&config)
+        };
+        for (extra, axis) in [
+            (r#""index_topk": 2048"#, "attention to chosen tokens"),
+            (r#""attn_layer_period": 8"#, "layers without attention"),
+            (
+                r#""full_attention_interval": 4"#,
+                "layers without attention",
+            ),
+            (r#""attn_type_list": [1, 0, 1]"#, "layers without attention"),
+            (
+                r#""linear_attn_config": {"a": 1}"#,
+                "layers without attention",
+            ),
+            (r#""compress_ratios": [0, 4]"#, "compressed attention"),
+        ] {
+            let text = with(extra).unwrap_err().to_string();
+            assert!(text.contains(axis), "{extra}: {text}");
+        }
+        for extra in [
+            r#""index_topk": null"#,
+            r#""full_attention_interval": 1"#,
+            r#""attn_type_list": [1, 1]"#,
+            r#""full_attention_interval": 4, "layer_types": ["full_attention"]"#,
+        ] {
+            assert_eq!(with(extra), with(r#""a": 1"#), "{extra}");
+        }
+    }
+
+    /// LongCat-Flash would lose half of its attention and all dense blocks.
+    #[test]
+    fn layers_with_more_matrices_are_refused() {
+        let config = r#"{ "model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 28,
+            "expert_ffn_hidden_size": 2048, "ffn_hidden_size": 12288, "moe_topk": 12,
+            "n_routed_experts": 512, "zero_expert_num": 256, "num_attention_heads": 64,
+            "vocab_size": 131072 }"#;
+        let text = model_shape(config).unwrap_err().to_string();
+        assert!(
+            text.contains("two attentions and two dense blocks"),
             "{text}"
         );
     }

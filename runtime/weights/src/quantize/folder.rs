@@ -17,6 +17,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::UNIX_EPOCH;
 
+/// The module that turns the last layer's output into logits.
+const HEAD: &str = "lm_head";
+
 type Watch<'a> = &'a (dyn Fn(QuantizeEvent<'_>) + Sync);
 
 /// A tensor of an output file.
@@ -296,7 +299,15 @@ impl<'a> Job<'a> {
             let index = json!({ "metadata": { "total_size": total }, "weight_map": map });
             beside.push(Beside::text(INDEX, format!("{index:#}\n")));
         }
-        let quantization = self.targets.scheme.config(&self.kept());
+        let kept = self.kept();
+        let mut quantization = self.targets.scheme.config(&kept);
+        // compressed-tensors matches the names of modules, and transformers calls the `shared_expert`
+        // and the `shared_mlp` of some families' files `shared_experts`.
+        if let Some(ignore) = quantization.get_mut("ignore").and_then(Value::as_array_mut)
+            && kept.iter().any(|name| name.contains(".share"))
+        {
+            ignore.push(json!("re:.*[.]shared?_.*"));
+        }
         let config = with_config(&self.model.config, &quantization);
         beside.push(Beside::text("config.json", config));
         Ok(beside)
@@ -311,7 +322,12 @@ impl<'a> Job<'a> {
             tensor.is_some_and(|tensor| tensor.shape.len() > 1)
         });
         let modules = matrices.filter_map(|name| name.strip_suffix(".weight"));
-        modules.map(str::to_string).collect()
+        let mut modules: Vec<String> = modules.map(str::to_string).collect();
+        // A head that is the embedding is no tensor of the file, but a module of the model.
+        if !modules.iter().any(|name| name.ends_with(HEAD)) {
+            modules.push(HEAD.to_string());
+        }
+        modules
     }
 }
 

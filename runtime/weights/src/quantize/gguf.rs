@@ -65,8 +65,14 @@ pub(super) fn write(
     watch(QuantizeEvent::Begins {
         bytes: bytes_before,
     });
-    check_way(to, &layout)?;
-    let (output, matrices) = (Output::create(to, &layout)?, Mutex::new(Vec::new()));
+    let finished = is_finished(to, &layout)?;
+    let output = if finished {
+        // The header says nothing of the values: another model's file may have the same.
+        Output::compare(to, &layout)?
+    } else {
+        Output::create(to, &layout)?
+    };
+    let matrices = Mutex::new(Vec::new());
     each(entries.iter().collect(), watch, |entry| {
         let error = entry.write(&output, &readers)?;
         if let Some(error) = error {
@@ -75,9 +81,13 @@ pub(super) fn write(
         Ok(entry.source_bytes(model))
     })?;
     output.finish()?;
-    watch(QuantizeEvent::Written {
-        file: &name,
-        bytes: layout.bytes,
+    watch(if finished {
+        QuantizeEvent::Kept { file: &name }
+    } else {
+        QuantizeEvent::Written {
+            file: &name,
+            bytes: layout.bytes,
+        }
     });
     let mut matrices = std::mem::take(&mut *lock(&matrices));
     matrices.sort_by(|a, b| a.name.cmp(&b.name));
@@ -88,10 +98,10 @@ pub(super) fn write(
     })
 }
 
-/// Refuses to replace a file, unless it is of this model in this format.
-fn check_way(to: &Path, layout: &Layout) -> Result<(), QuantizeError> {
+/// Returns true if there is a file with this header. A file with another one is in the way.
+fn is_finished(to: &Path, layout: &Layout) -> Result<bool, QuantizeError> {
     if !to.exists() || has_header(to, layout).unwrap_or(false) {
-        return Ok(());
+        return Ok(to.exists());
     }
     Err(QuantizeError::InTheWay {
         path: to.to_path_buf(),

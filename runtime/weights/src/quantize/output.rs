@@ -1,6 +1,7 @@
 //! A file of the output: written under a temporary name by several threads, then renamed.
 
 use super::{QuantizeError, QuantizeEvent};
+use crate::WeightsError;
 use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -15,9 +16,11 @@ pub(super) struct Layout {
     pub bytes: u64,
 }
 
-/// A file under its temporary name. Dropping it unfinished removes it.
+/// A file under its temporary name, or a finished one that stays. Dropping it unfinished removes the
+/// temporary file.
 pub(super) struct Output {
-    temporary: PathBuf,
+    /// The name until the file is finished. None compares with the file at `path`.
+    temporary: Option<PathBuf>,
     path: PathBuf,
     state: Mutex<State>,
 }
@@ -35,19 +38,29 @@ impl Output {
         // Reserves nothing on most systems, but fails at once where files are limited.
         let begun = file.set_len(layout.bytes);
         let begun = begun.and_then(|()| file.write_all(&layout.header));
-        let output = Output {
+        let output = Output::new(Some(temporary), path, file, layout);
+        begun.map_err(QuantizeError::write(path))?;
+        Ok(output)
+    }
+
+    /// Opens a file of this layout that stays if it holds exactly what would be written.
+    pub fn compare(path: &Path, layout: &Layout) -> Result<Output, QuantizeError> {
+        let file = File::open(path).map_err(WeightsError::io(path))?;
+        Ok(Output::new(None, path, file, layout))
+    }
+
+    fn new(temporary: Option<PathBuf>, path: &Path, file: File, layout: &Layout) -> Output {
+        Output {
             temporary,
             path: path.to_path_buf(),
             state: Mutex::new(State {
                 file: Some(file),
                 checksum: checksum(0, &layout.header),
             }),
-        };
-        begun.map_err(QuantizeError::write(path))?;
-        Ok(output)
+        }
     }
 
-    /// Writes bytes at a place.
+    /// Writes bytes at a place, or checks that they are there.
     pub fn put(&self, place: u64, bytes: &[u8]) -> Result<(), QuantizeError> {
         // The sum does not depend on the order in which threads write.
         let own = checksum(place, bytes);
@@ -56,6 +69,15 @@ impl Output {
         let Some(file) = &mut state.file else {
             return Ok(());
         };
+        if self.temporary.is_none() {
+            return match has_bytes(file, place, bytes) {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(QuantizeError::InTheWay {
+                    path: self.path.clone(),
+                }),
+                Err(error) => Err(WeightsError::io(&self.path)(error).into()),
+            };
+        }
         let written = file.seek(SeekFrom::Start(place));
         let written = written.and_then(|_| file.write_all(bytes));
         written.map_err(QuantizeError::write(&self.path))
@@ -69,13 +91,13 @@ impl Output {
     /// Gives the file its name.
     pub fn finish(self) -> Result<(), QuantizeError> {
         let mut state = lock(&self.state);
-        if let Some(file) = state.file.take() {
+        if let (Some(file), Some(temporary)) = (state.file.take(), &self.temporary) {
             // Data must be on disk before the name makes it visible.
             let named = file
                 .sync_all()
-                .and_then(|()| fs::rename(&self.temporary, &self.path));
+                .and_then(|()| fs::rename(temporary, &self.path));
             if let Err(error) = named {
-                let _ = fs::remove_file(&self.temporary);
+                let _ = fs::remove_file(temporary);
                 return Err(QuantizeError::write(&self.path)(error));
             }
         }
@@ -89,8 +111,8 @@ impl Drop for Output {
             .state
             .get_mut()
             .unwrap_or_else(|broken| broken.into_inner());
-        if state.file.take().is_some() {
-            let _ = fs::remove_file(&self.temporary);
+        if let (Some(_), Some(temporary)) = (state.file.take(), &self.temporary) {
+            let _ = fs::remove_file(temporary);
         }
     }
 }
@@ -155,6 +177,20 @@ pub(super) fn has_header(path: &Path, layout: &Layout) -> std::io::Result<bool> 
     let mut header = vec![0; layout.header.len()];
     file.read_exact(&mut header)?;
     Ok(header == layout.header)
+}
+
+/// Returns true if a file holds these bytes at a place.
+fn has_bytes(file: &mut File, place: u64, bytes: &[u8]) -> std::io::Result<bool> {
+    file.seek(SeekFrom::Start(place))?;
+    let mut part = vec![0; (1 << 20).min(bytes.len())];
+    for wanted in bytes.chunks(part.len().max(1)) {
+        let found = &mut part[..wanted.len()];
+        file.read_exact(found)?;
+        if found != wanted {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// Returns true if a file has this layout and, read at these places, this checksum.

@@ -174,8 +174,10 @@ fn singles(held: &Alternative, alternatives: &[Alternative]) -> Option<Vec<Strin
         .iter()
         .find(|alternative| match &alternative.parts {
             TensorParts::PerExpert { before, .. } => {
-                let root = before.strip_suffix("experts.");
-                alternative.steps.is_empty() && root.is_some_and(|root| fused.starts_with(root))
+                // Granite's `input_linear` and Aria's `fc1` have no single experts in any reader.
+                let projection = fused.strip_prefix(before.as_str());
+                let projection = projection.is_some_and(|name| name.ends_with("_proj"));
+                alternative.steps.is_empty() && projection
             }
             _ => false,
         });

@@ -5,7 +5,6 @@ use super::QuantizeError;
 use super::journal::{self, Journal};
 use super::output::write_whole;
 use crate::WeightsError;
-use crate::checkpoint::INDEX;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -22,6 +21,12 @@ const WEIGHTS: [&str; 9] = [
     "onnx",
     "tmp",
 ];
+
+/// The folders of a model that transformers reads beside the files at its top.
+const FOLDERS: [&str; 1] = ["additional_chat_templates"];
+
+/// The end of the name of an index, which would list weights that the output does not have.
+const INDEX_END: &str = ".index.json";
 
 /// A file without tensors.
 pub(super) struct Beside {
@@ -65,28 +70,45 @@ impl Beside {
         if self.is_there(folder, &bytes)? {
             return Ok(());
         }
-        write_whole(&folder.join(&self.name), &bytes)
+        let path = folder.join(&self.name);
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent).map_err(QuantizeError::write(parent))?;
+        }
+        write_whole(&path, &bytes)
     }
 }
 
 /// Returns the source's files that are no weights: tokenizer, templates, licence.
 pub(super) fn others(folder: &Path) -> Result<Vec<Beside>, QuantizeError> {
-    let entries = fs::read_dir(folder).map_err(WeightsError::io(folder))?;
     let mut others = Vec::new();
+    add(&mut others, folder, Path::new(""))?;
+    for name in FOLDERS {
+        if folder.join(name).is_dir() {
+            add(&mut others, folder, Path::new(name))?;
+        }
+    }
+    Ok(others)
+}
+
+/// Adds the files of a folder below the model's that are no weights.
+fn add(others: &mut Vec<Beside>, model: &Path, below: &Path) -> Result<(), QuantizeError> {
+    let folder = model.join(below);
+    let entries = fs::read_dir(&folder).map_err(WeightsError::io(&folder))?;
     for entry in entries.flatten() {
         let (path, name) = (entry.path(), entry.file_name());
         let end = path.extension();
         let weights = end.is_some_and(|end| WEIGHTS.iter().any(|known| end == *known));
-        let mut own = ["config.json", INDEX, journal::NAME].iter();
+        let weights = weights || name.to_string_lossy().ends_with(INDEX_END);
+        let mut own = ["config.json", journal::NAME].iter();
         if weights || is_hidden(&path) || own.any(|own| name == *own) || !path.is_file() {
             continue;
         }
         others.push(Beside {
-            name: PathBuf::from(name),
+            name: below.join(name),
             content: Content::CopyOf(path),
         });
     }
-    Ok(others)
+    Ok(())
 }
 
 fn is_hidden(path: &Path) -> bool {
