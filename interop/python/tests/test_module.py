@@ -78,6 +78,21 @@ def test_gradients_do_not_depend_on_memory_that_calls_gave_back(
         assert all(torch.equal(*pair) for pair in zip(gradients(), wanted))
 
 
+@pytest.mark.parametrize("kind", ["identity", "zero"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_tokens_may_choose_experts_without_weights(kind, dtype, monkeypatch):
+    moe = seeded(spec=SPEC + f"experts = {{ {kind} = 4 }}\n").to(dtype)
+    with torch.no_grad():
+        moe.router.weight.zero_()[5:7] = 1.0
+    x = torch.ones(1, 24, dtype=dtype, requires_grad=True)
+    y, routing = moe(x, return_routing=True)
+    assert routing.ids.min() >= 5
+    wanted = torch.autograd.grad(y.sum(), [x, *moe.parameters()])
+    monkeypatch.setattr(moesaic.ops, "LARGE", 1)
+    found = torch.autograd.grad(moe(x).sum(), [x, *moe.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+
+
 def test_leading_sizes_strides_and_odd_widths():
     moe = seeded(spec="shape = { model_dim = 7, hidden_dim = 13, experts = 3, top_k = 2 }").eval()
     x = torch.randn(7, 3, 5).transpose(0, 2)  # [5, 3, 7], not contiguous

@@ -212,7 +212,8 @@ def few_experts(
     the others are zeros that nobody has to compute. None otherwise, and on GPUs."""
     if topk_ids is None or not _has_few_experts(of, topk_ids.shape[0], weights):
         return None
-    return [expert for expert in topk_ids.unique().tolist() if expert >= 0]
+    # Identity and zero experts have the last numbers, and no weights.
+    return [expert for expert in topk_ids.unique().tolist() if 0 <= expert < of.weighted]
 
 
 def empty(
