@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 
 from . import _native
 from ._devices import CPU, selected
+from ._inputs import narrowed
 from ._layers import (
     DTYPES,
     TORCH_DTYPES,
@@ -46,6 +47,15 @@ ROUTING = ("topk_ids", "topk_weights", "counts")
 def weight_names(text: str) -> tuple[str, ...]:
     """Returns the names of a spec's weights, in the order in which operations take them."""
     return family(text).names
+
+
+def as_input(name: str, tensor: torch.Tensor, dtype: torch.dtype, place: Any = CPU) -> torch.Tensor:
+    """Returns an input beside x in the type of its layer: integers from integers alone."""
+    if tensor.dtype.is_floating_point != dtype.is_floating_point:
+        raise InvalidError(f"input `{name}` is {tensor.dtype}, expected {dtype}")
+    # On a GPU to look is to wait.
+    own = narrowed(name, tensor) if dtype is torch.int32 and place is CPU else tensor
+    return taken(own, dtype)
 
 
 class Call:
@@ -81,13 +91,18 @@ class Call:
                 known = ", ".join(of.inputs)
                 raise InvalidError(f"the layer reads no `{name}`, only {known}")
             dtype = of.inputs[name]
-            if tensor.dtype.is_floating_point != dtype.is_floating_point:
-                raise InvalidError(f"input `{name}` is {tensor.dtype}, expected {dtype}")
-            own = taken(tensor, dtype)
+            own = as_input(name, tensor, dtype, of.place)
             if name == "topk_weights" and of.rescales:
                 own = own.clone()
             shape = [tokens if size < 0 else size for size in of.shapes[name]]
             self.add_checked(of, name, own, tuple(shape))
+        if len(self.names) < len(of.inputs):
+            missing = next(name for name in of.inputs if name not in self.names)
+            shape = tuple(tokens if size < 0 else size for size in of.shapes[missing])
+            raise InvalidError(
+                f"input `{missing}` is missing: the layer reads it beside x, {of.inputs[missing]} "
+                f"of shape {shape}"
+            )
 
     def add_checked(
         self, of: Compiled, name: str, tensor: torch.Tensor, shape: tuple[int, ...]
