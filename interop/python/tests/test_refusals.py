@@ -109,6 +109,17 @@ def test_records_of_any_integers_are_replayed():
         moe.replay(record + 2**32)
 
 
+def test_numbers_of_threads_begin_at_one():
+    for count in (0, -1):
+        with pytest.raises(moesaic.InvalidError, match=f"{count} threads: take 1 or more"):
+            moesaic.configure(threads=count)
+
+
+def test_errors_of_state_dicts_name_no_file():
+    with pytest.raises(moesaic.InvalidError, match="^the state dict, read as tutel's"):
+        MoE(SPEC).load_foreign_state_dict({"a": torch.ones(2)}, "tutel")
+
+
 def test_a_record_is_replayed_with_the_same_parameters():
     torch.manual_seed(0)
     moe = MoE(SPEC)
