@@ -431,6 +431,25 @@ def test_checkpointing_and_many_states():
     assert moesaic.Layer.states() == before
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_backward_follows_hooks_that_copy_what_is_saved(tokens):
+    from torch.utils.checkpoint import checkpoint
+
+    moe, x = seeded(), torch.randn(tokens, 24, requires_grad=True)
+    wanted = torch.autograd.grad(moe(x).sum(), [x, *moe.parameters()])
+    before = moesaic.Layer.states()
+    with torch.autograd.graph.save_on_cpu():
+        y = moe(x)
+    found = torch.autograd.grad(y.sum(), [x, *moe.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+    del y
+    # Checkpointing's hooks keep nothing.
+    y = checkpoint(moe, x, use_reentrant=False)
+    assert moesaic.Layer.states() == before
+    found = torch.autograd.grad(y.sum(), [x, *moe.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+
+
 def test_errors_name_what_is_wrong():
     with pytest.raises(moesaic.Error, match="num_experts"):
         MoE("shape = { num_experts = 8 }")

@@ -14,6 +14,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch._C import _are_functorch_transforms_active
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_compiling
 
 from . import _native
@@ -348,6 +349,14 @@ def _draw(of: Compiled, training: bool) -> tuple[int, ...]:
     return seed, step, 0, 0
 
 
+def keep_state(ctx: Any, state: torch.Tensor) -> None:
+    """Keeps a state as long as its node where hooks copy what it saves, as `save_on_cpu` does: a
+    copy of its number owns nothing. Those of checkpointing drop it, and run forward again."""
+    hooks = _top_saved_tensors_default_hooks(False)
+    if hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        ctx.kept_state = state
+
+
 class _Past(torch.autograd.Function):
     """A differentiable call past torch's dispatcher."""
 
@@ -359,6 +368,7 @@ class _Past(torch.autograd.Function):
         decision = [tensor for tensor in rest[:-1] if tensor is not None]
         ctx.counts = len(decision), count
         ctx.save_for_backward(x, state, *decision, *tensors)
+        keep_state(ctx, state)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(tensor for tensor in rest if tensor is not None))
         return (y, *rest)
@@ -463,6 +473,8 @@ def _setup(ctx, inputs, output) -> None:
     ctx.spec, ctx.names, ctx.training = spec, names, training
     ctx.count, ctx.key = len(tensors), [None] * len(rng_key)
     ctx.save_for_backward(x, state, ids, chosen, counts, *tensors, *weights)
+    if not is_compiling():
+        keep_state(ctx, state)
 
 
 def _backward(ctx, dy, *_):
