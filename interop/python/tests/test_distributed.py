@@ -53,6 +53,9 @@ CASES = [
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_are_one(name):
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if name == "fully_sharded" and version < (2, 7):
+        pytest.skip("torch 2.6 has no ignored_params")
     run_ranks(name)
 
 

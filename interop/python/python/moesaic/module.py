@@ -7,6 +7,7 @@ from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from . import ops
 from ._inputs import check_x, further_inputs, narrowed
@@ -343,7 +344,10 @@ class MoE(nn.Module):
         if plain is not None and losses is None and not y.requires_grad:
             of = ops.family(self._text).compiled(rows, weights, False)
             plain.see(of, rows, self._owners, weights)
-        if self.training:
+        if self.training and is_compiling():
+            # The compiler of torch 2.6 follows no other assignment.
+            self._losses = losses
+        elif self.training:
             # Past nn.Module's own, which costs more than the losses.
             self.__dict__["_losses"] = losses
         y = y if x.dim() == 2 else y.reshape(*leading, y.shape[-1])

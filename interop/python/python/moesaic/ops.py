@@ -14,7 +14,6 @@ from typing import Any, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch._C import _are_functorch_transforms_active
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.compiler import is_compiling
 
 from . import _native
@@ -37,6 +36,9 @@ from ._once import once, without_second
 
 # Elements of a tensor that does not come from a heap's used pages.
 LARGE = 1 << 18
+
+# What says which hooks see saved tensors; torch 2.6 has no such function.
+saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 # Tensors of other types mean something of their own by an operation.
 PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -352,7 +354,7 @@ def _draw(of: Compiled, training: bool) -> tuple[int, ...]:
 def keep_state(ctx: Any, state: torch.Tensor) -> None:
     """Keeps a state as long as its node where hooks copy what it saves, as `save_on_cpu` does: a
     copy of its number owns nothing. Those of checkpointing drop it, and run forward again."""
-    hooks = _top_saved_tensors_default_hooks(False)
+    hooks = saved_hooks(False)
     if hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
         ctx.kept_state = state
 
