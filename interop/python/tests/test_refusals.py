@@ -42,6 +42,11 @@ def test_views_of_negated_memory_are_read_as_numbers():
     wanted = torch.autograd.grad(moe(x), x, -torch.ones(6, 16))
     found = torch.autograd.grad(moe(x), x, torch._neg_view(torch.ones(6, 16)))
     assert torch.equal(*found, *wanted)
+    # torch's own export would give the memory, with the other sign.
+    packed = moe.pack()
+    with pytest.raises(moesaic.InvalidError, match=r"negative bit, give its resolve_neg\(\)"):
+        packed.forward(torch._neg_view(torch.ones(6, 16)))
+    packed.forward(torch._neg_view(torch.ones(6, 16)).resolve_neg())
 
 
 def test_arguments_that_cannot_be_say_what_to_change(tmp_path):
