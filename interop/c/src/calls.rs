@@ -192,6 +192,26 @@ impl Layer {
         Ok(())
     }
 
+    /// Refuses a call that does not name a tensor that it reads.
+    fn check_complete(
+        &self,
+        tokens: usize,
+        named: &[(&str, Ptr)],
+        is_read: impl Fn(&str, Role) -> bool,
+    ) -> Result<(), Failure> {
+        let is_named = |name: &str| named.iter().any(|(known, _)| *known == name);
+        let mut tensors = self.tensors().iter();
+        match tensors.find(|one| is_read(one.name(), one.role) && !is_named(one.name())) {
+            None => Ok(()),
+            Some(missing) => {
+                let (dtype, shape) = (missing.dtype, missing.shape(tokens));
+                let problem =
+                    format!("is missing: name it in the call, {dtype} of shape {shape:?}");
+                Err(Failure::tensor(missing.name(), problem))
+            }
+        }
+    }
+
     /// Refuses a result that lies over another tensor of the call. Copies stand in for strided ones.
     fn check_apart(&self, given: &[Given<'_>]) -> Result<(), Failure> {
         let packed = given.iter().filter(|one| one.strides.is_none());
@@ -254,6 +274,14 @@ impl Layer {
         self.check_pass(pass, &given)?;
         // SAFETY: as above.
         let prepared = unsafe { self.prepare(call.tokens, given) }?;
+        let plan = self.layer.plan();
+        let steps = pass.steps(plan);
+        self.check_complete(call.tokens, &prepared.tensors, |name, role| {
+            // Over ranks the parts of the layer have inputs of their own.
+            let own = role == Role::Input && self.layer.mesh().is_none();
+            let id = plan.id(name).filter(|_| own);
+            id.is_some_and(|id| steps.iter().any(|step| step.tensors().contains(&id)))
+        })?;
         let bound = self.bound();
         let bound = bound.as_ref().map(|bound| bound.as_slice());
         let tensors = self.with_bound(&prepared.tensors, bound, &[Role::Weight])?;
@@ -376,6 +404,10 @@ pub unsafe extern "C" fn moesaic_backward(
         };
         // SAFETY: as above.
         let prepared = unsafe { layer.prepare(saved.saved.tokens(), given) }?;
+        layer.check_complete(saved.saved.tokens(), &prepared.tensors, |name, role| {
+            // A layer over ranks has gradients of its own making beside.
+            name == "dy" && role == Role::OutputGradient
+        })?;
         let bound = layer.bound();
         let bound = bound.as_ref().map(|bound| bound.as_slice());
         let needed = [Role::Weight, Role::WeightGradient];

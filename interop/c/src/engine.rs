@@ -89,6 +89,7 @@ unsafe fn open(options: EngineOptions) -> Result<Engine, Failure> {
         ..Settings::default()
     };
     let target = target.unwrap_or("auto");
+    check_target(target)?;
     let engine = match options.stream.is_null() {
         true => moesaic::Engine::open(target, settings),
         false => {
@@ -100,6 +101,20 @@ unsafe fn open(options: EngineOptions) -> Result<Engine, Failure> {
     let engine = engine.map_err(moesaic::Error::from)?;
     let target = CString::new(engine.target().to_string()).unwrap_or_default();
     Ok(Engine { engine, target })
+}
+
+/// Refuses a target of no backend: the engine's own list has architectures alone.
+fn check_target(target: &str) -> Result<(), Failure> {
+    match target.split(':').next() {
+        Some("auto" | "cpu" | "cuda" | "rocm" | "sim") => Ok(()),
+        _ => {
+            let problem = format!(
+                "is `{target}`: take \"auto\", \"cpu\", \"cuda\", \"rocm\", or a name with an \
+                 architecture, such as \"cpu:avx2\" or \"cuda:sm_90a\""
+            );
+            Err(Failure::argument("target", problem))
+        }
+    }
 }
 
 /// Refuses a stream for a target that has none.

@@ -3,7 +3,7 @@
 use crate::calls::{Call, RngKey};
 use crate::engine::Engine;
 use crate::info::{Described, Role};
-use crate::layer::{Layer, check_ids, copy_gradient, described};
+use crate::layer::{Layer, check_ids, check_trained, copy_gradient, described};
 use crate::options::LayerOptions;
 use crate::pointers::{Out, borrow, free, slice, text};
 use crate::spec::Spec;
@@ -45,6 +45,10 @@ pub unsafe extern "C" fn moesaic_layer_over_experts_of(
         if bank.binds() {
             let problem = "has no weights of its own: bind the same experts in both layers";
             return Err(Failure::argument("bank", problem));
+        }
+        if let Some(expert) = weights.keys().find(|name| name.starts_with("experts.")) {
+            let problem = "is the bank's: leave it out, or make a layer of its own";
+            return Err(Failure::tensor(expert, problem));
         }
         let engine_layer = &bank.layer;
         let layer = engine
@@ -427,7 +431,9 @@ pub unsafe extern "C" fn moesaic_multi_gate_gradient(
     guard(|| {
         // SAFETY: the caller vouches for its pointers.
         let (gates, name) = unsafe { (borrow(gates, "gates")?, text(name, "name")?) };
-        let gradient = gates.gate(gate)?.gradient(name)?.to_f32();
+        let layer = gates.gate(gate)?;
+        check_trained(&gates.tensors, name)?;
+        let gradient = layer.gradient(name)?.to_f32();
         // SAFETY: the caller vouches for the room.
         unsafe { copy_gradient(&gradient, data, count) }
     })

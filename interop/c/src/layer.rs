@@ -422,10 +422,30 @@ pub unsafe extern "C" fn moesaic_layer_gradient(
             let problem = "writes gradients where they are bound: read them there";
             return Err(Failure::argument("layer", problem));
         }
+        check_trained(layer.tensors(), name)?;
         let gradient = layer.layer.gradient(name)?.to_f32();
         // SAFETY: the caller vouches for the room.
         unsafe { copy_gradient(&gradient, data, count) }
     })
+}
+
+/// Refuses a name that is no weight's, or that of a weight without gradient, by names that one may
+/// ask for.
+pub(crate) fn check_trained(tensors: &[Described], name: &str) -> Result<(), Failure> {
+    let gradients = tensors
+        .iter()
+        .filter(|one| one.role == Role::WeightGradient);
+    let trained: Vec<&str> = gradients
+        .filter_map(|one| one.name().strip_prefix("grad."))
+        .collect();
+    // A layer made for inference, and frozen weights, have errors of their own.
+    let is_weight = |one: &Described| one.role == Role::Weight && one.name() == name;
+    if trained.is_empty() || trained.contains(&name) || tensors.iter().any(is_weight) {
+        return Ok(());
+    }
+    let known = trained.join(", ");
+    let problem = format!("is `{name}`, expected a weight that has a gradient: {known}");
+    Err(Failure::argument("name", problem))
 }
 
 /// Copies a gradient to memory of the caller's.

@@ -48,7 +48,10 @@ fn wrong_tensors_are_refused_by_name() {
         change(&mut tensor);
         forward(layer, T, &[tensor])
     };
-    refused(forward(layer, T, &[y.c()]), "`x`");
+    refused(
+        forward(layer, T, &[y.c()]),
+        "tensor `x` is missing: name it in the call, f32 of shape [3, 8]",
+    );
     refused(
         forward(layer, 5, &[x.c(), y.c()]),
         "has shape [3, 8], expected [5, 8]",
@@ -160,6 +163,16 @@ fn a_layer_without_weights_reads_and_writes_where_they_are_bound() {
         let short = unsafe { moesaic_layer_gradient(owning, name, own.as_mut_ptr(), 1) };
         refused(short, "argument `count` is 1");
     }
+    let mut room = [0f32];
+    // SAFETY: nothing is written.
+    let prefixed = unsafe {
+        let name = c"grad.router.weight".as_ptr();
+        moesaic_layer_gradient(owning, name, room.as_mut_ptr(), 1)
+    };
+    refused(
+        prefixed,
+        "`grad.router.weight`, expected a weight that has a gradient: router.weight, ",
+    );
     refused(backward(owning, saved, &mut dx), "of another layer");
     // SAFETY: nobody uses them any more.
     unsafe {
@@ -328,6 +341,8 @@ fn wrong_calls_of_shared_experts_are_refused() {
         let layer_over = moesaic_layer_over_experts_of;
         let elsewhere = layer_over(engine, bank, other.spec, first, 1, &mut over);
         refused(elsewhere, "experts.gate.weight");
+        let experts_too = layer_over(engine, bank, spec, first, count, &mut over);
+        refused(experts_too, "is the bank's");
         ok(moesaic_layer_without_weights(engine, spec, &mut unbound));
         refused(
             layer_over(engine, unbound, spec, first, 1, &mut over),

@@ -186,7 +186,8 @@ fn expected_forward() -> String {
     let ids: Vec<i32> = output.get("topk_ids").unwrap().to_vec().unwrap();
     let ids: Vec<String> = ids.iter().map(|id| format!(" {id}")).collect();
     format!(
-        "{}{}topk_ids{}\nwithout x: input `x`: has no address\n",
+        "{}{}topk_ids{}\nwithout x: tensor `x` is missing: name it in the call, f32 of shape \
+         [3, 32]\n",
         bits("y", &values("y")),
         bits("topk_weights", &values("topk_weights")),
         ids.concat(),

@@ -2,7 +2,7 @@
 
 use crate::errors::Failure;
 use moesaic::{Bytes, DType, Tensor, Tensors};
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::ffi::c_str;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict};
@@ -298,6 +298,12 @@ impl Imported {
 /// Asks for a capsule of DLPack 1, for which an array may be read-only, and a library that knows
 /// no versions for one without.
 fn capsule_of<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    // torch exports the memory of such a view, which holds the negatives of its numbers.
+    let negative = object.call_method0("is_neg");
+    if negative.is_ok_and(|bit| bit.is_truthy().unwrap_or(false)) {
+        let problem = "it is a view with torch's negative bit, give its resolve_neg()";
+        return Err(PyBufferError::new_err(problem));
+    }
     let options = PyDict::new(object.py());
     options.set_item("max_version", (1, 0))?;
     match object.call_method("__dlpack__", (), Some(&options)) {

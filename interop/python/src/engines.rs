@@ -213,10 +213,12 @@ impl Drop for Held {
 /// threads: the number of threads, the caller included. None keeps what was chosen.
 #[pyfunction]
 #[pyo3(signature = (target=None, threads=None))]
-pub fn configure(target: Option<String>, threads: Option<usize>) -> PyResult<()> {
-    if threads == Some(0) {
-        return Err(Failure::Invalid("0 threads: take 1 or more".to_string()).into());
+pub fn configure(target: Option<String>, threads: Option<isize>) -> PyResult<()> {
+    let refused = threads.filter(|count| *count < 1);
+    if let Some(count) = refused {
+        return Err(Failure::Invalid(format!("{count} threads: take 1 or more")).into());
     }
+    let threads = threads.map(isize::unsigned_abs);
     let chosen = target.map(|name| Ok((backend(&name)?, name)));
     let chosen = chosen.transpose().map_err(Failure::Invalid)?;
     let mut state = lock(&PROCESS);

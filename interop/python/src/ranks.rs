@@ -64,8 +64,11 @@ impl Ranks {
     ) -> PyResult<Ranks> {
         let listener = listener.get();
         let size = addresses.len();
-        let timeout = Duration::try_from_secs_f64(timeout);
-        let timeout = timeout.map_err(|error| Failure::Invalid(format!("timeout: {error}")))?;
+        let timeout = Duration::try_from_secs_f64(timeout).map_err(|error| {
+            Failure::Invalid(format!(
+                "timeout = {timeout}: give seconds, 0 or more ({error})"
+            ))
+        })?;
         let (world, sockets) = without_gil(py, || {
             let device = engines::engine()?.device().clone();
             let hello = Hello { rank, key };

@@ -45,9 +45,13 @@ fn read(
     share: Option<usize>,
     given: &[(String, Imported)],
 ) -> Result<moesaic::Tensors<'static>, Failure> {
-    let invalid = |error: moesaic::weights::WeightsError| Failure::Invalid(error.to_string());
     let folder = tempfile::tempdir().map_err(|error| Failure::Other(error.to_string()))?;
     let file = folder.path().join("state_dict.safetensors");
+    let path = file.display().to_string();
+    // The caller has a dict and no file.
+    let invalid = |error: moesaic::weights::WeightsError| {
+        Failure::Invalid(error.to_string().replace(&path, "the state dict"))
+    };
     write_safetensors(&file, &lent(given)).map_err(invalid)?;
     let checkpoint = Checkpoint::open(&file).map_err(invalid)?;
     let share = share.unwrap_or(spec.spec.shape.experts);

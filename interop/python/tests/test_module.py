@@ -78,6 +78,21 @@ def test_gradients_do_not_depend_on_memory_that_calls_gave_back(
         assert all(torch.equal(*pair) for pair in zip(gradients(), wanted))
 
 
+@pytest.mark.parametrize("kind", ["identity", "zero"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_tokens_may_choose_experts_without_weights(kind, dtype, monkeypatch):
+    moe = seeded(spec=SPEC + f"experts = {{ {kind} = 4 }}\n").to(dtype)
+    with torch.no_grad():
+        moe.router.weight.zero_()[5:7] = 1.0
+    x = torch.ones(1, 24, dtype=dtype, requires_grad=True)
+    y, routing = moe(x, return_routing=True)
+    assert routing.ids.min() >= 5
+    wanted = torch.autograd.grad(y.sum(), [x, *moe.parameters()])
+    monkeypatch.setattr(moesaic.ops, "LARGE", 1)
+    found = torch.autograd.grad(moe(x).sum(), [x, *moe.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+
+
 def test_leading_sizes_strides_and_odd_widths():
     moe = seeded(spec="shape = { model_dim = 7, hidden_dim = 13, experts = 3, top_k = 2 }").eval()
     x = torch.randn(7, 3, 5).transpose(0, 2)  # [5, 3, 7], not contiguous
@@ -414,6 +429,29 @@ def test_checkpointing_and_many_states():
     sum(y.sum() for y in reversed(outputs)).backward()
     del outputs
     assert moesaic.Layer.states() == before
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    reason="an older torch does not say which hooks there are",
+)
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_backward_follows_hooks_that_copy_what_is_saved(tokens):
+    from torch.utils.checkpoint import checkpoint
+
+    moe, x = seeded(), torch.randn(tokens, 24, requires_grad=True)
+    wanted = torch.autograd.grad(moe(x).sum(), [x, *moe.parameters()])
+    before = moesaic.Layer.states()
+    with torch.autograd.graph.save_on_cpu():
+        y = moe(x)
+    found = torch.autograd.grad(y.sum(), [x, *moe.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+    del y
+    # Checkpointing's hooks keep nothing.
+    y = checkpoint(moe, x, use_reentrant=False)
+    assert moesaic.Layer.states() == before
+    found = torch.autograd.grad(y.sum(), [x, *moe.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
 
 
 def test_errors_name_what_is_wrong():

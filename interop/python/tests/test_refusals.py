@@ -42,6 +42,11 @@ def test_views_of_negated_memory_are_read_as_numbers():
     wanted = torch.autograd.grad(moe(x), x, -torch.ones(6, 16))
     found = torch.autograd.grad(moe(x), x, torch._neg_view(torch.ones(6, 16)))
     assert torch.equal(*found, *wanted)
+    # torch's own export would give the memory, with the other sign.
+    packed = moe.pack()
+    with pytest.raises(moesaic.InvalidError, match=r"negative bit, give its resolve_neg\(\)"):
+        packed.forward(torch._neg_view(torch.ones(6, 16)))
+    packed.forward(torch._neg_view(torch.ones(6, 16)).resolve_neg())
 
 
 def test_arguments_that_cannot_be_say_what_to_change(tmp_path):
@@ -64,6 +69,60 @@ def test_arguments_that_cannot_be_say_what_to_change(tmp_path):
     path.write_text(str(moe.spec))
     assert moesaic.Spec(path) == moesaic.Spec(SPEC) == moe.spec
     assert "MoE" in dir(moesaic)
+
+
+def test_inputs_that_cannot_be_say_what_to_change():
+    external = MoE({**SPEC, "router": {"kind": "external"}})
+    x, ids, chosen = torch.randn(2, 3, 16), torch.zeros(2, 3, 2).long(), torch.ones(2, 3, 2)
+    ids[..., 1] = 3
+    y = external(x, topk_ids=ids, topk_weights=chosen)
+    flat = {"topk_ids": ids.view(6, 2), "topk_weights": chosen.view(6, 2)}
+    assert torch.equal(external(x, **flat), y)
+    given = {"topk_ids": ids, "topk_weights": chosen}
+    assert torch.equal(external(x.view(6, 16), **given), y.view(6, 16))
+    # These have as many numbers, of other tokens.
+    for shape in ((3, 2, 2), (2, 2, 3), (12,)):
+        with pytest.raises(moesaic.InvalidError, match=r"topk_ids has shape .* \(2, 3, 2\)"):
+            external(x, topk_ids=ids.view(shape), topk_weights=chosen)
+    with pytest.raises(moesaic.InvalidError, match=r"topk_ids has shape .* \(6, 2\)"):
+        external(x.view(6, 16), topk_ids=ids.view(2, 6), topk_weights=chosen)
+    for value in (ids.tolist(), ids.numpy()):
+        with pytest.raises(moesaic.InvalidError, match="topk_ids is .*, expected a dense torch.Tensor"):
+            external(x, topk_ids=value, topk_weights=chosen)
+    for name in given:
+        rest = {other: value for other, value in given.items() if other != name}
+        for module in (external.train(), external.eval()):
+            with pytest.raises(moesaic.InvalidError, match=f"`{name}` is missing.* of shape"):
+                module(x, **rest)
+    # A conversion to 32 bits would make experts 0 and 3 of them.
+    with pytest.raises(moesaic.InvalidError, match=f"`topk_ids` has {2**32}"):
+        external(x, topk_ids=ids + 2**32, topk_weights=chosen)
+    table = MoE({**SPEC, "router": {"kind": "table", "table_rows": 8}})
+    with pytest.raises(moesaic.InvalidError, match=f"`token_ids` has {2**32 + 1}"):
+        table(x, token_ids=torch.full((2, 3), 2**32 + 1))
+
+
+def test_records_of_any_integers_are_replayed():
+    moe = MoE(SPEC)
+    record = torch.tensor([[[0, 3]], [[1, 2]]])
+    x, places = torch.randn(2, 16), torch.tensor([1, 0])
+    wanted = moe.replay(record)(x, token_ids=places)
+    kinds = [torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64]
+    for kind in kinds:
+        assert torch.equal(moe.replay(record.to(kind))(x, token_ids=places), wanted)
+    with pytest.raises(moesaic.InvalidError, match=f"`routed_experts` has {2**32}"):
+        moe.replay(record + 2**32)
+
+
+def test_numbers_of_threads_begin_at_one():
+    for count in (0, -1):
+        with pytest.raises(moesaic.InvalidError, match=f"{count} threads: take 1 or more"):
+            moesaic.configure(threads=count)
+
+
+def test_errors_of_state_dicts_name_no_file():
+    with pytest.raises(moesaic.InvalidError, match="^the state dict, read as tutel's"):
+        MoE(SPEC).load_foreign_state_dict({"a": torch.ones(2)}, "tutel")
 
 
 def test_a_record_is_replayed_with_the_same_parameters():
@@ -110,3 +169,25 @@ def test_each_token_has_a_router_of_its_own():
     for wrong in (ids + 1, ids - 1, ids + 2**40):
         with pytest.raises(moesaic.InvalidError, match="router_ids"):
             module(x, router_ids=wrong)
+
+
+def test_routers_take_the_inputs_that_a_layer_takes():
+    spec = {**SPEC, "router": {"token_mask": True, "active_k": True}}
+    gates = MultiGate(spec, 2)
+    x, mask = torch.randn(2, 3, 16), torch.tensor([[True, False, True], [True, True, False]])
+    for module in (gates.train(), gates.eval()):
+        wanted = gates.experts(x, token_mask=mask, active_k=torch.tensor(1))
+        for kind in (torch.bool, torch.int32, torch.int64):
+            y = module(x, token_mask=mask.to(kind), active_k=torch.tensor([1]))
+            torch.testing.assert_close(y[0], wanted)
+    with pytest.raises(moesaic.InvalidError, match=r"token_mask has shape .* \(2, 3\)"):
+        gates(x, token_mask=mask.T, active_k=torch.tensor(1))
+    with pytest.raises(moesaic.InvalidError, match="token_mask is list, expected a dense"):
+        gates(x, token_mask=mask.tolist(), active_k=torch.tensor(1))
+    with pytest.raises(moesaic.InvalidError, match="router_ids is list"):
+        gates(x, router_ids=mask.tolist())
+    for value in (x.tolist(), x.numpy(), x.to_sparse()):
+        with pytest.raises(moesaic.InvalidError, match="x is .*, expected a dense torch.Tensor"):
+            gates(value)
+    with pytest.raises(moesaic.InvalidError, match="experts_of is int"):
+        MoE(SPEC, experts_of=1)

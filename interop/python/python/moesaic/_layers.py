@@ -34,6 +34,8 @@ class Compiled:
         whole = read_spec(text)
         # The names of weights, in the order in which operations take them.
         self.order = tuple(name for name, _, _ in whole.weights)
+        # Experts that have weights, which the router counts first.
+        self.weighted = next(s[0] for name, _, s in whole.weights if name == "experts.up.weight")
         # What calls of the text may bring, though this one, without losses, does not read it.
         self.allowed = frozenset(name for name, _, _ in whole.inputs)
         # Read once: each look at a property of the extension builds its lists anew.

@@ -10,6 +10,7 @@ from torch import nn
 
 from . import ops
 from ._changes import Stamps
+from ._inputs import check_x, further_inputs, per_token
 from ._native import GateLayer, InvalidError
 from ._once import once
 from .module import MoE, SpecLike
@@ -97,8 +98,7 @@ class MultiGate(nn.Module):
         gradient flows into them.
         """
         width = self.spec.model_dim
-        if x.dim() == 0 or x.shape[-1] != width:
-            raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
+        check_x(x, width)
         weights = self.weights()
         tensors = [weight for _, _, weight in weights]
         grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *tensors))
@@ -109,8 +109,9 @@ class MultiGate(nn.Module):
         trains = self.training or grad
         layer = self._held.layer(spec, weights, trains)
         rows = x.reshape(-1, width)
-        given = {name: value.detach().contiguous() for name, value in inputs.items()}
+        given = self._given(spec, inputs, x.shape[:-1])
         if router_ids is not None:
+            router_ids = per_token("router_ids", router_ids, x.shape[:-1])
             if router_ids.is_floating_point():
                 raise InvalidError(f"router_ids is {router_ids.dtype}, expected integers")
             clamped = router_ids.reshape(-1).clamp(-1, self.gates)
@@ -125,6 +126,23 @@ class MultiGate(nn.Module):
             y = call.evaluate(rows)
         leading = (self.gates,) if router_ids is None else ()
         return y.reshape(*leading, *x.shape[:-1], y.shape[-1])
+
+    def _given(
+        self, spec: Any, inputs: dict[str, torch.Tensor], leading: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
+        """Returns further inputs as the layer of `spec` takes them: those that it reads."""
+        if not inputs:
+            return {}
+        known, whole = ({n: d for n, d, _ in s.inputs} for s in (spec, self.spec))
+        for name in inputs:
+            if name not in whole:
+                raise InvalidError(f"the layer reads no `{name}`, only {', '.join(whole)}")
+        found = further_inputs(inputs, leading, self.spec.top_k, self.spec.experts)
+        return {
+            name: ops.as_input(name, tensor.detach(), ops.TORCH_DTYPES[known[name]])
+            for name, tensor in found.items()
+            if name in known
+        }
 
     def extra_repr(self) -> str:
         return f"gates={self.gates}"

@@ -7,8 +7,10 @@ from typing import Any, Iterable, Mapping, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from . import ops
+from ._inputs import check_x, further_inputs, narrowed
 from ._native import InvalidError, PackedLayer, Spec, read_hf, read_state_dict
 
 SpecLike = Union[str, Mapping[str, Any], Spec]
@@ -34,6 +36,8 @@ def _shared(
     bank: "MoE", name: str, shape: Sequence[int], group: Any, expert_tp: int
 ) -> torch.Tensor:
     """Returns an expert's weight of a bank, which must have the shape that a layer needs."""
+    if not isinstance(bank, MoE):
+        raise InvalidError(f"experts_of is {type(bank).__name__}, expected a moesaic.MoE")
     over = bank._over
     if (over and over.group) is not group or over is not None and over.expert_tp != expert_tp:
         raise InvalidError("experts_of is a layer over other ranks: give both the same group")
@@ -248,9 +252,8 @@ class MoE(nn.Module):
         record = torch.as_tensor(routed_experts)
         if record.is_floating_point() or record.is_complex():
             raise InvalidError(f"routed_experts is {record.dtype}, expected integers")
-        if record.numel() and int(record.max()) >= 2**31:
-            raise InvalidError("routed_experts has numbers that no expert has")
-        spec, table = self.spec.replay(record.to("cpu", torch.int32).contiguous(), layer)
+        record = narrowed("routed_experts", record.cpu())
+        spec, table = self.spec.replay(record.contiguous(), layer)
         ranks = {} if self._over is None else self._over.arguments
         # On meta nothing is drawn: the generator goes on as it would without this.
         replayed = MoE(spec, device="meta", experts_of=self, **ranks)
@@ -310,32 +313,20 @@ class MoE(nn.Module):
             if y is not None:
                 return y
         width = self._width
-        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided:
-            found = f"a {x.layout} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
-            raise InvalidError(f"x is {found}, expected a dense torch.Tensor")
-        if x.dim() == 0 or x.shape[-1] != width:
-            raise InvalidError(f"x has shape {tuple(x.shape)}, expected [.., {width}]")
+        check_x(x, width)
         leading = x.shape[:-1]
         rows = x if x.dim() == 2 else x.reshape(-1, width)
-        tokens = rows.shape[0]
         names: list[str] = []
         inputs: list[torch.Tensor] = []
 
-        def take(name: str, tensor: Optional[torch.Tensor], shape: tuple[int, ...]) -> None:
-            if tensor is not None:
-                names.append(name)
-                inputs.append(tensor.reshape(shape))
-
         if not alone:
-            k = self._top_k
-            take("token_ids", token_ids, (tokens,))
-            take("topk_ids", topk_ids, (tokens, k))
-            take("topk_weights", topk_weights, (tokens, k))
-            take("token_mask", token_mask, (tokens,))
-            take("active_k", active_k, (1,))
-            take("sequence_ids", sequence_ids, (tokens,))
-            take("global_counts", global_counts, (self._experts,))
-            take("global_tokens", global_tokens, (1,))
+            given = {
+                "token_ids": token_ids, "topk_ids": topk_ids, "topk_weights": topk_weights,
+                "token_mask": token_mask, "active_k": active_k, "sequence_ids": sequence_ids,
+                "global_counts": global_counts, "global_tokens": global_tokens,
+            }
+            further = further_inputs(given, leading, self._top_k, self._experts)
+            names, inputs = list(further), list(further.values())
         weights = [
             # Past nn.Module's own lookup, which costs more; a parametrized weight is found there.
             owner._parameters[last] if last in owner._parameters else getattr(owner, last)
@@ -353,7 +344,10 @@ class MoE(nn.Module):
         if plain is not None and losses is None and not y.requires_grad:
             of = ops.family(self._text).compiled(rows, weights, False)
             plain.see(of, rows, self._owners, weights)
-        if self.training:
+        if self.training and is_compiling():
+            # The compiler of torch 2.6 follows no other assignment.
+            self._losses = losses
+        elif self.training:
             # Past nn.Module's own, which costs more than the losses.
             self.__dict__["_losses"] = losses
         y = y if x.dim() == 2 else y.reshape(*leading, y.shape[-1])

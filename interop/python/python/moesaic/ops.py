@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 
 from . import _native
 from ._devices import CPU, selected
+from ._inputs import narrowed
 from ._layers import (
     DTYPES,
     TORCH_DTYPES,
@@ -36,6 +37,9 @@ from ._once import once, without_second
 # Elements of a tensor that does not come from a heap's used pages.
 LARGE = 1 << 18
 
+# What says which hooks see saved tensors; torch 2.6 has no such function.
+saved_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
 # Tensors of other types mean something of their own by an operation.
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 
@@ -46,6 +50,15 @@ ROUTING = ("topk_ids", "topk_weights", "counts")
 def weight_names(text: str) -> tuple[str, ...]:
     """Returns the names of a spec's weights, in the order in which operations take them."""
     return family(text).names
+
+
+def as_input(name: str, tensor: torch.Tensor, dtype: torch.dtype, place: Any = CPU) -> torch.Tensor:
+    """Returns an input beside x in the type of its layer: integers from integers alone."""
+    if tensor.dtype.is_floating_point != dtype.is_floating_point:
+        raise InvalidError(f"input `{name}` is {tensor.dtype}, expected {dtype}")
+    # On a GPU to look is to wait.
+    own = narrowed(name, tensor) if dtype is torch.int32 and place is CPU else tensor
+    return taken(own, dtype)
 
 
 class Call:
@@ -81,13 +94,18 @@ class Call:
                 known = ", ".join(of.inputs)
                 raise InvalidError(f"the layer reads no `{name}`, only {known}")
             dtype = of.inputs[name]
-            if tensor.dtype.is_floating_point != dtype.is_floating_point:
-                raise InvalidError(f"input `{name}` is {tensor.dtype}, expected {dtype}")
-            own = taken(tensor, dtype)
+            own = as_input(name, tensor, dtype, of.place)
             if name == "topk_weights" and of.rescales:
                 own = own.clone()
             shape = [tokens if size < 0 else size for size in of.shapes[name]]
             self.add_checked(of, name, own, tuple(shape))
+        if len(self.names) < len(of.inputs):
+            missing = next(name for name in of.inputs if name not in self.names)
+            shape = tuple(tokens if size < 0 else size for size in of.shapes[missing])
+            raise InvalidError(
+                f"input `{missing}` is missing: the layer reads it beside x, {of.inputs[missing]} "
+                f"of shape {shape}"
+            )
 
     def add_checked(
         self, of: Compiled, name: str, tensor: torch.Tensor, shape: tuple[int, ...]
@@ -212,7 +230,8 @@ def few_experts(
     the others are zeros that nobody has to compute. None otherwise, and on GPUs."""
     if topk_ids is None or not _has_few_experts(of, topk_ids.shape[0], weights):
         return None
-    return [expert for expert in topk_ids.unique().tolist() if expert >= 0]
+    # Identity and zero experts have the last numbers, and no weights.
+    return [expert for expert in topk_ids.unique().tolist() if 0 <= expert < of.weighted]
 
 
 def empty(
@@ -332,6 +351,14 @@ def _draw(of: Compiled, training: bool) -> tuple[int, ...]:
     return seed, step, 0, 0
 
 
+def keep_state(ctx: Any, state: torch.Tensor) -> None:
+    """Keeps a state as long as its node where hooks copy what it saves, as `save_on_cpu` does: a
+    copy of its number owns nothing. Those of checkpointing drop it, and run forward again."""
+    hooks = saved_hooks(False)
+    if hooks is not None and getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        ctx.kept_state = state
+
+
 class _Past(torch.autograd.Function):
     """A differentiable call past torch's dispatcher."""
 
@@ -343,6 +370,7 @@ class _Past(torch.autograd.Function):
         decision = [tensor for tensor in rest[:-1] if tensor is not None]
         ctx.counts = len(decision), count
         ctx.save_for_backward(x, state, *decision, *tensors)
+        keep_state(ctx, state)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(tensor for tensor in rest if tensor is not None))
         return (y, *rest)
@@ -447,6 +475,8 @@ def _setup(ctx, inputs, output) -> None:
     ctx.spec, ctx.names, ctx.training = spec, names, training
     ctx.count, ctx.key = len(tensors), [None] * len(rng_key)
     ctx.save_for_backward(x, state, ids, chosen, counts, *tensors, *weights)
+    if not is_compiling():
+        keep_state(ctx, state)
 
 
 def _backward(ctx, dy, *_):

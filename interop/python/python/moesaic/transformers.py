@@ -348,6 +348,7 @@ class _Experts(torch.autograd.Function):
         # Shared copies, not this call's.
         ctx.weights = weights
         ctx.save_for_backward(x, state, ids, chosen, *sources)
+        ops.keep_state(ctx, state)
         return y
 
     @staticmethod
