@@ -201,7 +201,7 @@ impl Layer {
     ) -> Result<(), Failure> {
         let is_named = |name: &str| named.iter().any(|(known, _)| *known == name);
         let mut tensors = self.tensors().iter();
-        match tensors.find(|one| is_read(one.name(), one.role) && !is_named(one.name())) {
+        match tensors.find(|one| !is_named(one.name()) && is_read(one.name(), one.role)) {
             None => Ok(()),
             Some(missing) => {
                 let (dtype, shape) = (missing.dtype, missing.shape(tokens));
