@@ -364,7 +364,10 @@ fn raw_calls_evaluate_train_and_route() {
         // SAFETY: it names no memory.
         let nothing = unsafe { RawCall::new(0, &[]) };
         let error = layer.route(nothing).unwrap_err();
-        assert_eq!(error.to_string(), "input `x`: has no address");
+        assert_eq!(
+            error.to_string(),
+            "input `x`: has no address: add it to the call's tensors"
+        );
     }
 }
 

@@ -389,12 +389,12 @@ fn what_cannot_be_is_said_before_ranks_exchange() {
         let multiple = format!("is no multiple of {alignment} bytes");
         for rank in errors {
             for (error, part) in rank.iter().zip([
-                "input `x`: has no address",
+                "input `x`: has no address: add it to the call's tensors",
                 "input `x`: lies at address 0",
                 &multiple,
                 "input `experts.up.weight`: stays in the layer's memory on a mesh; leave it out",
                 "input `comm_cast.saturated`: lies at address 0",
-                "input `dy`: has no address",
+                "input `dy`: has no address: add it to the call's tensors",
                 "input `grad.experts.up.weight`: stays in the layer's memory on a mesh, where",
                 "the saved state is of another layer",
             ]) {

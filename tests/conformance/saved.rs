@@ -202,5 +202,8 @@ fn raw_calls_are_host_calls() {
     // SAFETY: as above.
     let nothing = unsafe { RawBackward::new(&[]) };
     let error = layer.backward(&host_saved, nothing, false).unwrap_err();
-    assert_eq!(error.to_string(), "input `dy`: has no address");
+    assert_eq!(
+        error.to_string(),
+        "input `dy`: has no address: add it to the call's tensors"
+    );
 }

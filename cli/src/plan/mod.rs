@@ -174,10 +174,7 @@ impl PlanArgs {
     }
 
     fn question(&self, spec: LayerSpec, console: &Console) -> Result<Scenario> {
-        let mut machine = self.machine(console)?;
-        if let Some(ranks) = self.per_node {
-            machine = machine.with_per_node(usize::from(ranks));
-        }
+        let machine = self.machine(console)?;
         let world = self.world as usize;
         if self.counts.is_some() && self.mesh.is_none() && world > MOST_COUNTED {
             let why = format!("--counts of {world} ranks, which all differ: one mesh at a time");
@@ -198,7 +195,11 @@ impl PlanArgs {
         let machine = self.measured(console)?;
         let faster = |machine: Machine, speed: &Speed| at_speed(&machine, &speed.part, speed.by);
         let machine = self.speed.iter().try_fold(machine, faster);
-        machine.map_err(|error| Failure::input(format!("--speed: {error}")))
+        let machine = machine.map_err(|error| Failure::input(format!("--speed: {error}")))?;
+        Ok(match self.per_node {
+            Some(ranks) => machine.with_per_node(usize::from(ranks)),
+            None => machine,
+        })
     }
 
     /// Returns the machine with the figures of a calibration.

@@ -266,10 +266,7 @@ impl PlanArgs {
     fn scenario(&self, console: &Console) -> Result<ModelScenario> {
         let numbers = Some("meshes that cut experts are compared, too");
         let spec = self.layer.load_first(numbers, console)?.spec;
-        let mut machine = self.machine(console)?;
-        if let Some(ranks) = self.per_node {
-            machine = machine.with_per_node(usize::from(ranks));
-        }
+        let machine = self.machine(console)?;
         let own = &self.model;
         let world = self.world as usize;
         machine.check_ranks(world).map_err(Failure::input)?;

@@ -183,7 +183,7 @@ pub enum InputReason {
     )]
     RoutedTogether,
     /// A raw call does not name it.
-    #[error("has no address")]
+    #[error("has no address: add it to the call's tensors")]
     NoAddress,
     /// A raw call names address 0.
     #[error("lies at address 0, where no memory is")]

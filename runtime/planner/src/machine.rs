@@ -262,8 +262,10 @@ impl Machine {
     /// Returns the machine with another number of ranks in an innermost unit.
     #[must_use]
     pub fn with_per_node(mut self, ranks: usize) -> Machine {
-        if let Some(level) = self.levels.first_mut() {
-            level.radix = ranks.max(1);
+        let ranks = ranks.max(1);
+        if let Some(level) = self.levels.first_mut().filter(|level| level.radix != ranks) {
+            level.radix = ranks;
+            self.about = format!("{}; here {ranks} a node", self.about);
         }
         // Fewer ranks than share a link have it to themselves.
         let units = self.units();

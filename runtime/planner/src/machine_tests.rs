@@ -101,7 +101,9 @@ fn a_machine_has_no_more_ranks_than_its_last_level() {
         "machine hiermoe-a6000 has at most 16 ranks, the job 17"
     );
     // Four ranks on a node share its link among four.
+    let about = machine.about.clone();
     let smaller = machine.with_per_node(4);
+    assert_eq!(smaller.about, format!("{about}; here 4 a node"));
     assert_eq!(
         (smaller.levels[1].shared, smaller.check_ranks(9).is_err()),
         (4, true)

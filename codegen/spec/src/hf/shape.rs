@@ -89,6 +89,10 @@ const OTHER_LAYERS: [(&str, u64, &str); 9] = [
     ("compress_ratios", 0, "compressed attention"),
 ];
 
+/// Keys with a number n in place of the kinds of layers: each nth has full attention, the others a
+/// window.
+const FULL_EVERY: [&str; 2] = ["global_attn_every_n_layers", "sliding_window_pattern"];
+
 /// Families whose layers hold matrices that [`ModelShape`] does not count.
 const OTHER_MATRICES: [(&[&str], &str); 3] = [
     (
@@ -203,23 +207,25 @@ fn latent_attention(
 
 /// Returns the number of layers with a window, and its tokens.
 fn windows(config: &Config, layers: usize) -> Result<(usize, usize), HfError> {
-    let types = config.words(&["layer_types", "layers_block_type"])?;
-    if types.is_none() {
+    let window = config.size(&["sliding_window", "attention_chunk_size"], 0)?;
+    let count = |windowed| {
+        if window == 0 {
+            (0, 0)
+        } else {
+            (windowed, window)
+        }
+    };
+    let Some(types) = config.words(&["layer_types", "layers_block_type"])? else {
         check_derived(config)?;
-    }
-    let types = types.unwrap_or_default();
+        let full = config.size_opt(&FULL_EVERY)?.filter(|every| *every > 0);
+        return Ok(count(full.map_or(0, |every| layers - layers / every)));
+    };
     if let Some(other) = types.iter().find(|kind| !ATTENTION.contains(&&***kind)) {
         let axis = format!("layers of the kind {other}");
         return Err(not_modelled(config, "layer_types", &axis));
     }
     let narrow = |kind: &&String| matches!(&***kind, "sliding_attention" | "chunked_attention");
-    let window = config.size(&["sliding_window", "attention_chunk_size"], 0)?;
-    let windowed = types.iter().take(layers).filter(narrow).count();
-    Ok(if window == 0 {
-        (0, 0)
-    } else {
-        (windowed, window)
-    })
+    Ok(count(types.iter().take(layers).filter(narrow).count()))
 }
 
 /// Refuses keys from which transformers derives layers other than those with attention.
@@ -321,6 +327,19 @@ mod tests {
             r#""full_attention_interval": 4, "layer_types": ["full_attention"]"#,
         ] {
             assert_eq!(with(extra), with(r#""a": 1"#), "{extra}");
+        }
+    }
+
+    #[test]
+    fn a_number_in_place_of_kinds_gives_the_windows() {
+        let attention = |extra: &str| {
+            let config = DEEPSEEK_V3.replace("\"vocab_size\"", &format!("{extra}, \"vocab_size\""));
+            model_shape(&config).unwrap().attention
+        };
+        for key in FULL_EVERY {
+            let found = attention(&format!(r#""{key}": 4, "sliding_window": 128"#));
+            assert_eq!((found.windowed_layers, found.window), (46, 128), "{key}");
+            assert_eq!(attention(&format!(r#""{key}": 4"#)).windowed_layers, 0);
         }
     }
 
