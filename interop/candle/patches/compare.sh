@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Applies the patches beside it to a copy of candle-transformers and runs `compare.rs`: the logits
-# of both, and the times of both MoE blocks. It needs `patch` and the sources of the crate, which
+# Applies candle-transformers' patches to a copy of the crate and runs `compare.rs`: the logits of
+# both, and the times of both MoE blocks. It needs `patch` and the sources of the crate, which
 # `cargo fetch --manifest-path interop/candle/Cargo.toml` brings.
 #
 #     interop/candle/patches/compare.sh [taskset -c 0]
@@ -19,8 +19,8 @@ for copy in original patched; do
     cp -r "$source/src" "$source/Cargo.toml" "$work/$copy/"
     chmod -R u+w "$work/$copy"
 done
-for patch in "$patches"/*.patch; do
-    patch --quiet --directory "$work/patched" --strip 1 <"$patch"
+for model in mixtral qwen2_moe qwen3_moe; do
+    patch --quiet --directory "$work/patched" --strip 1 <"$patches/$model.patch"
 done
 {
     echo '[dependencies.moesaic]'
