@@ -93,6 +93,26 @@ def test_few_tokens_may_choose_experts_without_weights(kind, dtype, monkeypatch)
     assert all(torch.equal(*pair) for pair in zip(found, wanted))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("return_routing", [False, True])
+def test_gradients_of_a_few_experts_of_the_callers_choice(dtype, return_routing, monkeypatch):
+    spec = SPEC.replace('{ renormalize = "sum" }', '{ kind = "external" }')
+    moe = seeded(spec=spec).to(dtype)
+    x, dy = torch.randn(2, 1, 24, dtype=dtype)
+    x.requires_grad_()
+    choice = {"topk_ids": torch.tensor([[3, 1]]), "topk_weights": torch.tensor([[0.7, 0.3]])}
+
+    def gradients():
+        y = moe(x, return_routing=return_routing, **choice)
+        y = y[0] if return_routing else y
+        return torch.autograd.grad(y, [x, *moe.parameters()], dy)
+
+    wanted = gradients()
+    assert all(gradient.any() for gradient in wanted)
+    monkeypatch.setattr(moesaic.ops, "LARGE", 1)
+    assert all(torch.equal(*pair) for pair in zip(gradients(), wanted))
+
+
 def test_leading_sizes_strides_and_odd_widths():
     moe = seeded(spec="shape = { model_dim = 7, hidden_dim = 13, experts = 3, top_k = 2 }").eval()
     x = torch.randn(7, 3, 5).transpose(0, 2)  # [5, 3, 7], not contiguous

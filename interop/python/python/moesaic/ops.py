@@ -266,24 +266,42 @@ def gradients(
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     routing: Sequence[torch.Tensor],
-    into: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    rounded: bool = True,
 ) -> tuple[torch.Tensor, Optional[torch.Tensor], list[Optional[torch.Tensor]]]:
     """Returns the gradients of x, of topk_weights and of weights, where there are any.
 
-    `routing` is that of the call, unless the caller routes and nothing rescales the weights. `into`
-    has memory for those of some weights, unless `few_experts` have tokens. Unless `rounded`, those
-    of weights in 16 bits stay f32, and where few experts have tokens, the matrices of the others are
-    not written.
+    `routing` is that of the call, unless the caller routes and nothing rescales the weights.
     """
     of = family(options.text).compiled(x, weights, options.training)
+    # A choice of the caller's is an input.
+    named = {**dict(zip(ROUTING, routing)), **dict(zip(options.names, inputs))}
+    few = few_experts(of, named.get("topk_ids"), weights)
+    dx, dtopk, sums = gradient_sums(of, options.names, dy, state, x, inputs, weights, routing, few)
+    each = zip(of.order, sums, weights)
+    return dx, dtopk, [None if g is None else _rounded(name, g, w, few) for name, g, w in each]
+
+
+def gradient_sums(
+    of: Compiled,
+    names: Sequence[str],
+    dy: torch.Tensor,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    routing: Sequence[torch.Tensor],
+    few: Optional[list[int]],
+    into: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> tuple[torch.Tensor, Optional[torch.Tensor], list[Optional[torch.Tensor]]]:
+    """As `gradients`, but those of weights stay f32, and of weights in 16 bits the matrices of
+    experts that are not among `few` are not written. `into` has memory for those of some weights,
+    which is used unless there are `few`."""
     if of.external:
         if of.rescales:
             rescaled = {"topk_weights": routing[1]}
-            inputs = [rescaled.get(name, own) for name, own in zip(options.names, inputs)]
+            inputs = [rescaled.get(name, own) for name, own in zip(names, inputs)]
         routing = ()
     call = Call()
-    call.add_inputs(of, x, options.names, inputs)
+    call.add_inputs(of, x, names, inputs)
     call.add_checked(of, "dy", taken(dy, x.dtype), (x.shape[0], of.output_dim))
     shapes = ((x.shape[0], of.top_k), (x.shape[0], of.top_k), (of.experts,))
     for name, tensor, shape in zip(ROUTING, routing, shapes):
@@ -294,8 +312,6 @@ def gradients(
         dtopk = call.add(
             "grad.topk_weights", torch.empty((x.shape[0], of.top_k), device=x.device)
         )
-    ids = dict(zip((*options.names, *ROUTING), (*inputs, *routing))).get("topk_ids")
-    few = few_experts(of, ids, weights)
     found: list[Optional[torch.Tensor]] = [None] * len(weights)
     for at, (name, weight) in enumerate(zip(of.order, weights)):
         if name in of.trained:
@@ -305,9 +321,6 @@ def gradients(
     bound, _kept = call.bind(of, weights)
     with selected(of.place):
         bound.backward(int(state), x.shape[0], call.addresses(), few is not None)
-    if rounded:
-        each = zip(of.order, found, weights)
-        found = [None if g is None else _rounded(name, g, w, few) for name, g, w in each]
     return dx, dtopk, found
 
 
@@ -334,12 +347,26 @@ def _rounded(
     """Returns a gradient in the dtype of its weight."""
     if gradient.dtype is weight.dtype:
         return gradient
-    if few is None or not _is_matrix_of_experts(name, weight):
-        return empty(weight.shape, weight.dtype, weight.device).copy_(gradient)
-    own = zeros(weight.shape, weight.dtype)
-    for expert in few:
-        own[expert].copy_(gradient[expert])
+    few = few if _is_matrix_of_experts(name, weight) else None
+    own = for_gradient(weight, few)
+    copy_experts(own, gradient, few)
     return own
+
+
+def for_gradient(weight: torch.Tensor, few: Optional[list[int]]) -> torch.Tensor:
+    """Returns memory for the gradient of a weight, of zeros if only `few` experts' is written."""
+    if few is None:
+        return empty(weight.shape, weight.dtype, weight.device)
+    return zeros(weight.shape, weight.dtype)
+
+
+def copy_experts(to: torch.Tensor, gradient: torch.Tensor, few: Optional[list[int]]) -> None:
+    """Copies the gradient of all experts, or of `few`."""
+    if few is None:
+        to.copy_(gradient)
+        return
+    for expert in few:
+        to[expert].copy_(gradient[expert])
 
 
 def _draw(of: Compiled, training: bool) -> tuple[int, ...]:

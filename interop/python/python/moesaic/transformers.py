@@ -234,16 +234,9 @@ def _pack(
     gradients: list[torch.Tensor], like: torch.Tensor, kind: tuple, few: Optional[list[int]]
 ) -> torch.Tensor:
     """Returns the gradient of a weight from those of its parts; all but `few` experts' are zero."""
-    if few is None:
-        whole = ops.empty(like.shape, like.dtype, like.device)
-    else:
-        whole = ops.zeros(like.shape, like.dtype)
+    whole = ops.for_gradient(like, few)
     for part, gradient in zip(_parts(whole, *kind), gradients):
-        if few is None:
-            part.copy_(gradient)
-        else:
-            for expert in few:
-                part[expert].copy_(gradient[expert])
+        ops.copy_experts(part, gradient, few)
     return whole
 
 
@@ -363,8 +356,8 @@ class _Experts(torch.autograd.Function):
         if few is None and _is_halves(sources[0], ctx.kinds[0][1]):
             whole = ops.empty(sources[0].shape, torch.float32, x.device)
             into = dict(zip(ctx.kinds[0][2], _halves(whole)))
-        dx, dchosen, found = ops.gradients(
-            ctx.options, dy, state, x, inputs, weights, [], into, rounded=False
+        dx, dchosen, found = ops.gradient_sums(
+            of, ctx.options.names, dy, state, x, inputs, weights, [], few, into
         )
         named = dict(zip(plan.names, found))
         packed = []
