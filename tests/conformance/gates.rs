@@ -229,7 +229,7 @@ fn one_pass_gives_what_each_gate_does() {
         }
     }
     // In f32 and bf16 with two experts of a token, and with all.
-    for index in [0, 8, 10] {
+    for index in in_turns(0, [0, 8, 10]) {
         check_one_pass(&open("cpu:portable"), &specs()[index], 21);
     }
 }
@@ -280,8 +280,8 @@ fn trained() -> Vec<String> {
 
 #[test]
 fn one_pass_trains_what_each_gate_does() {
-    for toml in trained() {
-        for recompute in [Recompute::None, Recompute::Hidden, Recompute::All] {
+    for (n, toml) in trained().into_iter().enumerate() {
+        for recompute in in_turns(n, [Recompute::None, Recompute::Hidden, Recompute::All]) {
             check_training(&engine(), &toml, recompute);
         }
     }
