@@ -29,6 +29,23 @@
 #[doc(inline)]
 pub use moesaic_engine::precompile;
 
+/// The cache sizes of a CPU, rounded down to one of eight classes that kernels distinguish.
+///
+/// An engine takes the class of its own machine. Name another one to compile for CPUs that are not
+/// this machine's:
+///
+/// ```
+/// use moesaic::aot::CacheClass;
+/// use moesaic::{CpuCaches, PlanOptions};
+///
+/// // Of the machines that will run the layer, by `lscpu`.
+/// let caches = CpuCaches { l1_bytes: Some(32 << 10), l2_bytes: Some(1 << 20) };
+/// let options = PlanOptions { caches: CacheClass::of(caches), ..PlanOptions::default() };
+/// assert_eq!(options.caches.l2_bytes(), 1 << 20);
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::CacheClass;
+
 /// A layer and a target for [`precompile`].
 ///
 /// ```
@@ -180,6 +197,26 @@ pub use moesaic_cache::{PruneRule, Pruned};
 /// ```
 #[doc(inline)]
 pub use moesaic_cache::{StoreError, StoreStats};
+
+/// The sources of the kernels that an engine has loaded: compiled now, read from the store, or in
+/// memory already.
+///
+/// ```
+/// use moesaic::Engine;
+/// use moesaic::aot::EngineStats;
+///
+/// /// Returns an error if a deployed engine had to compile.
+/// fn check(engine: &Engine) -> Result<(), String> {
+///     let EngineStats { compiled, from_store, .. } = engine.stats();
+///     match compiled {
+///         0 => Ok(()),
+///         _ => Err(format!("{compiled} kernels were not in the pack, {from_store} were")),
+///     }
+/// }
+/// # assert_eq!(check(&moesaic::example::engine()), Ok(()));
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::EngineStats;
 
 /// The effect of `Store::export` and `Store::import`, which write and read a pack.
 ///

@@ -32,7 +32,7 @@
 //! | have rustc check shapes | [`layer!`], [`typed`] |
 //! | load a model's layer | [`Engine::layer_from_hf`], [`weights`] |
 //! | serve it from several threads, decode without allocation | [`Layer::handle`], [`Layer::forward_into`] |
-//! | handle errors | [`Error`], [`Result`] |
+//! | handle errors | [`Error`], [`Result`], [`errors`] |
 //! | train | [`Init`], [`Training`], [`RngKey`], [`train`] |
 //! | spread experts over ranks | [`Parallel`], [`Mesh`], [`Layer`], [`mesh`], [`collectives`] |
 //! | choose how ranks exchange rows | [`Strategy`], [`tune`] |
@@ -59,6 +59,7 @@
 pub mod aot;
 mod compilers;
 mod error;
+pub mod errors;
 pub mod experts;
 mod init;
 mod layers;

@@ -202,6 +202,7 @@ impl Engine {
     ///
     /// # Errors
     /// The same as [`Engine::open`].
+    #[doc(hidden)]
     pub fn open_with(
         name: &str,
         options: EngineOptions,
@@ -216,6 +217,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`OpenError`] if no compiler for the device is found.
+    #[doc(hidden)]
     pub fn on_device(device: Arc<dyn Device>, options: EngineOptions) -> Result<Engine, OpenError> {
         let target = device.info().target;
         let compiler = compiler(target, &options)?;

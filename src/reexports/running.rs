@@ -66,7 +66,7 @@ pub use moesaic_tensor::Bytes;
 /// let weights = Tensors::new().with("router.weight", &[4, 8], &router);
 /// // An engine asks for rows; of a weight of experts a row is an expert.
 /// assert_eq!(weights.rows("router.weight", 1..3)?.shape, [2, 8]);
-/// # Ok::<(), moesaic::tensor::SourceError>(())
+/// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
 /// ```
 #[doc(inline)]
 pub use moesaic_tensor::WeightSource;
@@ -337,6 +337,62 @@ pub use moesaic_engine::Statistics;
 /// ```
 #[doc(inline)]
 pub use moesaic_target::Ptr;
+
+/// A device, as [`Engine::device`](crate::Engine::device) lends it to you and as
+/// [`collectives`](crate::collectives) take it.
+///
+/// Use it to allocate and fill memory for a [`RawCall`] or for a collective operation. Copies and
+/// launches run in the order in which you call them: [`Device::upload`] returns as soon as you may
+/// reuse your bytes, [`Device::download`] waits for everything before it. moesaic's backends
+/// implement the trait; you only call it.
+///
+/// ```
+/// use moesaic::{Buffer, Device, DeviceError};
+/// use std::sync::Arc;
+///
+/// /// Device memory that holds rows of f32 from call to call.
+/// struct Rows {
+///     device: Arc<dyn Device>,
+///     buffer: Buffer,
+/// }
+///
+/// impl Rows {
+///     fn of(device: &Arc<dyn Device>, values: &[f32]) -> Result<Rows, DeviceError> {
+///         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+///         let buffer = device.alloc(bytes.len())?;
+///         device.upload(&bytes, &buffer, 0)?;
+///         Ok(Rows { device: device.clone(), buffer })
+///     }
+///
+///     fn byte(&self, offset: usize) -> Result<u8, DeviceError> {
+///         let mut byte = [0];
+///         self.device.download(&self.buffer, offset, &mut byte)?;
+///         Ok(byte[0])
+///     }
+/// }
+/// # let engine = moesaic::example::engine();
+/// # let rows = Rows::of(engine.device(), &[1.0, 2.0])?;
+/// # assert_eq!(rows.byte(7)?, 0x40);
+/// # Ok::<(), DeviceError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_target::Device;
+
+/// The properties of a device: its name, best target, cores and memory.
+///
+/// ```
+/// use moesaic::DeviceInfo;
+///
+/// fn describe(info: &DeviceInfo) -> String {
+///     let memory = info.memory_bytes.map_or("unknown".to_string(), |bytes| {
+///         format!("{} GiB", bytes >> 30)
+///     });
+///     format!("{} ({}), {} cores or multiprocessors, memory: {memory}", info.name, info.target, info.units)
+/// }
+/// # assert!(describe(moesaic::example::engine().device_info()).contains("cpu:"));
+/// ```
+#[doc(inline)]
+pub use moesaic_target::DeviceInfo;
 
 /// Memory of a device, freed when its last owner drops it.
 ///

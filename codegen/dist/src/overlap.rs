@@ -89,6 +89,7 @@ pub struct Chunk {
 impl Chunk {
     /// Returns this chunk's range of the `n` rows that a rank has for an expert at a distance. With
     /// [`OverlapBy::Rows`] the range is `[number * n / of, (number + 1) * n / of)`.
+    #[doc(hidden)]
     pub fn rows(&self, n: usize, distance: Distance) -> Range<usize> {
         match self.by {
             OverlapBy::Rows => self.part(n),

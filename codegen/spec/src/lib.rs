@@ -47,7 +47,6 @@ pub use router_kind::{
     Chooser, LogitsDef, LogitsFormula, RouterAxis, RouterDef, RouterKind, RouterSize, RouterWeight,
     WeightStart,
 };
-#[doc(hidden)]
 pub use suggest::closest;
 pub use tensors::{TensorSpec, UnknownWeight, canonical_tensors, check_weight_name};
 pub use types::*;

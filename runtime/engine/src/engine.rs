@@ -2,7 +2,7 @@
 
 use crate::device_layer::{DeviceLayer, check_size, check_spec};
 use crate::error::EngineError;
-use crate::jit::{EngineParts, Jit, Stats};
+use crate::jit::{EngineParts, Jit, EngineStats};
 use crate::launch::Modules;
 use crate::memory::passing_tensors;
 use crate::texts::Texts;
@@ -32,8 +32,10 @@ pub struct Engine {
 #[derive(Clone)]
 pub struct LoadedKernel {
     /// Its text, entries and launch geometry.
+    #[doc(hidden)]
     pub source: KernelSource,
     /// The module that launches its entries.
+    #[doc(hidden)]
     pub module: Arc<dyn Module>,
 }
 
@@ -84,7 +86,7 @@ impl Engine {
     }
 
     /// Returns the sources of the kernels so far.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> EngineStats {
         self.jit.stats()
     }
 

@@ -59,7 +59,7 @@ pub use by_token::SavedByToken;
 pub use call::{CallInput, Input, Output, OutputGradient, RawBackward, RawCall, RngKey, StepTime};
 pub use engine::{Engine, LoadedKernel};
 pub use error::{DifferentWeight, EngineError};
-pub use jit::{EngineParts, Stats};
+pub use jit::{EngineParts, EngineStats};
 pub use layer::{Layer, LayerOptions, PassTime, Saved, StrategyTuner, TunedCall};
 pub use mesh::{
     Mesh, ProcessGroup, Ranks, Shard, Timestamp, joined, joined_placed, part_of, part_of_placed,

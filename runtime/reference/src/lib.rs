@@ -52,7 +52,7 @@ pub use place::{
     AssignmentPlaces, capacity_rows, demanded, kept, processing_order, random_key, scan,
 };
 pub use router_input::{input_factors, router_input};
-pub use skew::Skew;
+pub use skew::{ParseSkewError, Skew};
 pub use stored::numbers;
 pub use weights::{Random, Tensor, Weights};
 

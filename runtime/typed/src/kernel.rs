@@ -16,12 +16,15 @@ pub trait KernelArgs {
     const SYMBOL: &'static str;
 
     /// Names and types of the parameters, in order.
+    #[doc(hidden)]
     const PARAMS: &'static [(&'static str, ParamType)];
 
     /// The argument list.
+    #[doc(hidden)]
     type Args: AsRef<[Arg]>;
 
     /// Returns the arguments, in the order of the parameters.
+    #[doc(hidden)]
     fn args(&self) -> Self::Args;
 
     /// Returns the token count, which determines the launch geometry.

@@ -35,6 +35,7 @@ pub trait Compiler: Send + Sync {
     ///
     /// # Errors
     /// [`CompileError`] gives the failure with the compiler's own message.
+    #[doc(hidden)]
     fn compile(
         &self,
         source: &KernelSource,

@@ -8,6 +8,7 @@ use moesaic_target::{Arg, Artifact, Device, DeviceError, FunctionId, LaunchDims,
 use std::sync::Arc;
 
 /// A reduction of rows, one per rank, to one row.
+#[doc(hidden)]
 pub struct Folding {
     /// The element type.
     pub element: CommElement,
@@ -23,6 +24,7 @@ pub struct Folding {
 
 /// An implementation of reductions. All give the same bytes: `((x0 + x1) + x2) + ...`, in f32 for
 /// bf16 and f16, rounded once.
+#[doc(hidden)]
 pub trait Fold: Send + Sync {
     /// Folds rows, in the order of the device's stream.
     ///
@@ -36,6 +38,7 @@ pub trait Fold: Send + Sync {
 }
 
 /// Folds on the host after a copy: correct for every device, and slow.
+#[doc(hidden)]
 pub struct OnHost {
     device: Arc<dyn Device>,
 }
@@ -71,6 +74,7 @@ impl Fold for OnHost {
 }
 
 /// Folds by a kernel of the device; rows of bytes are folded on the host.
+#[doc(hidden)]
 pub struct Kernels {
     module: Arc<dyn Module>,
     functions: [FunctionId; 5],

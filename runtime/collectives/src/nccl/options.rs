@@ -40,6 +40,7 @@ pub struct NcclOptions {
     /// The order of sums.
     pub sums: Sums,
     /// The implementation of folds on the device; `None` folds on the host.
+    #[doc(hidden)]
     pub fold: Option<Arc<dyn Fold>>,
     /// Allow several ranks on one device, for experiments; the library has to allow it too.
     pub share_device: bool,

@@ -36,7 +36,7 @@ pub(super) enum Form {
 
 /// A tuner of strategies: it sets the strategy of each call before the call runs, and learns its
 /// time afterwards. The ranks of a layer have one each, and these must decide alike.
-/// `moesaic::tune::Adaptive` is one.
+/// `moesaic::tune::LayerTuner` is one.
 pub trait StrategyTuner: Send + Sync {
     /// Sets the strategy of a call by [`Layer::set_strategy`]. Returns a number of the tuner's own
     /// by which [`StrategyTuner::took`] names the choice.
@@ -168,6 +168,7 @@ impl Layer {
     /// Returns the plan with the inputs and outputs of a call; over ranks the dispatch part's.
     /// `moesaic tune` changes tiles for some numbers of tokens, and with them sizes of scratch: see
     /// [`Layer::tilings`].
+    #[doc(hidden)]
     pub fn plan(&self) -> &LayerPlan {
         self.dispatch().plan()
     }
@@ -175,6 +176,7 @@ impl Layer {
     /// Returns the plan of this rank under the present strategy, without chunks; `None` for a layer
     /// of one process. Apply [`RankPlan::in_chunks`] with [`Strategy::chunks`] to get its exact
     /// steps.
+    #[doc(hidden)]
     pub fn rank_plan(&self) -> Option<RankPlan> {
         match &self.form {
             Form::One(_) => None,
@@ -183,6 +185,7 @@ impl Layer {
     }
 
     /// Returns its plans by the number of tokens of a call.
+    #[doc(hidden)]
     pub fn tilings(&self) -> &Tilings {
         self.dispatch().tilings()
     }

@@ -143,6 +143,7 @@ pub(super) fn concat(parts: &[Tensor<'_>], dimension: usize) -> Tensor<'static> 
     whole
 }
 
+#[doc(hidden)]
 impl WeightSource for Shard<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
         let (dtype, mut shape) = self.whole.describe(name)?;
