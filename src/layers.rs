@@ -8,7 +8,7 @@ use crate::{
 use moesaic_cache::TunedMachine;
 use moesaic_collectives::Communicator;
 use moesaic_collectives::nccl::{self, Nccl};
-use moesaic_engine::{LoadedKernel, EngineStats, Variants};
+use moesaic_engine::{EngineStats, LoadedKernel, Variants};
 use moesaic_plan::{CacheClass, Tilings};
 use moesaic_target::{Device, DeviceInfo};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use std::sync::Arc;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Engine(pub(crate) moesaic_engine::Engine);
 
 /// Layers.

@@ -56,6 +56,8 @@
 //! Depend on this crate alone. The crates named `moesaic-*` are its parts and change without
 //! notice.
 
+#![warn(missing_debug_implementations)]
+
 pub mod aot;
 mod compilers;
 mod error;

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// The parts of an engine.
+#[derive(Debug)]
 pub struct EngineParts {
     /// The device on which layers run.
     pub device: Arc<dyn Device>,

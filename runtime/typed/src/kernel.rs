@@ -3,6 +3,7 @@
 use moesaic_engine::LoadedKernel;
 use moesaic_kernel::{Entry, Launch, Param, ParamType};
 use moesaic_target::{Arg, DeviceError, LaunchDims, LaunchReason, Module};
+use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -66,6 +67,15 @@ pub struct Launcher<A> {
     module: Arc<dyn Module>,
     launch: Launch,
     args: PhantomData<fn(A)>,
+}
+
+impl<A: KernelArgs> fmt::Debug for Launcher<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Launcher")
+            .field("kernel", &A::KERNEL)
+            .field("symbol", &A::SYMBOL)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<A: KernelArgs> Launcher<A> {

@@ -5,6 +5,7 @@ use crate::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, RowCopy};
 use moesaic_kernel::{CpuCaches, Entry, Target};
 use std::any::Any;
 use std::ffi::c_void;
+use std::fmt;
 use std::sync::Arc;
 
 /// The properties of a device.
@@ -156,6 +157,13 @@ pub trait Device: Send + Sync {
     #[doc(hidden)]
     fn take_counters(&self) -> Vec<KernelCounters> {
         Vec::new()
+    }
+}
+
+/// The device's properties: `Arc<dyn Device>` is a field of many structs that derive `Debug`.
+impl fmt::Debug for dyn Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Device").field(self.info()).finish()
     }
 }
 

@@ -5,10 +5,12 @@ use moesaic_kernel::{
     Access, DType, Entry, KernelSource, Language, Launch, Param, SimArch, Size, Stem, Target,
 };
 use moesaic_target::{Arg, Artifact, Device, DeviceError, FunctionId, LaunchDims, Module};
+use std::fmt;
 use std::sync::Arc;
 
 /// A reduction of rows, one per rank, to one row.
 #[doc(hidden)]
+#[derive(Debug)]
 pub struct Folding {
     /// The element type.
     pub element: CommElement,
@@ -37,8 +39,15 @@ pub trait Fold: Send + Sync {
     fn waits(&self, element: CommElement) -> bool;
 }
 
+impl fmt::Debug for dyn Fold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Fold")
+    }
+}
+
 /// Folds on the host after a copy: correct for every device, and slow.
 #[doc(hidden)]
+#[derive(Debug)]
 pub struct OnHost {
     device: Arc<dyn Device>,
 }
@@ -79,6 +88,14 @@ pub struct Kernels {
     module: Arc<dyn Module>,
     functions: [FunctionId; 5],
     host: OnHost,
+}
+
+impl fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kernels")
+            .field("host", &self.host)
+            .finish_non_exhaustive()
+    }
 }
 
 /// The types that have a kernel.

@@ -28,7 +28,7 @@ pub enum Sums {
 }
 
 /// The options of [`start`](super::start) and [`over`](super::over).
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct NcclOptions {
     /// The library. `None` selects `MOESAIC_NCCL`, else the loader's search path.
     pub library: Option<PathBuf>,

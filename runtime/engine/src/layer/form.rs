@@ -49,6 +49,13 @@ pub trait StrategyTuner: Send + Sync {
     fn took(&self, choice: usize, passes: Vec<PassTime>);
 }
 
+/// No more than its name, because a tuner's state is behind locks.
+impl fmt::Debug for dyn StrategyTuner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("StrategyTuner")
+    }
+}
+
 /// A call whose strategy a tuner chooses.
 #[derive(Clone, Copy, Debug)]
 pub struct TunedCall<'c> {
@@ -63,7 +70,7 @@ pub struct TunedCall<'c> {
 }
 
 /// The time of a pass.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub enum PassTime {
     /// Seconds, of a call that waits.
     Seconds(f64),
