@@ -1,5 +1,8 @@
 //! Ahead-of-time compilation of kernels, on machines that need not have the device, and the upkeep
 //! of the store that holds them.
+//!
+//! Start at [`precompile`]. An engine with [`EngineOptions::strict`](crate::EngineOptions::strict)
+//! then runs from the store alone.
 
 /// Compiles layers into a store. The devices of the targets need not be on this machine.
 ///
@@ -138,7 +141,7 @@ pub use moesaic_engine::KernelRow;
 #[doc(inline)]
 pub use moesaic_engine::PrecompileEvent;
 
-/// A kernel that a [`Store`](crate::Store) holds, as `Store::list` returns it.
+/// A kernel that a [`Store`](crate::Store) holds, as [`Store::list`](crate::Store::list) returns it.
 ///
 /// ```
 /// use moesaic::{Store, Target};
@@ -152,10 +155,11 @@ pub use moesaic_engine::PrecompileEvent;
 /// # assert_eq!(bytes(&Store::open(folder), "cuda:sm_90a".parse().unwrap()), 0);
 /// ```
 #[doc(inline)]
-pub use moesaic_cache::{KernelInfo, KernelKey, Listed, NotAKey};
+pub use moesaic_cache::Listed;
+#[doc(inline)]
+pub use moesaic_cache::{KernelInfo, KernelKey, NotAKey};
 
-/// The damaged kernels of a [`Store`](crate::Store): how `Store::verify` treats them, and what it
-/// found.
+/// The way in which [`Store::verify`](crate::Store::verify) treats damaged kernels.
 ///
 /// ```
 /// use moesaic::Store;
@@ -167,10 +171,11 @@ pub use moesaic_cache::{KernelInfo, KernelKey, Listed, NotAKey};
 /// }
 /// ```
 #[doc(inline)]
-pub use moesaic_cache::{Bad, OnBad, Verified};
+pub use moesaic_cache::OnBad;
+#[doc(inline)]
+pub use moesaic_cache::{Bad, Verified};
 
-/// The rule by which `Store::prune` removes kernels from a [`Store`](crate::Store), and what it
-/// removed.
+/// The rule by which [`Store::prune`](crate::Store::prune) removes kernels.
 ///
 /// ```
 /// use moesaic::aot::PruneRule;
@@ -183,10 +188,14 @@ pub use moesaic_cache::{Bad, OnBad, Verified};
 /// assert_eq!(unused_for_a_month.max_bytes, None);
 /// ```
 #[doc(inline)]
-pub use moesaic_cache::{PruneRule, Pruned};
+pub use moesaic_cache::PruneRule;
+#[doc(inline)]
+pub use moesaic_cache::Pruned;
 
-/// The activity of a [`Store`](crate::Store) since it was opened, and the reason that it keeps
-/// nothing.
+#[doc(inline)]
+pub use moesaic_cache::StoreError;
+/// The hits and misses of a [`Store`](crate::Store) since it was opened.
+/// [`Store::trouble`](crate::Store::trouble) has the reason if it keeps nothing.
 ///
 /// ```
 /// use moesaic::Store;
@@ -196,7 +205,7 @@ pub use moesaic_cache::{PruneRule, Pruned};
 /// assert!(store.trouble().is_none());
 /// ```
 #[doc(inline)]
-pub use moesaic_cache::{StoreError, StoreStats};
+pub use moesaic_cache::StoreStats;
 
 /// The sources of the kernels that an engine has loaded: compiled now, read from the store, or in
 /// memory already.
@@ -218,7 +227,7 @@ pub use moesaic_cache::{StoreError, StoreStats};
 #[doc(inline)]
 pub use moesaic_engine::EngineStats;
 
-/// The effect of `Store::export` and `Store::import`, which write and read a pack.
+/// The reason that a pack cannot be written or read.
 ///
 /// ```
 /// use moesaic::Store;
@@ -236,7 +245,10 @@ pub use moesaic_engine::EngineStats;
 /// ```
 #[cfg(feature = "packs")]
 #[doc(inline)]
-pub use moesaic_cache::{Exported, Imported, PackError};
+pub use moesaic_cache::PackError;
+#[cfg(feature = "packs")]
+#[doc(inline)]
+pub use moesaic_cache::{Exported, Imported};
 
 /// The facts about a compiled kernel: its compiler, and each entry's registers, spills and shared
 /// memory.
@@ -256,4 +268,6 @@ pub use moesaic_cache::{Exported, Imported, PackError};
 /// # let _ = registers;
 /// ```
 #[doc(inline)]
-pub use moesaic_target::{ArtifactReport, KernelReport};
+pub use moesaic_target::ArtifactReport;
+#[doc(inline)]
+pub use moesaic_target::KernelReport;

@@ -31,6 +31,7 @@
 //! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
 //! | have rustc check shapes | [`layer!`], [`typed`] |
 //! | load a model's layer | [`Engine::layer_from_hf`], [`weights`] |
+//! | pass memory of a device instead of slices | [`RawCall`], [`Device`], [`Buffer`], [`Ptr`] |
 //! | serve it from several threads, decode without allocation | [`Layer::handle`], [`Layer::forward_into`] |
 //! | handle errors | [`Error`], [`Result`], [`errors`] |
 //! | train | [`Init`], [`Training`], [`RngKey`], [`train`] |

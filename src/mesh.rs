@@ -2,7 +2,7 @@
 //! dtypes.
 //!
 //! [`Parallel`](crate::Parallel), [`Strategy`](crate::Strategy), [`Mesh`](crate::Mesh) and the
-//! layers themselves are at the crate root.
+//! layers themselves are at the crate root. [`Mesh`](crate::Mesh) has the example to start from.
 
 /// The form of the shared experts on each rank: whole, or one tensor-parallel shard.
 ///
@@ -120,8 +120,10 @@ pub use moesaic_plan::Split;
 #[doc(inline)]
 pub use moesaic_plan::Eplb;
 
-/// EPLB, DeepSeek's packing of experts by their loads, and its result. [`Balancer`] calls it when
-/// moving experts pays off.
+#[doc(inline)]
+pub use moesaic_plan::Replication;
+/// Packs experts by their loads as EPLB does, DeepSeek's balancer: loaded experts get replicas, and
+/// ranks get equal loads. [`Balancer`] calls it when moving experts pays off.
 ///
 /// ```
 /// use moesaic::mesh::{Eplb, Replication, rebalance};
@@ -133,7 +135,7 @@ pub use moesaic_plan::Eplb;
 /// # Ok::<(), moesaic::mesh::PlacementError>(())
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::{Replication, rebalance};
+pub use moesaic_plan::rebalance;
 
 /// A watcher of expert loads that says when moving to another placement pays off.
 ///
@@ -260,6 +262,8 @@ pub use moesaic_engine::ProcessGroup;
 #[doc(inline)]
 pub use moesaic_engine::Ranks;
 
+#[doc(inline)]
+pub use moesaic_plan::MeshError;
 /// A rank's coordinates in a mesh: replica, expert-parallel group, tensor-parallel shard.
 ///
 /// ```
@@ -271,9 +275,9 @@ pub use moesaic_engine::Ranks;
 /// # Ok::<(), moesaic::mesh::MeshError>(())
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::{MeshError, RankCoords};
+pub use moesaic_plan::RankCoords;
 
-/// The reason that a strategy does not fit a mesh, or that a text is none.
+/// The reason that a text is no strategy.
 ///
 /// ```
 /// use moesaic::Strategy;
@@ -283,7 +287,9 @@ pub use moesaic_plan::{MeshError, RankCoords};
 /// assert!(matches!(error, ParseStrategyError::Unknown { .. }), "{error}");
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::{ParseStrategyError, StrategyError};
+pub use moesaic_plan::ParseStrategyError;
+#[doc(inline)]
+pub use moesaic_plan::StrategyError;
 
 /// The model that chooses the experts that all groups hold for a call, as
 /// [`Layer::set_shadow_model`](crate::Layer::set_shadow_model) takes it.
@@ -342,7 +348,7 @@ pub use moesaic_plan::ShadowForm;
 #[doc(inline)]
 pub use moesaic_engine::StrategyTuner;
 
-/// The call that a [`StrategyTuner`] decides on, and the time of each of its passes.
+/// The time of a pass, which a [`StrategyTuner`] learns after the call.
 ///
 /// ```
 /// use moesaic::EngineError;
@@ -355,4 +361,6 @@ pub use moesaic_engine::StrategyTuner;
 /// # assert_eq!(seconds(&[PassTime::Seconds(0.25), PassTime::Seconds(0.5)]).unwrap(), 0.75);
 /// ```
 #[doc(inline)]
-pub use moesaic_engine::{PassTime, TunedCall};
+pub use moesaic_engine::PassTime;
+#[doc(inline)]
+pub use moesaic_engine::TunedCall;

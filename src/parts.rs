@@ -130,8 +130,8 @@ pub mod tune {
     #[doc(inline)]
     pub use moesaic_tune::*;
 
-    /// A machine: its links, its processors, and how far predictions can be off. [`Planned`]
-    /// simulates strategies on it.
+    /// A model of a machine, on which [`Planned`] simulates strategies: its links, its processors,
+    /// and how far predictions can be off.
     ///
     /// [`published`] has machines by name, and [`Machine::from_toml`] reads yours; docs/SCALE.md
     /// describes the file.
@@ -149,7 +149,9 @@ pub mod tune {
     /// # }
     /// ```
     #[doc(inline)]
-    pub use moesaic_planner::{Machine, published, published_names};
+    pub use moesaic_planner::Machine;
+    #[doc(inline)]
+    pub use moesaic_planner::{published, published_names};
 
     /// Measurements of your machine, which replace the figures of a [`Machine`].
     ///
@@ -168,7 +170,7 @@ pub mod tune {
     #[doc(inline)]
     pub use moesaic_planner::Calibration;
 
-    /// The reasons that a strategy cannot be predicted, and that a file cannot be read.
+    /// The reason that the file of a machine or of measurements cannot be read.
     ///
     /// ```
     /// use moesaic::tune::{ReadError, published};
@@ -178,7 +180,9 @@ pub mod tune {
     /// assert!(error.to_string().contains("did you mean `h100-ib`?"));
     /// ```
     #[doc(inline)]
-    pub use moesaic_planner::{PlannerError, ReadError, RoutingError};
+    pub use moesaic_planner::ReadError;
+    #[doc(inline)]
+    pub use moesaic_planner::{PlannerError, RoutingError};
 }
 
 /// The building blocks of `layer!`: arrays as tensors, and typed device memory.
@@ -261,9 +265,10 @@ pub mod weights {
     #[doc(inline)]
     pub use moesaic_weights::*;
 
-    /// A destination of tensors that are not all in memory at once, and the tensors that it is told
-    /// of first. [`Writer`] is one, for safetensors;
-    /// [`Ranks::collect`](crate::mesh::Ranks::collect) writes to one.
+    #[doc(inline)]
+    pub use moesaic_tensor::Described;
+    /// A destination of tensors that are not all in memory at once. [`Writer`] is one, for
+    /// safetensors, and [`Ranks::collect`](crate::mesh::Ranks::collect) writes to one.
     ///
     /// ```
     /// use moesaic::DType;
@@ -283,5 +288,5 @@ pub mod weights {
     /// # }
     /// ```
     #[doc(inline)]
-    pub use moesaic_tensor::{Described, WeightSink};
+    pub use moesaic_tensor::WeightSink;
 }

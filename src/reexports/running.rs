@@ -274,7 +274,11 @@ pub use moesaic_engine::SaveReason;
 /// ```
 #[doc(inline)]
 pub use moesaic_tensor::TensorError;
-/// Bindings for other languages check their callers' memory with these before kernels read it:
+
+#[doc(inline)]
+pub use moesaic_tensor::TensorKind;
+/// Compares a type and shape with the wanted ones. Bindings for other languages check their
+/// callers' memory so before kernels read it.
 ///
 /// ```
 /// use moesaic::{DType, TensorKind, check_kind};
@@ -284,7 +288,8 @@ pub use moesaic_tensor::TensorError;
 /// let error = check_kind(found, wanted).unwrap_err();
 /// assert_eq!(error.to_string(), "has shape [3, 8], expected [5, 8]");
 /// ```
-pub use moesaic_tensor::{TensorKind, check_kind};
+#[doc(inline)]
+pub use moesaic_tensor::check_kind;
 
 /// The routing decision of a call, copied to the host for [`Statistics`].
 ///

@@ -107,6 +107,7 @@ impl Chunk {
 
     /// Returns the indices of the common chunks that this chunk consists of, among `units` in all
     /// ([`Overlap::common`]).
+    #[doc(hidden)]
     pub fn units(&self, units: usize) -> Range<usize> {
         match self.by {
             OverlapBy::Rows => self.part(units),
