@@ -76,7 +76,7 @@ pub enum StrategyError {
         forward: usize,
         /// The value that was asked for.
         backward: usize,
-        /// The least number of chunks that both numbers divide.
+        /// The least number of chunks that the chunks of both are made of.
         chunks: usize,
     },
 }
