@@ -37,7 +37,7 @@ impl Engine {
     /// weights to the device, so you may free yours afterwards.
     ///
     /// # Errors
-    /// Whatever [`EngineError`] lists, apart from input errors.
+    /// [`EngineError`], all of its variants but those of inputs.
     pub fn layer(
         &self,
         spec: &LayerSpec,

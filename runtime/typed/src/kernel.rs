@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 /// The arguments of one kernel entry: a struct with one field per parameter, generated from the
-/// same list as the kernel's text.
+/// same list as the kernel's text. Generated code implements it.
 pub trait KernelArgs {
     /// The kernel's name within its layer.
     const KERNEL: &'static str;
