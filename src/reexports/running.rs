@@ -71,6 +71,34 @@ pub use moesaic_tensor::Bytes;
 #[doc(inline)]
 pub use moesaic_tensor::WeightSource;
 
+/// The error of a [`WeightSource`] or a [`WeightSink`](crate::weights::WeightSink) of yours: any
+/// error, boxed.
+///
+/// ```
+/// use moesaic::{DType, SourceError, Tensor, WeightSource};
+/// use std::ops::Range;
+///
+/// /// Weights that a function computes row by row, such as those of another file format.
+/// struct Rows<F> {
+///     shape: Vec<usize>,
+///     row: F,
+/// }
+///
+/// impl<F: Fn(usize) -> Result<Vec<f32>, std::io::Error>> WeightSource for Rows<F> {
+///     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+///         (name == "router.weight").then(|| (DType::F32, self.shape.clone()))
+///     }
+///     fn rows(&self, _name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+///         let row = (self.row)(rows.start)?; // one is enough: a layer asks for the rest
+///         Ok(Tensor::owned(&[1, row.len()], row))
+///     }
+/// }
+/// # let source = Rows { shape: vec![4, 2], row: |at| Ok(vec![at as f32; 2]) };
+/// # assert_eq!(source.rows("router.weight", 3..4).unwrap().to_f32(), [3.0, 3.0]);
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::SourceError;
+
 /// The element type of a tensor.
 ///
 /// ```
