@@ -132,6 +132,29 @@ pub use half;
 /// # Ok(())
 /// # }
 /// ```
+///
+/// A layer is `Send` and `Sync`. A call blocks its thread until `y` is there, so an async program
+/// gives each task a [`Layer::handle`] and calls it where blocking is allowed: in
+/// `tokio::task::spawn_blocking`, or on a thread of its own.
+///
+/// ```
+/// use moesaic::Input;
+/// use std::thread;
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// let task = |x: Vec<f32>| {
+///     let layer = layer.handle(); // the same weights, a workspace of its own
+///     move || Ok::<_, moesaic::Error>(layer.forward(&Input::new(1, &x))?.y().to_f32())
+/// };
+/// let tasks = [thread::spawn(task(wave(8))), thread::spawn(task(vec![0.5; 8]))];
+/// for task in tasks {
+///     assert_eq!(task.join().expect("no panic")?.len(), 8);
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[doc(inline)]
 pub use moesaic_engine::Layer;
 
