@@ -42,6 +42,7 @@ pub struct MultiGate {
 
 impl fmt::Debug for MultiGate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Its layers differ in their routers alone, so one stands for all.
         f.debug_struct("MultiGate")
             .field("routers", &self.layers.len())
             .field("layer", &self.layers.first())
@@ -56,6 +57,7 @@ pub struct MultiSaved(Kept);
 impl fmt::Debug for MultiSaved {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let together = matches!(self.0, Kept::Together(_));
+        // The rest is memory of the device, which nobody wants in a log.
         f.debug_struct("MultiSaved")
             .field("in_one_pass", &together)
             .finish_non_exhaustive()

@@ -41,6 +41,7 @@ pub struct UserLayer<E = Box<dyn UserExpert>> {
 
 impl<E> fmt::Debug for UserLayer<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Experts are the caller's, and need not have a `Debug`.
         f.debug_struct("UserLayer")
             .field("layer", &self.layer)
             .field("experts", &self.experts.len())

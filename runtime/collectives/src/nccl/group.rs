@@ -19,7 +19,6 @@ use crate::sub_group::numbers;
 use crate::{CollectiveError, CommElement, InvalidReason, Reduction, Slice, hierarchical};
 use moesaic_target::{Device, DeviceError, StreamDevice};
 use std::ffi::c_int;
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -32,16 +31,6 @@ pub struct Nccl {
     pub(super) group: Arc<Group>,
     pub(super) sequence: u64,
     pub(super) deadline: Duration,
-}
-
-impl fmt::Debug for Nccl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Nccl")
-            .field("rank", &self.group.rank)
-            .field("members", &self.group.members)
-            .field("deadline", &self.deadline)
-            .finish_non_exhaustive()
-    }
 }
 
 type Done = Result<(), CollectiveError>;

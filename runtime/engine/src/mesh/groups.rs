@@ -33,6 +33,8 @@ pub struct Mesh {
 
 impl fmt::Debug for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Without its groups: a call of another thread may hold their lock for as long as it waits
+        // for other ranks.
         f.debug_struct("Mesh")
             .field("parallel", &self.parallel)
             .field("place", &self.place)

@@ -12,6 +12,7 @@ pub struct Timestamp(When);
 
 impl fmt::Debug for Timestamp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // No time: that of an event is known only once the device has come to it.
         f.debug_struct("Timestamp")
             .field("on_device", &matches!(self.0, When::Device(_)))
             .finish_non_exhaustive()
