@@ -131,7 +131,7 @@ pub use moesaic_plan::Replication;
 /// let eplb = Eplb { replicas: 4, expert_groups: 1, nodes: 1, ranks: 2 };
 /// let packed: Replication = rebalance(&[8.0, 2.0, 2.0], &eplb)?;
 /// assert_eq!(packed.experts, [0, 1, 0, 2]); // the first expert on both
-/// assert_eq!(packed.placement(2)?.to_string(), "0,1 | 2,+0");
+/// assert_eq!(packed.placement(2)?.to_string(), "0-1 | +0,2");
 /// # Ok::<(), moesaic::mesh::PlacementError>(())
 /// ```
 #[doc(inline)]
