@@ -1,5 +1,8 @@
 //! Ahead-of-time compilation of kernels, on machines that need not have the device, and the upkeep
 //! of the store that holds them.
+//!
+//! Start at [`precompile`]. An engine with [`EngineOptions::strict`](crate::EngineOptions::strict)
+//! then runs from the store alone.
 
 /// Compiles layers into a store. The devices of the targets need not be on this machine.
 ///
@@ -28,6 +31,23 @@
 /// ```
 #[doc(inline)]
 pub use moesaic_engine::precompile;
+
+/// The cache sizes of a CPU, rounded down to one of eight classes that kernels distinguish.
+///
+/// An engine takes the class of its own machine. Name another one to compile for CPUs that are not
+/// this machine's:
+///
+/// ```
+/// use moesaic::aot::CacheClass;
+/// use moesaic::{CpuCaches, PlanOptions};
+///
+/// // Of the machines that will run the layer, by `lscpu`.
+/// let caches = CpuCaches { l1_bytes: Some(32 << 10), l2_bytes: Some(1 << 20) };
+/// let options = PlanOptions { caches: CacheClass::of(caches), ..PlanOptions::default() };
+/// assert_eq!(options.caches.l2_bytes(), 1 << 20);
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::CacheClass;
 
 /// A layer and a target for [`precompile`].
 ///
@@ -121,7 +141,7 @@ pub use moesaic_engine::KernelRow;
 #[doc(inline)]
 pub use moesaic_engine::PrecompileEvent;
 
-/// A kernel that a [`Store`](crate::Store) holds, as `Store::list` returns it.
+/// A kernel that a [`Store`](crate::Store) holds, as [`Store::list`](crate::Store::list) returns it.
 ///
 /// ```
 /// use moesaic::{Store, Target};
@@ -135,10 +155,11 @@ pub use moesaic_engine::PrecompileEvent;
 /// # assert_eq!(bytes(&Store::open(folder), "cuda:sm_90a".parse().unwrap()), 0);
 /// ```
 #[doc(inline)]
-pub use moesaic_cache::{KernelInfo, KernelKey, Listed, NotAKey};
+pub use moesaic_cache::Listed;
+#[doc(inline)]
+pub use moesaic_cache::{KernelInfo, KernelKey, NotAKey};
 
-/// The damaged kernels of a [`Store`](crate::Store): how `Store::verify` treats them, and what it
-/// found.
+/// The way in which [`Store::verify`](crate::Store::verify) treats damaged kernels.
 ///
 /// ```
 /// use moesaic::Store;
@@ -150,10 +171,11 @@ pub use moesaic_cache::{KernelInfo, KernelKey, Listed, NotAKey};
 /// }
 /// ```
 #[doc(inline)]
-pub use moesaic_cache::{Bad, OnBad, Verified};
+pub use moesaic_cache::OnBad;
+#[doc(inline)]
+pub use moesaic_cache::{Bad, Verified};
 
-/// The rule by which `Store::prune` removes kernels from a [`Store`](crate::Store), and what it
-/// removed.
+/// The rule by which [`Store::prune`](crate::Store::prune) removes kernels.
 ///
 /// ```
 /// use moesaic::aot::PruneRule;
@@ -166,10 +188,14 @@ pub use moesaic_cache::{Bad, OnBad, Verified};
 /// assert_eq!(unused_for_a_month.max_bytes, None);
 /// ```
 #[doc(inline)]
-pub use moesaic_cache::{PruneRule, Pruned};
+pub use moesaic_cache::PruneRule;
+#[doc(inline)]
+pub use moesaic_cache::Pruned;
 
-/// The activity of a [`Store`](crate::Store) since it was opened, and the reason that it keeps
-/// nothing.
+#[doc(inline)]
+pub use moesaic_cache::StoreError;
+/// The hits and misses of a [`Store`](crate::Store) since it was opened.
+/// [`Store::trouble`](crate::Store::trouble) has the reason if it keeps nothing.
 ///
 /// ```
 /// use moesaic::Store;
@@ -179,9 +205,29 @@ pub use moesaic_cache::{PruneRule, Pruned};
 /// assert!(store.trouble().is_none());
 /// ```
 #[doc(inline)]
-pub use moesaic_cache::{StoreError, StoreStats};
+pub use moesaic_cache::StoreStats;
 
-/// The effect of `Store::export` and `Store::import`, which write and read a pack.
+/// The sources of the kernels that an engine has loaded: compiled now, read from the store, or in
+/// memory already.
+///
+/// ```
+/// use moesaic::Engine;
+/// use moesaic::aot::EngineStats;
+///
+/// /// Returns an error if a deployed engine had to compile.
+/// fn check(engine: &Engine) -> Result<(), String> {
+///     let EngineStats { compiled, from_store, .. } = engine.stats();
+///     match compiled {
+///         0 => Ok(()),
+///         _ => Err(format!("{compiled} kernels were not in the pack, {from_store} were")),
+///     }
+/// }
+/// # assert_eq!(check(&moesaic::example::engine()), Ok(()));
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::EngineStats;
+
+/// The reason that a pack cannot be written or read.
 ///
 /// ```
 /// use moesaic::Store;
@@ -199,7 +245,10 @@ pub use moesaic_cache::{StoreError, StoreStats};
 /// ```
 #[cfg(feature = "packs")]
 #[doc(inline)]
-pub use moesaic_cache::{Exported, Imported, PackError};
+pub use moesaic_cache::PackError;
+#[cfg(feature = "packs")]
+#[doc(inline)]
+pub use moesaic_cache::{Exported, Imported};
 
 /// The facts about a compiled kernel: its compiler, and each entry's registers, spills and shared
 /// memory.
@@ -219,4 +268,6 @@ pub use moesaic_cache::{Exported, Imported, PackError};
 /// # let _ = registers;
 /// ```
 #[doc(inline)]
-pub use moesaic_target::{ArtifactReport, KernelReport};
+pub use moesaic_target::ArtifactReport;
+#[doc(inline)]
+pub use moesaic_target::KernelReport;

@@ -9,6 +9,7 @@ use moesaic_plan::{CacheClass, PlanOptions, Training};
 use moesaic_spec::LayerSpec;
 use moesaic_target::{CompileError, Compiler};
 use moesaic_toolchain::Registry;
+use std::fmt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
@@ -95,6 +96,15 @@ pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
 pub struct Compilers {
     store: Option<Arc<Store>>,
     found: Mutex<Vec<Arc<dyn Compiler>>>,
+}
+
+impl fmt::Debug for Compilers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Not the list of those found: another thread may hold its lock while it looks for one.
+        f.debug_struct("Compilers")
+            .field("store", &self.store)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Compilers {

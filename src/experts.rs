@@ -1,4 +1,8 @@
 //! Experts written in Rust, and experts behind several routers.
+//!
+//! Implement [`UserExpert`], and [`Engine::user_layer`](crate::Engine::user_layer) makes a layer of
+//! yours. [`Engine::multi_gate`](crate::Engine::multi_gate) puts several routers before one set of
+//! experts.
 
 /// An expert as Rust code, for a [`UserLayer`].
 ///

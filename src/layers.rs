@@ -8,7 +8,7 @@ use crate::{
 use moesaic_cache::TunedMachine;
 use moesaic_collectives::Communicator;
 use moesaic_collectives::nccl::{self, Nccl};
-use moesaic_engine::{LoadedKernel, Stats, Variants};
+use moesaic_engine::{EngineStats, LoadedKernel, Variants};
 use moesaic_plan::{CacheClass, Tilings};
 use moesaic_target::{Device, DeviceInfo};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use std::sync::Arc;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Engine(pub(crate) moesaic_engine::Engine);
 
 /// Layers.
@@ -37,7 +37,7 @@ impl Engine {
     /// weights to the device, so you may free yours afterwards.
     ///
     /// # Errors
-    /// Whatever [`EngineError`] lists, apart from input errors.
+    /// [`EngineError`], all of its variants but those of inputs.
     pub fn layer(
         &self,
         spec: &LayerSpec,
@@ -175,6 +175,15 @@ impl Engine {
         self.0.warm_up(spec)
     }
 
+    /// Loads the kernels of a layer, without a tuning, for
+    /// [`Launcher`](crate::typed::Launcher)s that launch them one by one.
+    ///
+    /// # Errors
+    /// As [`Engine::layer`].
+    pub fn kernels(&self, spec: &LayerSpec) -> Result<Vec<LoadedKernel>, EngineError> {
+        self.0.kernels(spec)
+    }
+
     /// Checks that a layer could take that many tokens in one call now, weights aside.
     ///
     /// # Errors
@@ -235,7 +244,7 @@ impl Engine {
     }
 
     /// Returns the sources of the kernels so far: memory, store, compiler.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> EngineStats {
         self.0.stats()
     }
 }
@@ -264,14 +273,6 @@ impl Engine {
         training: Option<Training>,
     ) -> Result<Tilings, EngineError> {
         self.0.tilings(spec, training)
-    }
-
-    /// Loads the kernels of a layer without a tuning, to be launched one by one.
-    ///
-    /// # Errors
-    /// As [`Engine::layer`].
-    pub fn kernels(&self, spec: &LayerSpec) -> Result<Vec<LoadedKernel>, EngineError> {
-        self.0.kernels(spec)
     }
 
     /// Makes the memory that all tilings of a layer use.

@@ -31,8 +31,9 @@
 //! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
 //! | have rustc check shapes | [`layer!`], [`typed`] |
 //! | load a model's layer | [`Engine::layer_from_hf`], [`weights`] |
+//! | pass memory of a device instead of slices | [`RawCall`], [`Device`], [`Buffer`], [`Ptr`] |
 //! | serve it from several threads, decode without allocation | [`Layer::handle`], [`Layer::forward_into`] |
-//! | handle errors | [`Error`], [`Result`] |
+//! | handle errors | [`Error`], [`Result`], [`errors`] |
 //! | train | [`Init`], [`Training`], [`RngKey`], [`train`] |
 //! | spread experts over ranks | [`Parallel`], [`Mesh`], [`Layer`], [`mesh`], [`collectives`] |
 //! | choose how ranks exchange rows | [`Strategy`], [`tune`] |
@@ -56,9 +57,12 @@
 //! Depend on this crate alone. The crates named `moesaic-*` are its parts and change without
 //! notice.
 
+#![warn(missing_debug_implementations)]
+
 pub mod aot;
 mod compilers;
 mod error;
+pub mod errors;
 pub mod experts;
 mod init;
 mod layers;

@@ -2,7 +2,7 @@
 //! dtypes.
 //!
 //! [`Parallel`](crate::Parallel), [`Strategy`](crate::Strategy), [`Mesh`](crate::Mesh) and the
-//! layers themselves are at the crate root.
+//! layers themselves are at the crate root. [`Mesh`](crate::Mesh) has the example to start from.
 
 /// The form of the shared experts on each rank: whole, or one tensor-parallel shard.
 ///
@@ -24,12 +24,10 @@ pub use moesaic_plan::SharedExperts;
 /// ```
 /// use moesaic::collectives::threads;
 /// use moesaic::mesh::TokenScope;
-/// use moesaic::target::Device;
-/// use moesaic::{EngineError, Mesh, Parallel};
-/// # use moesaic::cpu::CpuDevice;
-/// # use std::sync::Arc;
-/// # let device: Arc<dyn Device> = Arc::new(CpuDevice::new());
-/// let ranks = threads::run(2, |_| Ok(device.clone()), |mut world| {
+/// use moesaic::{Engine, EngineError, Mesh, Parallel};
+///
+/// let engine = Engine::cpu()?;
+/// let ranks = threads::run(2, |_| Ok(engine.device().clone()), |mut world| {
 ///     let mesh = Mesh::new(&mut world, Parallel { ep: 2, ..Parallel::default() })?;
 ///     assert_eq!(mesh.scope(), TokenScope::Rank);
 ///     Ok::<_, EngineError>(mesh.over(TokenScope::World).scope())
@@ -113,16 +111,31 @@ pub use moesaic_plan::Split;
 /// The sizes of an EPLB packing: replicas, expert groups, nodes and ranks.
 ///
 /// ```
-/// use moesaic::plan::rebalance;
 /// use moesaic::mesh::Eplb;
 ///
-/// let eplb = Eplb { replicas: 4, expert_groups: 1, nodes: 1, ranks: 2 };
-/// let packed = rebalance(&[8.0, 2.0, 2.0], &eplb)?;
-/// assert_eq!(packed.experts, [0, 1, 0, 2]); // the first expert on both
-/// # Ok::<(), moesaic::mesh::PlacementError>(())
+/// // DeepSeek-V3 on four nodes: 32 redundant replicas of 256 experts.
+/// let eplb = Eplb { replicas: 288, expert_groups: 8, nodes: 4, ranks: 32 };
+/// assert_eq!(eplb.replicas / eplb.ranks, 9); // on each rank
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::Eplb;
+
+#[doc(inline)]
+pub use moesaic_plan::Replication;
+/// Packs experts by their loads as EPLB does, DeepSeek's balancer: loaded experts get replicas, and
+/// ranks get equal loads. [`Balancer`] calls it when moving experts pays off.
+///
+/// ```
+/// use moesaic::mesh::{Eplb, Replication, rebalance};
+///
+/// let eplb = Eplb { replicas: 4, expert_groups: 1, nodes: 1, ranks: 2 };
+/// let packed: Replication = rebalance(&[8.0, 2.0, 2.0], &eplb)?;
+/// assert_eq!(packed.experts, [0, 1, 0, 2]); // the first expert on both
+/// assert_eq!(packed.placement(2)?.to_string(), "0-1 | +0,2");
+/// # Ok::<(), moesaic::mesh::PlacementError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::rebalance;
 
 /// A watcher of expert loads that says when moving to another placement pays off.
 ///
@@ -249,6 +262,8 @@ pub use moesaic_engine::ProcessGroup;
 #[doc(inline)]
 pub use moesaic_engine::Ranks;
 
+#[doc(inline)]
+pub use moesaic_plan::MeshError;
 /// A rank's coordinates in a mesh: replica, expert-parallel group, tensor-parallel shard.
 ///
 /// ```
@@ -260,9 +275,9 @@ pub use moesaic_engine::Ranks;
 /// # Ok::<(), moesaic::mesh::MeshError>(())
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::{MeshError, RankCoords};
+pub use moesaic_plan::RankCoords;
 
-/// The reason that a strategy does not fit a mesh, or that a text is none.
+/// The reason that a text is no strategy.
 ///
 /// ```
 /// use moesaic::Strategy;
@@ -272,7 +287,9 @@ pub use moesaic_plan::{MeshError, RankCoords};
 /// assert!(matches!(error, ParseStrategyError::Unknown { .. }), "{error}");
 /// ```
 #[doc(inline)]
-pub use moesaic_plan::{ParseStrategyError, StrategyError};
+pub use moesaic_plan::ParseStrategyError;
+#[doc(inline)]
+pub use moesaic_plan::StrategyError;
 
 /// The model that chooses the experts that all groups hold for a call, as
 /// [`Layer::set_shadow_model`](crate::Layer::set_shadow_model) takes it.
@@ -288,3 +305,62 @@ pub use moesaic_plan::{ParseStrategyError, StrategyError};
 /// ```
 #[doc(inline)]
 pub use moesaic_plan::ShadowModel;
+
+/// The prediction that a [`ShadowModel`] makes of a step: the one of FasterMoE's paper, or that of
+/// its released code.
+///
+/// ```
+/// use moesaic::mesh::{ShadowForm, ShadowModel};
+///
+/// # let spec = moesaic::example::spec();
+/// let released = ShadowModel { form: ShadowForm::Released, ..ShadowModel::of(&spec) };
+/// assert_ne!(released, ShadowModel::of(&spec)); // the paper's
+/// ```
+#[doc(inline)]
+pub use moesaic_plan::ShadowForm;
+
+/// A tuner that sets the strategy of each call of a layer, as
+/// [`Layer::set_tuner`](crate::Layer::set_tuner) takes it.
+///
+/// `LayerTuner` of `moesaic::tune` is the one to use. Write your own where a rule of yours decides:
+///
+/// ```
+/// use moesaic::mesh::{PassTime, StrategyTuner, TunedCall};
+/// use moesaic::{EngineError, Layer, Strategy};
+///
+/// /// Splits the rows of long calls into chunks. All ranks have calls of the same length, so all
+/// /// decide alike.
+/// struct ByLength;
+///
+/// impl StrategyTuner for ByLength {
+///     fn choose(&self, layer: &Layer, call: &TunedCall<'_>) -> Result<usize, EngineError> {
+///         let text = if call.tokens < 1000 { "default" } else { "overlap_degree=4" };
+///         layer.set_strategy(text.parse::<Strategy>().expect("a strategy"))?;
+///         Ok(0) // it learns nothing, so no choice needs a number
+///     }
+///     fn took(&self, _choice: usize, _passes: Vec<PassTime>) {}
+/// }
+/// # fn set(layer: &mut Layer) -> Result<(), EngineError> {
+/// layer.set_tuner(Some(std::sync::Arc::new(ByLength)))
+/// # }
+/// # let _ = set;
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::StrategyTuner;
+
+/// The time of a pass, which a [`StrategyTuner`] learns after the call.
+///
+/// ```
+/// use moesaic::EngineError;
+/// use moesaic::mesh::PassTime;
+///
+/// /// Seconds of a call, forward and backward.
+/// fn seconds(passes: &[PassTime]) -> Result<f64, EngineError> {
+///     passes.iter().map(PassTime::seconds).sum()
+/// }
+/// # assert_eq!(seconds(&[PassTime::Seconds(0.25), PassTime::Seconds(0.5)]).unwrap(), 0.75);
+/// ```
+#[doc(inline)]
+pub use moesaic_engine::PassTime;
+#[doc(inline)]
+pub use moesaic_engine::TunedCall;

@@ -71,7 +71,8 @@ pub struct EngineOptions {
     pub caches: Option<CpuCaches>,
     /// The number of CPU threads; `None` starts one per core.
     pub threads: Option<usize>,
-    /// Bind each CPU thread to one processor; see [`CpuDevice::pinned`].
+    /// Bind each thread that the engine starts to a processor of its own, NUMA nodes in turn, so
+    /// that it stays near the weights that it reads. The thread that calls is yours to bind.
     pub pinned: bool,
     /// The number of the GPU, as its driver counts.
     pub ordinal: usize,
@@ -202,6 +203,7 @@ impl Engine {
     ///
     /// # Errors
     /// The same as [`Engine::open`].
+    #[doc(hidden)]
     pub fn open_with(
         name: &str,
         options: EngineOptions,
@@ -216,6 +218,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`OpenError`] if no compiler for the device is found.
+    #[doc(hidden)]
     pub fn on_device(device: Arc<dyn Device>, options: EngineOptions) -> Result<Engine, OpenError> {
         let target = device.info().target;
         let compiler = compiler(target, &options)?;

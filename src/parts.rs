@@ -129,6 +129,60 @@ pub mod train {
 pub mod tune {
     #[doc(inline)]
     pub use moesaic_tune::*;
+
+    /// A model of a machine, on which [`Planned`] simulates strategies: its links, its processors,
+    /// and how far predictions can be off.
+    ///
+    /// [`published`] has machines by name, and [`Machine::from_toml`] reads yours; docs/SCALE.md
+    /// describes the file.
+    ///
+    /// ```
+    /// use moesaic::tune::{Machine, Planned, published, published_names};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// assert!(published_names().any(|name| name == "h100-ib"));
+    /// let machine: Machine = published("h100-ib")?;
+    /// assert_eq!(machine.target.backend(), "cuda");
+    /// let planned = Planned::of(machine); // then `planned.predict(&layer)`
+    /// # assert_eq!(planned.comm_dtypes.len(), 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(inline)]
+    pub use moesaic_planner::Machine;
+    #[doc(inline)]
+    pub use moesaic_planner::{published, published_names};
+
+    /// Measurements of your machine, which replace the figures of a [`Machine`].
+    ///
+    /// `moesaic bench --ranks` measures and writes the file:
+    ///
+    /// ```
+    /// use moesaic::tune::{Calibration, Machine, published};
+    ///
+    /// /// Reads what was measured on machines of the kind `h100-ib`.
+    /// fn ours(measured: &str) -> Result<Machine, Box<dyn std::error::Error>> {
+    ///     Ok(Calibration::from_toml(measured)?.apply(published("h100-ib")?)?)
+    /// }
+    /// # let text = "machine = 'h100-ib'\ndate = '2026-11-30'\nsource = 'a test'\nranks = 8";
+    /// # assert_eq!(ours(text).unwrap().name, "h100-ib");
+    /// ```
+    #[doc(inline)]
+    pub use moesaic_planner::Calibration;
+
+    /// The reason that the file of a machine or of measurements cannot be read.
+    ///
+    /// ```
+    /// use moesaic::tune::{ReadError, published};
+    ///
+    /// let Err(error) = published("h100ib") else { panic!() };
+    /// assert!(matches!(error, ReadError::Unknown { .. }));
+    /// assert!(error.to_string().contains("did you mean `h100-ib`?"));
+    /// ```
+    #[doc(inline)]
+    pub use moesaic_planner::ReadError;
+    #[doc(inline)]
+    pub use moesaic_planner::{PlannerError, RoutingError};
 }
 
 /// The building blocks of `layer!`: arrays as tensors, and typed device memory.
@@ -146,6 +200,21 @@ pub mod tune {
 pub mod typed {
     #[doc(inline)]
     pub use moesaic_typed::*;
+
+    /// A kernel of a layer on the engine's device, as
+    /// [`Engine::kernels`](crate::Engine::kernels) returns it for a [`Launcher`].
+    ///
+    /// ```
+    /// use moesaic::typed::{KernelArgs, KernelArgsError, Launcher, LoadedKernel};
+    ///
+    /// /// The launcher of one entry; `A` is the struct that `layer!` makes for its arguments, such as
+    /// /// `tiny_kernels::gate_topk::GateLogits`.
+    /// fn launcher<A: KernelArgs>(kernels: &[LoadedKernel]) -> Result<Launcher<A>, KernelArgsError> {
+    ///     Launcher::new(kernels)
+    /// }
+    /// ```
+    #[doc(inline)]
+    pub use moesaic_engine::LoadedKernel;
 }
 
 /// Checkpoints in safetensors and GGUF, of this and other libraries, read one expert at a time, and
@@ -195,4 +264,29 @@ pub mod typed {
 pub mod weights {
     #[doc(inline)]
     pub use moesaic_weights::*;
+
+    #[doc(inline)]
+    pub use moesaic_tensor::Described;
+    /// A destination of tensors that are not all in memory at once. [`Writer`] is one, for
+    /// safetensors, and [`Ranks::collect`](crate::mesh::Ranks::collect) writes to one.
+    ///
+    /// ```
+    /// use moesaic::DType;
+    /// use moesaic::weights::{Described, WeightSink, Writer};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// # let folder = tempfile::tempdir()?;
+    /// # let path = folder.path().join("layer.safetensors");
+    /// let mut writer = Writer::file(&path);
+    /// let scale = Described { name: "scale".to_string(), dtype: DType::F32, shape: vec![2] };
+    /// writer.begin(&[scale])?;
+    /// writer.write(&1.0f32.to_le_bytes())?; // in pieces of any length
+    /// writer.write(&2.0f32.to_le_bytes())?;
+    /// writer.end()?; // only now the file takes its place
+    /// # assert_eq!(moesaic::weights::Checkpoint::open(&path)?.read("scale")?.to_f32(), [1.0, 2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(inline)]
+    pub use moesaic_tensor::WeightSink;
 }

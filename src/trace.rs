@@ -1,4 +1,7 @@
 //! Recordings of launches and exchanges, and when each one ran.
+//!
+//! [`Layer::record`](crate::Layer::record) takes a [`Trace`], or a [`Recorder`] of yours.
+//! [`Layer::time_steps`](crate::Layer::time_steps) times the launches of one call without one.
 
 /// A recorder that keeps all events, for Chrome's trace viewer and Perfetto.
 ///

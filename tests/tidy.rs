@@ -2,6 +2,7 @@
 
 mod few_files;
 mod names;
+mod public_face;
 
 use moesaic::kernel::Stem;
 use std::collections::{BTreeMap, BTreeSet};

@@ -30,7 +30,7 @@ root=$temp/root
 
 # Kernels for what QEMU's processor is said to be, in a cache of their own.
 kernels() {
-    cp examples/numa_nodes/layer.toml "$temp/f32.toml"
+    cp benches/examples/numa_nodes/layer.toml "$temp/f32.toml"
     cp "$temp/f32.toml" "$temp/bf16.toml"
     printf '[precision]\nweights = "bf16"\nactivations = "bf16"\n' >>"$temp/bf16.toml"
     MOESAIC_CACHE=$root/cache "$target/release/moesaic" precompile --target cpu:avx2 \
@@ -171,7 +171,7 @@ linux
 case $what in
 example)
     cargo build --quiet --release -p moesaic-cli
-    cargo build --quiet --release --example numa_nodes
+    cargo build --quiet --release -p moesaic-benches --example numa_nodes
     kernels
     program "$target/release/examples/numa_nodes" numa_nodes
     ;;

@@ -9,7 +9,6 @@ use super::text::Text;
 use super::{EXPERTS, HIDDEN, LAYERS, SHAPE, TOP_K, batches, last_gain};
 use moesaic::collectives::{Call, Communicator, World, mpi, threads};
 use moesaic::reference::Random;
-use moesaic::toolchain::{self, Registry};
 use moesaic::{Engine, Mesh, Parallel};
 use std::error::Error;
 use std::path::PathBuf;
@@ -67,12 +66,7 @@ impl Job {
         let device = engine.device();
         let launched = World::from_environment()?.filter(|world| world.size > 1);
         if launched.is_some() {
-            let installed = toolchain::mpi(&Registry::open()?).map(|found| found.library);
-            let options = mpi::MpiOptions {
-                installed,
-                ..mpi::MpiOptions::default()
-            };
-            let world = mpi::start(&options, device.clone())?;
+            let world = mpi::start(&mpi::MpiOptions::default(), device.clone())?;
             return local(self.rank(world, &engine, text, pace));
         }
         let count = self

@@ -1,4 +1,4 @@
-//! A real MoE layer on this machine's CPU, from a checkpoint to a roofline.
+//! A real MoE layer on this machine's CPU, from a checkpoint to its times.
 //!
 //! ```sh
 //! cargo run --profile quick --example quickstart
@@ -6,13 +6,12 @@
 
 mod show;
 
-use moesaic::cpu::{CpuCompiler, CpuDevice, host_isa, limits};
 use moesaic::reference::{self, Random};
 use moesaic::spec::hf;
 use moesaic::weights::{Checkpoint, LoadOptions, load_import};
-use moesaic::{Engine, Input, LayerSpec, PlanOptions, Tensors};
+use moesaic::{Engine, Init, Input, LayerSpec, Tensors};
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -24,17 +23,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         engine.target()
     );
     checkpoint(&engine)?;
-    full_size(&engine)?;
-    let emitted = emit(&engine)?;
-    println!(
-        "\nthe emitted source of every kernel lies in {}",
-        emitted.display()
-    );
-    Ok(())
+    full_size(&engine)
 }
 
 /// Returns the layer of the checkpoint in this repository.
-fn load() -> Result<(LayerSpec, moesaic::Tensors<'static>), Box<dyn Error>> {
+fn load() -> Result<(LayerSpec, Tensors<'static>), Box<dyn Error>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/checkpoint");
     let config = std::fs::read_to_string(folder.join("config.json"))?;
     let import = hf::import(&config, 1)?;
@@ -49,8 +42,7 @@ fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
     println!("{}", show::spec(&spec));
     let start = Instant::now();
     let layer = engine.layer(&spec, &weights)?;
-    println!("{}", show::built(engine, &layer, start.elapsed()));
-    println!("{}", show::plan(layer.plan()));
+    println!("{}", show::built(engine, start.elapsed()));
 
     let tokens = 64;
     let x: Vec<half::bf16> = Random::new(1)
@@ -77,8 +69,8 @@ fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Times the same family of layer at a size that fills a machine, against the roofline of the
-/// machine.
+/// Times the same family of layer at a size that fills a machine. For the shortest times that the
+/// machine allows, see `cargo bench -p moesaic-benches --bench roofline`.
 fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
     let spec = LayerSpec::from_toml(
         r#"
@@ -87,29 +79,8 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
         router = { score = "sigmoid", select_bias = true, renormalize = "sum", scale = 2.5 }
         "#,
     )?;
-    let random = reference::Weights::random(&spec, 7);
-    let stored: Vec<(String, Vec<usize>, Vec<f32>)> = random
-        .0
-        .iter()
-        .map(|(name, t)| {
-            (
-                name.clone(),
-                t.shape.clone(),
-                t.data.iter().map(|&v| v as f32).collect(),
-            )
-        })
-        .collect();
-    let mut weights = Tensors::new();
-    for (name, shape, data) in &stored {
-        weights = weights.with(name, shape, data);
-    }
-    let layer = engine.layer(&spec, &weights)?;
-    let measure = || {
-        let compiler = CpuCompiler::find(None)?;
-        Ok::<_, Box<dyn Error>>(limits::measure(&compiler, &CpuDevice::new(), host_isa())?)
-    };
-    let before = measure()?;
-    let mut runs = Vec::new();
+    let layer = engine.layer(&spec, &Init::Linear.weights(&spec, 7))?;
+    println!("\n{}", show::spec(&spec));
     for tokens in [1, 64, 2048] {
         let x: Vec<f32> = Random::new(2)
             .vec(tokens * spec.shape.model_dim)
@@ -121,34 +92,7 @@ fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
             layer.forward(&input)?;
             layer.time_steps(tokens)
         })?;
-        runs.push((tokens, times));
-    }
-    // The machine may have been busy: a limit that moved makes the shares below uncertain.
-    let limits = show::Watched::new(&before, &measure()?);
-    println!("{}", show::limits(&spec, &limits, before.threads));
-    for (tokens, times) in runs {
-        println!("{}", show::timing(&layer, tokens, &times, &limits));
+        println!("{}", show::timing(tokens, &times));
     }
     Ok(())
-}
-
-/// Writes the kernels of the checkpoint's layer for this CPU and for two GPUs that this machine
-/// need not have.
-fn emit(engine: &Engine) -> Result<PathBuf, Box<dyn Error>> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/quickstart");
-    let (spec, _) = load()?;
-    let targets = [
-        engine.target(),
-        "cuda:sm_90a".parse()?,
-        "rocm:gfx942".parse()?,
-    ];
-    for target in targets {
-        let into = folder.join(target.file_name());
-        std::fs::create_dir_all(&into)?;
-        let plan = moesaic::plan::plan(&spec, target, &PlanOptions::default())?;
-        for source in moesaic::emit::emit_layer(&plan)? {
-            std::fs::write(into.join(source.file_name()), &source.text)?;
-        }
-    }
-    Ok(folder)
 }

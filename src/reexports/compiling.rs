@@ -2,11 +2,16 @@
 
 /// A backend and its architecture, such as `cuda:sm_90a`.
 ///
+/// Parse one from its full name, or ask [`resolve_target`](crate::resolve_target), which also knows
+/// the bare `cpu`. [`Target::backend`] and [`Target::arch`] take it apart; targets are equal if
+/// their names are.
+///
 /// ```
 /// use moesaic::Target;
 ///
 /// let target: Target = "cuda:sm_90a".parse()?;
 /// assert_eq!((target.backend(), target.arch().as_str()), ("cuda", "sm_90a"));
+/// assert!(Target::all().contains(&target)); // every name that parses
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[doc(inline)]
@@ -24,7 +29,7 @@ pub use moesaic_kernel::Target;
 #[doc(inline)]
 pub use moesaic_kernel::CpuCaches;
 
-/// The inputs of a plan beside its spec: training or inference, size limits, caches.
+/// The inputs of a plan beside its spec: training or inference, and the caches of a CPU.
 ///
 /// ```
 /// use moesaic::{PlanOptions, Training};
@@ -46,6 +51,33 @@ pub use moesaic_plan::PlanOptions;
 /// ```
 #[doc(inline)]
 pub use moesaic_target::CompileOptions;
+
+/// A compiler of one backend, which [`Compilers`](crate::Compilers) finds on this machine: NVRTC,
+/// clang, or the C compiler.
+///
+/// You pass it on to [`PrecompileJob`](crate::aot::PrecompileJob), and print its name; moesaic
+/// calls it.
+///
+/// ```
+/// use moesaic::{Compiler, Compilers, Target};
+/// use std::sync::Arc;
+///
+/// /// The compilers of a build job, one for each target.
+/// struct Toolchain(Vec<(Target, Arc<dyn Compiler>)>);
+///
+/// impl Toolchain {
+///     fn find(targets: &[Target]) -> Result<Toolchain, moesaic::Error> {
+///         let compilers = Compilers::default();
+///         let found = targets.iter().map(|&target| Ok((target, compilers.get(target)?)));
+///         found.collect::<Result<_, _>>().map(Toolchain)
+///     }
+/// }
+/// # let found = Toolchain::find(&[moesaic::resolve_target("cpu")?])?;
+/// # assert_eq!(found.0[0].1.backend(), "cpu");
+/// # Ok::<(), moesaic::Error>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_target::Compiler;
 
 /// A folder of compiled kernels.
 ///

@@ -15,7 +15,9 @@
 /// # assert!(open().is_ok());
 /// ```
 #[doc(inline)]
-pub use moesaic_target::{DeviceError, UnavailableReason};
+pub use moesaic_target::DeviceError;
+#[doc(inline)]
+pub use moesaic_target::UnavailableReason;
 
 /// The reason that a kernel does not compile, or that its compiler is missing.
 ///

@@ -66,10 +66,38 @@ pub use moesaic_tensor::Bytes;
 /// let weights = Tensors::new().with("router.weight", &[4, 8], &router);
 /// // An engine asks for rows; of a weight of experts a row is an expert.
 /// assert_eq!(weights.rows("router.weight", 1..3)?.shape, [2, 8]);
-/// # Ok::<(), moesaic::tensor::SourceError>(())
+/// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
 /// ```
 #[doc(inline)]
 pub use moesaic_tensor::WeightSource;
+
+/// The error of a [`WeightSource`] or a [`WeightSink`](crate::weights::WeightSink) of yours: any
+/// error, boxed.
+///
+/// ```
+/// use moesaic::{DType, SourceError, Tensor, WeightSource};
+/// use std::ops::Range;
+///
+/// /// Weights that a function computes row by row, such as those of another file format.
+/// struct Rows<F> {
+///     shape: Vec<usize>,
+///     row: F,
+/// }
+///
+/// impl<F: Fn(usize) -> Result<Vec<f32>, std::io::Error>> WeightSource for Rows<F> {
+///     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
+///         (name == "router.weight").then(|| (DType::F32, self.shape.clone()))
+///     }
+///     fn rows(&self, _name: &str, rows: Range<usize>) -> Result<Tensor<'_>, SourceError> {
+///         let row = (self.row)(rows.start)?; // one is enough: a layer asks for the rest
+///         Ok(Tensor::owned(&[1, row.len()], row))
+///     }
+/// }
+/// # let source = Rows { shape: vec![4, 2], row: |at| Ok(vec![at as f32; 2]) };
+/// # assert_eq!(source.rows("router.weight", 3..4).unwrap().to_f32(), [3.0, 3.0]);
+/// ```
+#[doc(inline)]
+pub use moesaic_tensor::SourceError;
 
 /// The element type of a tensor.
 ///
@@ -101,6 +129,29 @@ pub use half;
 /// let x = wave(3 * 8); // three tokens of eight numbers
 /// let y = layer.forward(&Input::new(3, &x))?.y().to_f32();
 /// assert_eq!(y.len(), 3 * 8);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A layer is `Send` and `Sync`. A call blocks its thread until `y` is there, so an async program
+/// gives each task a [`Layer::handle`] and calls it where blocking is allowed: in
+/// `tokio::task::spawn_blocking`, or on a thread of its own.
+///
+/// ```
+/// use moesaic::Input;
+/// use std::thread;
+///
+/// # use moesaic::example::{engine, spec, wave, weights};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let layer = engine().layer(&spec(), &weights())?;
+/// let task = |x: Vec<f32>| {
+///     let layer = layer.handle(); // the same weights, a workspace of its own
+///     move || Ok::<_, moesaic::Error>(layer.forward(&Input::new(1, &x))?.y().to_f32())
+/// };
+/// let tasks = [thread::spawn(task(wave(8))), thread::spawn(task(vec![0.5; 8]))];
+/// for task in tasks {
+///     assert_eq!(task.join().expect("no panic")?.len(), 8);
+/// }
 /// # Ok(())
 /// # }
 /// ```
@@ -274,7 +325,11 @@ pub use moesaic_engine::SaveReason;
 /// ```
 #[doc(inline)]
 pub use moesaic_tensor::TensorError;
-/// Bindings for other languages check their callers' memory with these before kernels read it:
+
+#[doc(inline)]
+pub use moesaic_tensor::TensorKind;
+/// Compares a type and shape with the wanted ones. Bindings for other languages check their
+/// callers' memory so before kernels read it.
 ///
 /// ```
 /// use moesaic::{DType, TensorKind, check_kind};
@@ -284,7 +339,8 @@ pub use moesaic_tensor::TensorError;
 /// let error = check_kind(found, wanted).unwrap_err();
 /// assert_eq!(error.to_string(), "has shape [3, 8], expected [5, 8]");
 /// ```
-pub use moesaic_tensor::{TensorKind, check_kind};
+#[doc(inline)]
+pub use moesaic_tensor::check_kind;
 
 /// The routing decision of a call, copied to the host for [`Statistics`].
 ///
@@ -337,6 +393,62 @@ pub use moesaic_engine::Statistics;
 /// ```
 #[doc(inline)]
 pub use moesaic_target::Ptr;
+
+/// A device, as [`Engine::device`](crate::Engine::device) lends it to you and as
+/// [`collectives`](crate::collectives) take it.
+///
+/// Use it to allocate and fill memory for a [`RawCall`] or for a collective operation. Copies and
+/// launches run in the order in which you call them: [`Device::upload`] returns as soon as you may
+/// reuse your bytes, [`Device::download`] waits for everything before it. moesaic's backends
+/// implement the trait; you only call it.
+///
+/// ```
+/// use moesaic::{Buffer, Device, DeviceError};
+/// use std::sync::Arc;
+///
+/// /// Device memory that holds rows of f32 from call to call.
+/// struct Rows {
+///     device: Arc<dyn Device>,
+///     buffer: Buffer,
+/// }
+///
+/// impl Rows {
+///     fn of(device: &Arc<dyn Device>, values: &[f32]) -> Result<Rows, DeviceError> {
+///         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+///         let buffer = device.alloc(bytes.len())?;
+///         device.upload(&bytes, &buffer, 0)?;
+///         Ok(Rows { device: device.clone(), buffer })
+///     }
+///
+///     fn byte(&self, offset: usize) -> Result<u8, DeviceError> {
+///         let mut byte = [0];
+///         self.device.download(&self.buffer, offset, &mut byte)?;
+///         Ok(byte[0])
+///     }
+/// }
+/// # let engine = moesaic::example::engine();
+/// # let rows = Rows::of(engine.device(), &[1.0, 2.0])?;
+/// # assert_eq!(rows.byte(7)?, 0x40);
+/// # Ok::<(), DeviceError>(())
+/// ```
+#[doc(inline)]
+pub use moesaic_target::Device;
+
+/// The properties of a device: its name, best target, cores and memory.
+///
+/// ```
+/// use moesaic::DeviceInfo;
+///
+/// fn describe(info: &DeviceInfo) -> String {
+///     let memory = info.memory_bytes.map_or("unknown".to_string(), |bytes| {
+///         format!("{} GiB", bytes >> 30)
+///     });
+///     format!("{} ({}), {} cores or multiprocessors, memory: {memory}", info.name, info.target, info.units)
+/// }
+/// # assert!(describe(moesaic::example::engine().device_info()).contains("cpu:"));
+/// ```
+#[doc(inline)]
+pub use moesaic_target::DeviceInfo;
 
 /// Memory of a device, freed when its last owner drops it.
 ///

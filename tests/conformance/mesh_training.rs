@@ -319,7 +319,7 @@ fn ranks_that_call_with_other_settings_learn_which_differ() {
                 _ => input.capacity_factor = (number > 1).then_some(2.0),
             }
             let called = layer.forward_train(input.reading(&["y"]), rng_key);
-            called.err().expect("they differ").to_string()
+            called.expect_err("they differ").to_string()
         });
         for error in errors {
             assert!(error.contains(words), "{error}");

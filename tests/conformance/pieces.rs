@@ -204,7 +204,7 @@ fn weights_that_no_spec_reads_are_errors() {
         &routers,
         LayerOptions::default(),
     );
-    let error = gates.err().expect("a bias of experts among a router's");
+    let error = gates.expect_err("a bias of experts among a router's");
     assert_eq!(
         error.to_string(),
         format!("weight `experts.up.bias`: {known}")

@@ -150,7 +150,7 @@ fn weights_that_the_spec_lacks_are_refused() {
     let mut weights = heterogeneous(spec, 1).0.host_weights();
     assert!(made(&weights).is_ok());
     weights.insert("experts.up.bias", Tensor::zeros(DType::F32, &[3, 4]));
-    let error = made(&weights).err().expect("a bias").to_string();
+    let error = made(&weights).expect_err("a bias").to_string();
     assert!(
         error.starts_with("weight `experts.up.bias`: is no weight of the spec"),
         "{error}"

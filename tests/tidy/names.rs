@@ -52,7 +52,7 @@ const TWINS: &[Twin] = &[
 ];
 
 #[test]
-fn public_types_have_names_of_their_own() {
+pub(super) fn public_types_have_names_of_their_own() {
     let named = public_types();
     assert!(named.len() > 500, "only {} types were found", named.len());
     let allowed = |name: &str| TWINS.iter().any(|twin| twin.name == name);
@@ -73,7 +73,7 @@ fn public_types_have_names_of_their_own() {
 }
 
 /// Returns the files in which each public type is declared.
-fn public_types() -> BTreeMap<String, BTreeSet<String>> {
+pub(super) fn public_types() -> BTreeMap<String, BTreeSet<String>> {
     let mut named: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for folder in PRODUCT {
         for path in files(&root().join(folder), &[".rs"]) {
@@ -92,7 +92,7 @@ fn public_types() -> BTreeMap<String, BTreeSet<String>> {
 }
 
 /// Returns the public type that a line declares.
-fn declared(line: &str) -> Option<&str> {
+pub(super) fn declared(line: &str) -> Option<&str> {
     let rest = line.trim_start().strip_prefix("pub ")?;
     let rest = rest.strip_prefix("unsafe ").unwrap_or(rest);
     let (kind, rest) = rest.split_once(' ')?;

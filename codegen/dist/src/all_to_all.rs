@@ -136,6 +136,7 @@ pub const ALL_TO_ALLS: [AllToAllRow; 7] = [
 
 impl AllToAll {
     /// Returns the algorithm's row of the table.
+    #[doc(hidden)]
     pub fn row(self) -> &'static AllToAllRow {
         &ALL_TO_ALLS[self as usize]
     }

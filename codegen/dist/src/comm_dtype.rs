@@ -99,6 +99,7 @@ pub const COMM_DTYPES: [CommDtypeRow; 5] = [
 
 impl CommDtype {
     /// Returns the dtype's row of the table.
+    #[doc(hidden)]
     pub fn row(self) -> &'static CommDtypeRow {
         &COMM_DTYPES[self as usize]
     }

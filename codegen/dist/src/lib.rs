@@ -8,6 +8,8 @@
 //!
 //! As a crate of its own this is an internal part of `moesaic` and changes without notice.
 
+#![warn(missing_debug_implementations)]
+
 mod all_to_all;
 mod both;
 mod comm_dtype;

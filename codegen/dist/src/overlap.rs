@@ -89,6 +89,7 @@ pub struct Chunk {
 impl Chunk {
     /// Returns this chunk's range of the `n` rows that a rank has for an expert at a distance. With
     /// [`OverlapBy::Rows`] the range is `[number * n / of, (number + 1) * n / of)`.
+    #[doc(hidden)]
     pub fn rows(&self, n: usize, distance: Distance) -> Range<usize> {
         match self.by {
             OverlapBy::Rows => self.part(n),
@@ -106,6 +107,7 @@ impl Chunk {
 
     /// Returns the indices of the common chunks that this chunk consists of, among `units` in all
     /// ([`Overlap::common`]).
+    #[doc(hidden)]
     pub fn units(&self, units: usize) -> Range<usize> {
         match self.by {
             OverlapBy::Rows => self.part(units),

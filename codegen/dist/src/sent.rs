@@ -1,6 +1,7 @@
 //! The bytes that a rank sends in an operation.
 
 use crate::{Collective, NodeShape, OpRow};
+use std::fmt;
 
 /// Bytes that a rank sends in an exchange, by distance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,6 +37,14 @@ pub struct Sends<'a> {
     pub is_root: bool,
     /// Returns the bytes for a rank of the group; for a reduction, those that are summed.
     pub bytes: &'a dyn Fn(usize) -> u64,
+}
+
+impl fmt::Debug for Sends<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sends")
+            .field("rank", &self.rank)
+            .finish_non_exhaustive()
+    }
 }
 
 impl OpRow {

@@ -311,6 +311,7 @@ impl Strategy {
     }
 
     /// Returns the overlap of the exchanges.
+    #[doc(hidden)]
     pub fn chunks(&self) -> Overlap {
         Overlap {
             degree: self.overlap_degree,
@@ -324,6 +325,7 @@ impl Strategy {
     }
 
     /// Returns the plan that the strategy asks for.
+    #[doc(hidden)]
     pub fn plan_form(&self, mesh: &Parallel) -> PlanForm {
         let adaptive_r = self.adaptive_r(mesh);
         PlanForm {

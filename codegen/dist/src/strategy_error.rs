@@ -76,7 +76,7 @@ pub enum StrategyError {
         forward: usize,
         /// The value that was asked for.
         backward: usize,
-        /// The number of common chunks ([`Overlap::common`]).
+        /// The least number of chunks that the chunks of both are made of.
         chunks: usize,
     },
 }

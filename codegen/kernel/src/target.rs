@@ -9,12 +9,16 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Target {
     /// C for the system C compiler.
+    #[doc(hidden)]
     Cpu(CpuIsa),
     /// CUDA C++ for NVRTC.
+    #[doc(hidden)]
     Cuda(CudaArch),
     /// HIP for clang or HIPRTC.
+    #[doc(hidden)]
     Rocm(RocmArch),
     /// The kernels of another target, run by a simulator on this machine.
+    #[doc(hidden)]
     Sim(SimArch),
 }
 
@@ -192,6 +196,7 @@ impl CpuIsa {
 
 impl Target {
     /// Returns the row of a GPU, also of one that is simulated; `None` for CPUs.
+    #[doc(hidden)]
     pub fn caps(self) -> Option<&'static ArchCaps> {
         match self.hardware() {
             Target::Cuda(arch) => Some(arch.caps()),

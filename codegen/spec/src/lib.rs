@@ -7,6 +7,8 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 
+#![warn(missing_debug_implementations)]
+
 mod activation;
 mod around;
 mod biases;
@@ -47,7 +49,6 @@ pub use router_kind::{
     Chooser, LogitsDef, LogitsFormula, RouterAxis, RouterDef, RouterKind, RouterSize, RouterWeight,
     WeightStart,
 };
-#[doc(hidden)]
 pub use suggest::closest;
 pub use tensors::{TensorSpec, UnknownWeight, canonical_tensors, check_weight_name};
 pub use types::*;

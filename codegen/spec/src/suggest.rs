@@ -1,6 +1,7 @@
 //! Suggestions for misspelled keys and values.
 
 /// The closest of `known`, if it is close enough to be what was meant.
+#[doc(hidden)]
 pub fn closest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let word = plain(word);
     let letters = word.chars().count();

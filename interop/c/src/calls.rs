@@ -5,8 +5,8 @@ use crate::layer::Layer;
 use crate::pointers::{Out, borrow, free, slice};
 use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor, check_tokens};
+use moesaic::Ptr;
 use moesaic::plan::{LayerPlan, Step};
-use moesaic::target::Ptr;
 use moesaic::{Buffer, RawBackward, RawCall, RngKey as Key};
 use std::ffi::c_int;
 

@@ -3,7 +3,7 @@
 use crate::pointers::{Out, borrow, free, optional_text};
 use crate::status::{Failure, Status, guard};
 use moesaic::EngineOptions as Settings;
-use moesaic::cache::Store;
+use moesaic::Store;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::sync::Arc;
 

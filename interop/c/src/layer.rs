@@ -10,7 +10,7 @@ use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor, check_tokens, read_weights};
 use moesaic::plan::{TensorPlan, TensorRole as Owner};
 use moesaic::spec::canonical_tensors;
-use moesaic::target::{Device, Ptr};
+use moesaic::{Device, Ptr};
 use moesaic::{Layer as RustLayer, LayerSpec, Strategy, Target, Training};
 use std::ffi::{c_char, c_int};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};

@@ -2,7 +2,7 @@
 
 use crate::ranks::Mesh;
 use crate::status::Failure;
-use moesaic::plan::Recompute;
+use moesaic::Recompute;
 use moesaic::{LayerOptions as RustOptions, Training};
 use std::ffi::c_int;
 

@@ -3,7 +3,7 @@
 
 use moesaic::collectives::{CollectiveError, SetupError};
 use moesaic::plan::{PlanError, StrategyError};
-use moesaic::target::{CompileError, DeviceError, UnavailableReason};
+use moesaic::{CompileError, DeviceError, UnavailableReason};
 use moesaic::{EngineError, InputReason, OpenError, WeightReason};
 
 /// Returns the text of an error.

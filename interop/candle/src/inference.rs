@@ -7,8 +7,8 @@ use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CustomOp1, DType, Error, Layout, Module, Result, Shape, Tensor, WithDType,
 };
+use moesaic::Element;
 use moesaic::half::{bf16, f16};
-use moesaic::tensor::Element;
 use moesaic::{Engine, Input, Layer, LayerSpec};
 use std::collections::BTreeMap;
 use std::fmt;

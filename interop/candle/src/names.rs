@@ -3,8 +3,7 @@
 use crate::host::{copied, named};
 use candle_core::{Error, Result, Tensor};
 use moesaic::spec::{TensorSpec, canonical_tensors};
-use moesaic::tensor::{SourceError, WeightSource};
-use moesaic::{DType, LayerSpec, Tensor as HostTensor};
+use moesaic::{DType, LayerSpec, SourceError, Tensor as HostTensor, WeightSource};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;

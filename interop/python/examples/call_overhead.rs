@@ -4,8 +4,8 @@
 //! cargo run --release --manifest-path interop/python/Cargo.toml --example call_overhead
 //! ```
 
+use moesaic::Ptr;
 use moesaic::spec::canonical_tensors;
-use moesaic::target::Ptr;
 use moesaic::{Engine, EngineOptions, Layer, LayerSpec, RawBackward, RawCall, RngKey, Training};
 use std::time::Instant;
 

@@ -266,8 +266,8 @@ pub static TURNS: Mutex<()> = Mutex::new(());
 #[cfg(test)]
 mod tests {
     use super::*;
+    use moesaic::Ptr;
     use moesaic::spec::canonical_tensors;
-    use moesaic::target::Ptr;
     use moesaic::{Input, RawCall, Tensor, Tensors};
 
     #[test]

@@ -1,8 +1,8 @@
 //! Tensors of a call, at addresses of the caller, checked against the layer's plan.
 
 use crate::errors::Failure;
+use moesaic::Ptr;
 use moesaic::plan::{LayerPlan, TensorPlan, TensorRole};
-use moesaic::target::Ptr;
 use moesaic::{Bytes, DType, Layer, LayerSpec, Target, Tensor, TensorKind, check_kind};
 use pyo3::prelude::*;
 

@@ -2,7 +2,7 @@
 //! type, method or feature, or an option of the command line, have other texts here.
 
 use moesaic::plan::{PlanError, StrategyError};
-use moesaic::target::{DeviceError, UnavailableReason};
+use moesaic::{DeviceError, UnavailableReason};
 use moesaic::{EngineError, InputReason};
 
 /// Returns the text of an error of an engine.

@@ -23,7 +23,7 @@ pub struct KeyParts<'a> {
     pub compiler: &'a str,
 }
 
-/// The address of a kernel in a store: a hash of its [`KeyParts`].
+/// The address of a kernel in a store: a hash of its text, target, options and compiler.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KernelKey([u8; 32]);
 

@@ -14,6 +14,7 @@ use crate::transport::Transport;
 use crate::{CollectiveError, InvalidReason, ProgressThread, Reduction, Slice, hierarchical};
 use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,6 +28,16 @@ pub struct Communicator {
     pub(crate) group: Arc<Group>,
     sequence: u64,
     deadline: Duration,
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Communicator")
+            .field("rank", &self.group.rank)
+            .field("members", &self.group.members)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Communicator {

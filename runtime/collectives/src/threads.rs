@@ -4,6 +4,7 @@ use crate::transport::{MemoryRange, Request, Transport, TransportError};
 use crate::{CollectiveError, Communicator, SetupError};
 use moesaic_target::Device;
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 
@@ -66,6 +67,15 @@ pub struct Threads {
     mailboxes: Arc<[Mailbox]>,
     pending: HashMap<u64, Pending>,
     next: u64,
+}
+
+impl fmt::Debug for Threads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Threads")
+            .field("rank", &self.rank)
+            .field("size", &self.mailboxes.len())
+            .finish_non_exhaustive()
+    }
 }
 
 /// The place where other ranks leave messages for one rank.

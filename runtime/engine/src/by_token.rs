@@ -11,11 +11,20 @@ use moesaic_kernel::DType;
 use moesaic_plan::{LayerPlan, TensorPlan};
 use moesaic_spec::{LayerSpec, LossKind, Select};
 use moesaic_tensor::Tensor;
+use std::fmt;
 
 /// The state that [`MultiGate::forward_train_by_token`] keeps for backward.
 pub struct SavedByToken {
     places: Places,
     saved: MultiSaved,
+}
+
+impl fmt::Debug for SavedByToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SavedByToken")
+            .field("tokens", &self.places.tokens)
+            .finish_non_exhaustive()
+    }
 }
 
 /// The places of each router's tokens in a call, ascending.

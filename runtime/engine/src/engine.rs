@@ -2,7 +2,7 @@
 
 use crate::device_layer::{DeviceLayer, check_size, check_spec};
 use crate::error::EngineError;
-use crate::jit::{EngineParts, Jit, Stats};
+use crate::jit::{EngineParts, EngineStats, Jit};
 use crate::launch::Modules;
 use crate::memory::passing_tensors;
 use crate::texts::Texts;
@@ -15,6 +15,7 @@ use moesaic_spec::LayerSpec;
 use moesaic_target::{Buffer, Device, DeviceInfo, Module};
 use moesaic_tensor::WeightSource;
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::Arc;
 
 /// A device with a compiler and a store. Cheap to clone; clones share
@@ -28,13 +29,34 @@ pub struct Engine {
     jit: Arc<Jit>,
 }
 
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine")
+            .field("device", &self.device_info())
+            .field("target", &self.target)
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
 /// One kernel of a layer on the engine's device.
 #[derive(Clone)]
 pub struct LoadedKernel {
     /// Its text, entries and launch geometry.
+    #[doc(hidden)]
     pub source: KernelSource,
     /// The module that launches its entries.
+    #[doc(hidden)]
     pub module: Arc<dyn Module>,
+}
+
+impl fmt::Debug for LoadedKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadedKernel")
+            .field("name", &self.source.name)
+            .field("target", &self.source.target)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Engine {
@@ -84,7 +106,7 @@ impl Engine {
     }
 
     /// Returns the sources of the kernels so far.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> EngineStats {
         self.jit.stats()
     }
 

@@ -82,8 +82,7 @@ impl DeviceLayer {
     }
 
     /// Runs the steps of the last call again on its first `tokens` tokens, and times each: an
-    /// evaluation's, or for a layer that trains those of both passes. For `bench` and the
-    /// quickstart.
+    /// evaluation's, or for a layer that trains those of both passes. Make that call first.
     ///
     /// # Errors
     /// When no call was that large, or a launch fails.

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// The parts of an engine.
+#[derive(Debug)]
 pub struct EngineParts {
     /// The device on which layers run.
     pub device: Arc<dyn Device>,
@@ -31,7 +32,7 @@ pub struct EngineParts {
 
 /// The sources of an engine's kernels so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
+pub struct EngineStats {
     /// Kernels compiled.
     pub compiled: u64,
     /// Kernels read from the store.
@@ -79,8 +80,8 @@ impl Jit {
         }
     }
 
-    pub fn stats(&self) -> Stats {
-        Stats {
+    pub fn stats(&self) -> EngineStats {
+        EngineStats {
             compiled: self.compiled.load(Ordering::Relaxed),
             from_store: self.from_store.load(Ordering::Relaxed),
             in_memory: self.in_memory.load(Ordering::Relaxed),

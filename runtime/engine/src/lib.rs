@@ -18,6 +18,8 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 
+#![warn(missing_debug_implementations)]
+
 mod addresses;
 mod bank;
 mod by_token;
@@ -59,7 +61,7 @@ pub use by_token::SavedByToken;
 pub use call::{CallInput, Input, Output, OutputGradient, RawBackward, RawCall, RngKey, StepTime};
 pub use engine::{Engine, LoadedKernel};
 pub use error::{DifferentWeight, EngineError};
-pub use jit::{EngineParts, Stats};
+pub use jit::{EngineParts, EngineStats};
 pub use layer::{Layer, LayerOptions, PassTime, Saved, StrategyTuner, TunedCall};
 pub use mesh::{
     Mesh, ProcessGroup, Ranks, Shard, Timestamp, joined, joined_placed, part_of, part_of_placed,

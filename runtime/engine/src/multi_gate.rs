@@ -15,6 +15,7 @@ use moesaic_kernel::DType;
 use moesaic_plan::stacked;
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -39,9 +40,29 @@ pub struct MultiGate {
     backward: Mutex<()>,
 }
 
+impl fmt::Debug for MultiGate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Its layers differ in their routers alone, so one stands for all.
+        f.debug_struct("MultiGate")
+            .field("routers", &self.layers.len())
+            .field("layer", &self.layers.first())
+            .finish_non_exhaustive()
+    }
+}
+
 /// The state that a forward pass of a [`MultiGate`] keeps for backward. You can also put it
 /// together from the states of its layers, in order, if they ran by themselves.
 pub struct MultiSaved(Kept);
+
+impl fmt::Debug for MultiSaved {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let together = matches!(self.0, Kept::Together(_));
+        // The rest is memory of the device, which nobody wants in a log.
+        f.debug_struct("MultiSaved")
+            .field("in_one_pass", &together)
+            .finish_non_exhaustive()
+    }
+}
 
 enum Kept {
     Together(StackSaved),

@@ -19,6 +19,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 /// One layer for one target.
+#[derive(Debug)]
 pub struct PrecompileJob {
     /// The layer.
     pub spec: LayerSpec,

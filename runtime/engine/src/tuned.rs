@@ -8,6 +8,7 @@ use std::sync::OnceLock;
 
 /// A layer on a target, identified by the inputs of its kernels without a tuning. Another spec,
 /// other tilings or other templates make another layer, which does not find this one's tunings.
+#[derive(Debug)]
 pub struct Untuned {
     /// The plan without a tuning.
     pub plan: LayerPlan,
@@ -26,6 +27,7 @@ pub struct TunedTimes {
 }
 
 /// The plans of a layer with a tuning that was kept.
+#[derive(Debug)]
 pub struct TunedPlans {
     /// The plan without sizes of the tuning, and that of each bucket.
     pub tilings: Tilings,

@@ -20,6 +20,7 @@ use moesaic_plan::{SATURATED, Step, TensorId};
 use moesaic_spec::{LayerSpec, WeightSite};
 use moesaic_target::Buffer;
 use moesaic_tensor::{Element, Tensor, WeightSource};
+use std::fmt;
 use std::ops::Range;
 
 /// A layer whose routed experts are [`UserExpert`]s, of one type or boxed. Over ranks each holds
@@ -36,6 +37,16 @@ pub struct UserLayer<E = Box<dyn UserExpert>> {
     forward: Around,
     evaluation: Around,
     backward: Around,
+}
+
+impl<E> fmt::Debug for UserLayer<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Experts are the caller's, and need not have a `Debug`.
+        f.debug_struct("UserLayer")
+            .field("layer", &self.layer)
+            .field("experts", &self.experts.len())
+            .finish_non_exhaustive()
+    }
 }
 
 /// The steps of a pass before the experts, and those after.
@@ -59,6 +70,14 @@ pub struct UserSaved {
     saved: DeviceSaved,
     routed: Routed,
     held: Held,
+}
+
+impl fmt::Debug for UserSaved {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UserSaved")
+            .field("tokens", &self.saved.tokens())
+            .finish_non_exhaustive()
+    }
 }
 
 /// Rows of this rank's tokens, sorted by expert, in host memory.

@@ -21,6 +21,7 @@ pub trait UserExpert: Send {
 }
 
 /// The inputs of an expert's backward.
+#[derive(Debug)]
 pub struct ExpertBackward<'a> {
     /// `[n, model_dim]`, as forward had them.
     pub rows: &'a [f32],

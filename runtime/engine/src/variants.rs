@@ -11,6 +11,7 @@ use crate::tuned::Untuned;
 use moesaic_plan::{Training, Tuning, plan};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
+use std::fmt;
 
 /// One layer in any number of tilings. Weights and their gradients are in memory once.
 pub struct Variants<'a> {
@@ -19,6 +20,14 @@ pub struct Variants<'a> {
     weights: &'a dyn WeightSource,
     shared: Shared,
     training: bool,
+}
+
+impl fmt::Debug for Variants<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Variants")
+            .field("engine", &self.engine)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Engine {

@@ -20,15 +20,18 @@ pub struct Calibration {
     /// The ranks of the largest measurement.
     pub ranks: usize,
     /// Measurements of exchanges, by level.
+    #[doc(hidden)]
     #[serde(default, rename = "level", skip_serializing_if = "Vec::is_empty")]
     pub levels: Vec<LevelFit>,
     /// Measurements of processors.
+    #[doc(hidden)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compute: Option<MeasuredProcessor>,
     /// The largest error of the fits: the uncertainty of predictions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub band: Option<f64>,
     /// Measurements of steps, by all-to-all algorithm: see [`Machine::all_to_all_factors`].
+    #[doc(hidden)]
     #[serde(default, rename = "all_to_all", skip_serializing_if = "Vec::is_empty")]
     pub all_to_all_factors: Vec<AllToAllFactor>,
 }

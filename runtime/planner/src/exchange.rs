@@ -123,6 +123,7 @@ impl PhaseTime {
 /// Seconds by level.
 pub type LevelTime = [f64; MOST_LEVELS];
 
+#[doc(hidden)]
 impl Machine {
     /// Returns the time of a phase for a rank: the fixed time of its outermost level, the
     /// transfers of its levels (concurrent or in turn), and passes over memory.

@@ -21,19 +21,25 @@ pub struct Machine {
     /// The target that kernels are planned for: `cuda:sm_90a`.
     pub target: Target,
     /// The links, innermost first.
+    #[doc(hidden)]
     #[serde(rename = "level")]
     pub levels: Vec<Level>,
     /// The processor of one rank.
+    #[doc(hidden)]
     pub compute: Compute,
     /// The interaction of transfers and arithmetic.
+    #[doc(hidden)]
     pub overlap: OverlapModel,
     /// The uncertainty of predictions.
+    #[doc(hidden)]
     pub error: Band,
     /// The factors by which measured steps took longer than predicted, by all-to-all algorithm.
     /// Values between two sizes or degrees are interpolated; beyond them the nearest applies.
+    #[doc(hidden)]
     #[serde(default, rename = "all_to_all", skip_serializing_if = "Vec::is_empty")]
     pub all_to_all_factors: Vec<AllToAllFactor>,
     /// The factor by which steps of whole models took longer than predicted, if that was measured.
+    #[doc(hidden)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<ModelFactor>,
 }
@@ -258,7 +264,11 @@ impl Machine {
         machine.check()?;
         Ok(machine)
     }
+}
 
+// The simulator asks these.
+#[doc(hidden)]
+impl Machine {
     /// Returns the machine with another number of ranks in an innermost unit.
     #[must_use]
     pub fn with_per_node(mut self, ranks: usize) -> Machine {

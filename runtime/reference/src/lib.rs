@@ -15,6 +15,8 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 
+#![warn(missing_debug_implementations)]
+
 mod activation;
 mod backward;
 mod choice;
@@ -52,7 +54,7 @@ pub use place::{
     AssignmentPlaces, capacity_rows, demanded, kept, processing_order, random_key, scan,
 };
 pub use router_input::{input_factors, router_input};
-pub use skew::Skew;
+pub use skew::{ParseSkewError, Skew};
 pub use stored::numbers;
 pub use weights::{Random, Tensor, Weights};
 

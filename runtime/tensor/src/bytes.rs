@@ -43,6 +43,7 @@ impl<'a> Bytes<'a> {
     ///
     /// # Panics
     /// If the file is shorter than `range`.
+    #[doc(hidden)]
     pub fn mapped(map: &Arc<Map>, range: Range<usize>) -> Bytes<'static> {
         assert!(range.start <= range.end && range.end <= map.len());
         Bytes(Held::Mapped(Arc::clone(map), range))

@@ -5,6 +5,7 @@ use crate::{TrainError, optimizer::floats_mut};
 use moesaic_engine::{CallInput, Input, Layer, Output, RngKey, Saved};
 use moesaic_spec::RouterKind;
 use moesaic_tensor::Tensor;
+use std::fmt;
 
 /// A gate in Rust, as FastMoE's are modules: it computes logits from tokens, and gets their
 /// gradient back.
@@ -50,11 +51,27 @@ pub struct GatedLayer<G> {
     gate: G,
 }
 
+impl<G> fmt::Debug for GatedLayer<G> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GatedLayer")
+            .field("layer", &self.layer)
+            .finish_non_exhaustive()
+    }
+}
+
 /// The state that a forward pass of a [`GatedLayer`] keeps for backward.
 pub struct GatedSaved {
     saved: Saved,
     chosen: Chosen,
     x: Vec<f32>,
+}
+
+impl fmt::Debug for GatedSaved {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("GatedSaved")
+            .field("saved", &self.saved)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<G: Gate> GatedLayer<G> {

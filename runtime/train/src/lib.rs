@@ -16,6 +16,8 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 
+#![warn(missing_debug_implementations)]
+
 mod adam;
 pub mod balance;
 pub mod elastic;

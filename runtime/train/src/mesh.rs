@@ -23,6 +23,7 @@ use moesaic_engine::{Layer, Mesh, ProcessGroup, Ranks};
 use moesaic_kernel::DType;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::ops::Range;
 
 /// Returns the process groups whose ranks can hold the same parameters on a mesh.
@@ -65,6 +66,15 @@ pub struct MeshOptimizer<O> {
     partitioned: bool,
     /// Shapes of the parameters that have state.
     shapes: BTreeMap<String, Vec<usize>>,
+}
+
+impl<O: fmt::Debug> fmt::Debug for MeshOptimizer<O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MeshOptimizer")
+            .field("optimizer", &self.optimizer)
+            .field("partitioned", &self.partitioned)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<O: Optimizer> MeshOptimizer<O> {

@@ -18,12 +18,21 @@ use crate::TrainError;
 use moesaic_engine::{EngineError, Mesh, ProcessGroup, Ranks};
 use moesaic_plan::{Moves, Placement, PlanError, moves, moves_from};
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
+use std::fmt;
 
 /// A rank's tensors after experts have moved, not to be used yet: see [`Prepared::commit`].
 pub struct Prepared {
     ranks: Ranks,
     mesh: Mesh,
     tensors: Tensors<'static>,
+}
+
+impl fmt::Debug for Prepared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Prepared")
+            .field("mesh", &self.mesh)
+            .finish_non_exhaustive()
+    }
 }
 
 /// The error of a commit in which not all ranks reported their new tensors. The caller still has

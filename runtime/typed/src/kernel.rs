@@ -3,11 +3,12 @@
 use moesaic_engine::LoadedKernel;
 use moesaic_kernel::{Entry, Launch, Param, ParamType};
 use moesaic_target::{Arg, DeviceError, LaunchDims, LaunchReason, Module};
+use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
 /// The arguments of one kernel entry: a struct with one field per parameter, generated from the
-/// same list as the kernel's text.
+/// same list as the kernel's text. Generated code implements it.
 pub trait KernelArgs {
     /// The kernel's name within its layer.
     const KERNEL: &'static str;
@@ -16,12 +17,15 @@ pub trait KernelArgs {
     const SYMBOL: &'static str;
 
     /// Names and types of the parameters, in order.
+    #[doc(hidden)]
     const PARAMS: &'static [(&'static str, ParamType)];
 
     /// The argument list.
+    #[doc(hidden)]
     type Args: AsRef<[Arg]>;
 
     /// Returns the arguments, in the order of the parameters.
+    #[doc(hidden)]
     fn args(&self) -> Self::Args;
 
     /// Returns the token count, which determines the launch geometry.
@@ -63,6 +67,15 @@ pub struct Launcher<A> {
     module: Arc<dyn Module>,
     launch: Launch,
     args: PhantomData<fn(A)>,
+}
+
+impl<A: KernelArgs> fmt::Debug for Launcher<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Launcher")
+            .field("kernel", &A::KERNEL)
+            .field("symbol", &A::SYMBOL)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<A: KernelArgs> Launcher<A> {

@@ -7,6 +7,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// A value that can be passed to a kernel.
+#[doc(hidden)]
 pub trait Argument: Copy {
     /// The type of the parameter that it fits.
     const TYPE: ParamType;

@@ -13,6 +13,8 @@
 //! As a crate of its own this is an internal part of `moesaic` and changes without
 //! notice.
 
+#![warn(missing_debug_implementations)]
+
 mod checkpoint;
 mod codes;
 mod copy;

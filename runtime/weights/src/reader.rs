@@ -14,6 +14,7 @@ use moesaic_spec::hf::{
 use moesaic_spec::{Chooser, FormatTensor, LayerSpec, TensorSpec, canonical_tensors};
 use moesaic_tensor::{SourceError, Tensor, Tensors, WeightSource};
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::ops::Range;
 
 /// The weights of one layer of a checkpoint, in canonical shape and the spec's element types.
@@ -29,6 +30,15 @@ pub struct LayerReader<'a> {
     codes: BTreeMap<String, CodeWeight<'a>>,
     /// Weights that come from elsewhere.
     given: Tensors<'static>,
+}
+
+impl fmt::Debug for LayerReader<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LayerReader")
+            .field("weights", &self.weights.keys())
+            .field("codes", &self.codes.keys())
+            .finish_non_exhaustive()
+    }
 }
 
 /// A canonical tensor of codes.

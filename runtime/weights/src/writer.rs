@@ -5,6 +5,7 @@ use crate::checkpoint::{INDEX, SINGLE, inside, read_index};
 use crate::write::{permitted, theirs};
 use moesaic_tensor::{Described, SourceError, WeightSink};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
 use std::fs;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -23,6 +24,15 @@ pub struct Writer {
     done: Vec<Part>,
 }
 
+impl fmt::Debug for Writer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Writer")
+            .field("to", &self.to)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug)]
 enum To {
     File(PathBuf),
     Directory { path: PathBuf, most: u64 },

@@ -470,7 +470,7 @@ fn refusal(import: &Import, codes: &Tensors) -> String {
     let dir = tempfile::tempdir().unwrap();
     let file = codes.write(&dir.path().join("w"));
     let refused = LayerReader::of_import(import, &file, LoadOptions::default());
-    let said = refused.err().expect("it does not fit").to_string();
+    let said = refused.expect_err("it does not fit").to_string();
     said.replace(&dir.path().join("w").display().to_string(), "FILE")
 }
 

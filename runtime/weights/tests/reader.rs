@@ -81,7 +81,7 @@ fn every_tensor_that_does_not_fit_is_named() {
     let refused = |weights: &Tensors<'_>| {
         let file = written(&dir, weights);
         let refused = LayerReader::canonical(&spec, &file, LoadOptions::default());
-        refused.err().expect("it does not fit").to_string()
+        refused.expect_err("it does not fit").to_string()
     };
     let expected = format!(
         "several tensors do not fit:\n  `router.weight` in {path} has shape [3, 5, 1], expected [3, 4]\n  \
@@ -129,7 +129,7 @@ fn a_recipe_has_a_tensor_for_each_expert() {
         let expected = format!(
             "the recipe for `experts.down.weight` has {count} tensors, one for each of 3 is needed"
         );
-        assert_eq!(made.err().expect("too few or many").to_string(), expected);
+        assert_eq!(made.expect_err("too few or many").to_string(), expected);
     }
     assert!(LayerReader::of_sources(&spec, &sources(3), &file, LoadOptions::default()).is_ok());
 }
@@ -251,7 +251,7 @@ fn recipes_have_a_tensor_for_each_expert() {
         let steps = Vec::new();
         source.unwrap().alternatives = vec![Alternative { parts, steps }];
         let reader = LayerReader::of_sources(&spec, &sources, &file, LoadOptions::default());
-        let error = reader.err().expect("it is for other experts").to_string();
+        let error = reader.expect_err("it is for other experts").to_string();
         let expected = format!(
             "the recipe for `experts.down.weight` has {count} tensors, one for each of 3 is needed"
         );

@@ -275,7 +275,7 @@ fn refusal_of(name: &str, change: &dyn Fn(&mut quantizer::Tensors)) -> String {
     let case = serde_json::json!({"layer": 1});
     let (import, _) = imported(&dir, &case).unwrap();
     let reader = LayerReader::of_import(&import, &file, LoadOptions::default());
-    let said = reader.err().expect("it is refused").to_string();
+    let said = reader.expect_err("it is refused").to_string();
     said.replace(&folder.path().display().to_string(), "FOLDER")
 }
 

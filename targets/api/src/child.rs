@@ -41,6 +41,7 @@ pub enum ChildFailure {
     },
 }
 
+#[doc(hidden)]
 impl From<ChildError> for CompilerReason {
     fn from(error: ChildError) -> CompilerReason {
         match error.failure {

@@ -2,6 +2,7 @@
 
 use crate::{Artifact, CompileError};
 use moesaic_kernel::{KernelSource, Target};
+use std::fmt;
 
 /// Options of a compile besides the source.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -35,9 +36,16 @@ pub trait Compiler: Send + Sync {
     ///
     /// # Errors
     /// [`CompileError`] gives the failure with the compiler's own message.
+    #[doc(hidden)]
     fn compile(
         &self,
         source: &KernelSource,
         options: &CompileOptions,
     ) -> Result<Artifact, CompileError>;
+}
+
+impl fmt::Debug for dyn Compiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Compiler").field(&self.name()).finish()
+    }
 }

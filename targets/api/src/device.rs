@@ -5,6 +5,7 @@ use crate::{DeviceCopy, Event, GpuInfo, Graph, HostBuffer, RowCopy};
 use moesaic_kernel::{CpuCaches, Entry, Target};
 use std::any::Any;
 use std::ffi::c_void;
+use std::fmt;
 use std::sync::Arc;
 
 /// The properties of a device.
@@ -29,6 +30,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] if the backend has none.
+    #[doc(hidden)]
     fn streams(&self) -> Result<&dyn StreamDevice, DeviceError> {
         Err(DeviceError::Unsupported {
             backend: self.info().target.to_string(),
@@ -38,12 +40,14 @@ pub trait Device: Send + Sync {
 
     /// Returns the name of the graph being captured, if any. Until its end nothing may be compiled,
     /// loaded or allocated, so callers that compile ask first.
+    #[doc(hidden)]
     fn capturing(&self) -> Option<String> {
         None
     }
 
     /// Keeps a buffer as long as the graph being captured, because launches of that graph use it.
     /// Does nothing without a capture.
+    #[doc(hidden)]
     fn keep(&self, used: Arc<Buffer>) {
         let _ = used;
     }
@@ -53,6 +57,7 @@ pub trait Device: Send + Sync {
     /// # Errors
     /// If the driver refuses the binary, a symbol is missing, or the binary's own signature
     /// disagrees with the entry's.
+    #[doc(hidden)]
     fn load(&self, artifact: &Artifact, entries: &[Entry]) -> Result<Arc<dyn Module>, DeviceError>;
 
     /// Returns the bytes that can be allocated now, on systems that promise more memory than they
@@ -62,34 +67,41 @@ pub trait Device: Send + Sync {
     }
 
     /// Returns the known cache sizes of a core, for a CPU.
+    #[doc(hidden)]
     fn caches(&self) -> CpuCaches {
         CpuCaches::default()
     }
 
     /// Announces the launches of one pass, until [`Device::end_pass`]: a CPU's threads stay awake
     /// between them. Passes of several callers may overlap.
+    #[doc(hidden)]
     fn begin_pass(&self) {}
 
     /// Ends a pass begun by [`Device::begin_pass`].
+    #[doc(hidden)]
     fn end_pass(&self) {}
 
     /// Starts placing memory, until [`Device::end_placing`]: the data that this thread's launches
     /// and uploads write stays for later launches, which read each part with the same share of
     /// their blocks. On a CPU with several NUMA nodes, the threads of each node then write their
     /// own share.
+    #[doc(hidden)]
     fn begin_placing(&self) {}
 
     /// Ends what [`Device::begin_placing`] began.
+    #[doc(hidden)]
     fn end_placing(&self) {}
 
     /// Returns true if placing requires a tensor to be written by a single launch or upload, so
     /// that each of several NUMA nodes gets its share of the whole.
+    #[doc(hidden)]
     fn places_whole(&self) -> bool {
         false
     }
 
     /// Returns the address at which kernels can read these host bytes in place, on devices that
     /// can. The bytes must outlive every launch that reads them.
+    #[doc(hidden)]
     fn host_ptr(&self, bytes: &[u8]) -> Option<Ptr> {
         let _ = bytes;
         None
@@ -120,6 +132,7 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     /// If a range does not fit, or the driver fails.
+    #[doc(hidden)]
     fn copy_rows(&self, copy: &RowCopy<'_>) -> Result<(), DeviceError> {
         let Some([from, _]) = copy.check()? else {
             return Ok(());
@@ -141,8 +154,16 @@ pub trait Device: Send + Sync {
 
     /// Returns a simulator's counters since the last call, by symbol in the order of the first
     /// launch; empty on hardware.
+    #[doc(hidden)]
     fn take_counters(&self) -> Vec<KernelCounters> {
         Vec::new()
+    }
+}
+
+/// The device's properties: `Arc<dyn Device>` is a field of many structs that derive `Debug`.
+impl fmt::Debug for dyn Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Device").field(self.info()).finish()
     }
 }
 

@@ -213,6 +213,7 @@ impl From<Driver> for CpuCompiler {
     }
 }
 
+#[doc(hidden)]
 impl Compiler for CpuCompiler {
     fn backend(&self) -> &'static str {
         "cpu"

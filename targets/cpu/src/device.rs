@@ -141,6 +141,7 @@ fn kilobytes(text: &str) -> Option<u64> {
     Some(text.strip_suffix(" kB")?.trim().parse::<u64>().ok()? * 1024)
 }
 
+#[doc(hidden)]
 impl Device for CpuDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info

@@ -204,6 +204,7 @@ impl RocmCompiler {
     }
 }
 
+#[doc(hidden)]
 impl Compiler for RocmCompiler {
     fn backend(&self) -> &'static str {
         "rocm"

@@ -300,6 +300,7 @@ impl Placement {
     }
 
     /// Returns the range of a rank's `rows` for an expert that goes to a group.
+    #[doc(hidden)]
     pub fn share(
         &self,
         source: RowSource,
@@ -332,6 +333,7 @@ impl Placement {
 
     /// Returns the fraction of a rank's rows for an expert that goes to a group, in the limit of
     /// many rows: [`Placement::share`].
+    #[doc(hidden)]
     pub fn part(&self, source: RowSource, expert: usize, group: usize) -> f64 {
         let Form::Listed(lists) = &self.0 else {
             return f64::from(u8::from(self.owner(expert) == group));
@@ -519,6 +521,7 @@ fn checked_owners(
     }
 }
 
+#[doc(hidden)]
 impl TryFrom<Written> for Placement {
     type Error = PlacementError;
 

@@ -3,6 +3,7 @@
 
 use super::hop_message::HopMessage;
 use super::{BufferRef, CollectivePlan, Copy, HopSchedule, Message, ScheduleStep, Span};
+use std::fmt;
 
 /// The memory of each part's blocks. Each block is a span of the schedule's size; an empty block
 /// may lie anywhere.
@@ -11,6 +12,12 @@ pub struct Endpoints<'a> {
     pub from: &'a dyn Fn(usize) -> Vec<Span>,
     /// Returns the blocks from a rank.
     pub to: &'a dyn Fn(usize) -> Vec<Span>,
+}
+
+impl fmt::Debug for Endpoints<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoints").finish_non_exhaustive()
+    }
 }
 
 /// Plans the exchange; its phases are numbered from `phase` on.

@@ -50,15 +50,18 @@ pub struct PlanOptions {
     /// The mode of training; `None` is inference alone.
     pub training: Option<Training>,
     /// Sizes instead of those that operators choose. GPUs have none.
+    #[doc(hidden)]
     pub tuning: Tuning,
     /// The caches that sizes are chosen for, on a CPU.
     pub caches: CacheClass,
     /// Decode calls on a GPU run the kernels of larger calls, as in layers that train.
+    #[doc(hidden)]
     pub one_for_all: bool,
     /// A CPU leaves experts' weights unpacked, as in layers that train, so that other ranks can
     /// gather them ([`AdaptiveMesh`]).
     ///
     /// [`AdaptiveMesh`]: crate::AdaptiveMesh
+    #[doc(hidden)]
     pub unpacked: bool,
 }
 

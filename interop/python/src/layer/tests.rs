@@ -2,7 +2,7 @@
 
 use super::*;
 use moesaic::spec::canonical_tensors;
-use moesaic::target::{Buffer, Device};
+use moesaic::{Buffer, Device};
 use moesaic::{Engine, Input, RngKey, Tensor, Tensors, Training};
 
 const TEXT: &str = "shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }";

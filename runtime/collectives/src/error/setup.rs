@@ -2,7 +2,6 @@
 
 use crate::launcher::RankLauncher;
 use crate::transport::TransportError;
-use moesaic_dl::DlError;
 use moesaic_target::{DeviceError, SharedError, SystemError};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -108,8 +107,8 @@ pub enum SetupError {
     /// There is no library of MPI, NCCL or RCCL.
     #[error("{source}\n{advice}")]
     NoLibrary {
-        /// The libraries that were tried.
-        source: DlError,
+        /// The libraries that were tried, with their errors.
+        source: SharedError,
         /// The library to install, and the variable to set.
         advice: String,
     },

@@ -5,6 +5,7 @@ use crate::launcher::RankLauncher;
 use crate::world::World;
 use crate::{CollectiveError, SetupError};
 use moesaic_dl::{DlError, Library};
+use moesaic_target::SharedError;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
@@ -25,7 +26,7 @@ pub fn no_library(error: DlError) -> CollectiveError {
     let advice = "install an MPI, or run `moesaic toolchain install mpi`, and set MOESAIC_MPI to \
                   the path of its libmpi_abi.so.1, libmpi.so.40 or libmpi.so.12";
     CollectiveError::setup(SetupError::NoLibrary {
-        source: error,
+        source: SharedError::new(error),
         advice: advice.to_string(),
     })
 }

@@ -4,6 +4,7 @@ use super::table::{NcclTable, OLDEST, Version};
 use crate::{CollectiveError, SetupError};
 use moesaic_dl::{DlError, Library};
 use moesaic_kernel::Target;
+use moesaic_target::SharedError;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
@@ -33,7 +34,7 @@ impl Api {
         };
         let missing = |source: DlError| {
             CollectiveError::setup(SetupError::NoLibrary {
-                source,
+                source: SharedError::new(source),
                 advice: advice(family),
             })
         };

@@ -5,9 +5,12 @@ use moesaic_kernel::{
     Access, DType, Entry, KernelSource, Language, Launch, Param, SimArch, Size, Stem, Target,
 };
 use moesaic_target::{Arg, Artifact, Device, DeviceError, FunctionId, LaunchDims, Module};
+use std::fmt;
 use std::sync::Arc;
 
 /// A reduction of rows, one per rank, to one row.
+#[doc(hidden)]
+#[derive(Debug)]
 pub struct Folding {
     /// The element type.
     pub element: CommElement,
@@ -23,6 +26,7 @@ pub struct Folding {
 
 /// An implementation of reductions. All give the same bytes: `((x0 + x1) + x2) + ...`, in f32 for
 /// bf16 and f16, rounded once.
+#[doc(hidden)]
 pub trait Fold: Send + Sync {
     /// Folds rows, in the order of the device's stream.
     ///
@@ -35,7 +39,15 @@ pub trait Fold: Send + Sync {
     fn waits(&self, element: CommElement) -> bool;
 }
 
+impl fmt::Debug for dyn Fold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Fold")
+    }
+}
+
 /// Folds on the host after a copy: correct for every device, and slow.
+#[doc(hidden)]
+#[derive(Debug)]
 pub struct OnHost {
     device: Arc<dyn Device>,
 }
@@ -71,10 +83,19 @@ impl Fold for OnHost {
 }
 
 /// Folds by a kernel of the device; rows of bytes are folded on the host.
+#[doc(hidden)]
 pub struct Kernels {
     module: Arc<dyn Module>,
     functions: [FunctionId; 5],
     host: OnHost,
+}
+
+impl fmt::Debug for Kernels {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kernels")
+            .field("host", &self.host)
+            .finish_non_exhaustive()
+    }
 }
 
 /// The types that have a kernel.

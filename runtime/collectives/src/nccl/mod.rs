@@ -34,6 +34,7 @@ pub use meet::Meeting;
 use moesaic_kernel::Target;
 use moesaic_target::{Device, DeviceError};
 pub use options::{Checks, NcclOptions, Sums};
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use world::WorldParts;
@@ -107,6 +108,16 @@ pub fn over(
     let cards = control.gather_bytes(&begin.card()?, &call)?;
     let control = control.with_deadline(deadline).renewed("nccl");
     begin.join(&cards, deadline, Some(control))
+}
+
+impl fmt::Debug for Nccl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Nccl")
+            .field("rank", &self.group.rank)
+            .field("members", &self.group.members)
+            .field("deadline", &self.deadline)
+            .finish_non_exhaustive()
+    }
 }
 
 /// A usable library.

@@ -28,7 +28,7 @@ pub enum Sums {
 }
 
 /// The options of [`start`](super::start) and [`over`](super::over).
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct NcclOptions {
     /// The library. `None` selects `MOESAIC_NCCL`, else the loader's search path.
     pub library: Option<PathBuf>,
@@ -40,6 +40,7 @@ pub struct NcclOptions {
     /// The order of sums.
     pub sums: Sums,
     /// The implementation of folds on the device; `None` folds on the host.
+    #[doc(hidden)]
     pub fold: Option<Arc<dyn Fold>>,
     /// Allow several ranks on one device, for experiments; the library has to allow it too.
     pub share_device: bool,

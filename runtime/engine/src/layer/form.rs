@@ -36,7 +36,7 @@ pub(super) enum Form {
 
 /// A tuner of strategies: it sets the strategy of each call before the call runs, and learns its
 /// time afterwards. The ranks of a layer have one each, and these must decide alike.
-/// `moesaic::tune::Adaptive` is one.
+/// `moesaic::tune::LayerTuner` is one.
 pub trait StrategyTuner: Send + Sync {
     /// Sets the strategy of a call by [`Layer::set_strategy`]. Returns a number of the tuner's own
     /// by which [`StrategyTuner::took`] names the choice.
@@ -47,6 +47,13 @@ pub trait StrategyTuner: Send + Sync {
 
     /// Takes the times of a choice's passes: forward, and backward if there was one.
     fn took(&self, choice: usize, passes: Vec<PassTime>);
+}
+
+/// No more than its name, because a tuner's state is behind locks.
+impl fmt::Debug for dyn StrategyTuner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("StrategyTuner")
+    }
 }
 
 /// A call whose strategy a tuner chooses.
@@ -63,7 +70,7 @@ pub struct TunedCall<'c> {
 }
 
 /// The time of a pass.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub enum PassTime {
     /// Seconds, of a call that waits.
     Seconds(f64),
@@ -168,6 +175,7 @@ impl Layer {
     /// Returns the plan with the inputs and outputs of a call; over ranks the dispatch part's.
     /// `moesaic tune` changes tiles for some numbers of tokens, and with them sizes of scratch: see
     /// [`Layer::tilings`].
+    #[doc(hidden)]
     pub fn plan(&self) -> &LayerPlan {
         self.dispatch().plan()
     }
@@ -175,6 +183,7 @@ impl Layer {
     /// Returns the plan of this rank under the present strategy, without chunks; `None` for a layer
     /// of one process. Apply [`RankPlan::in_chunks`] with [`Strategy::chunks`] to get its exact
     /// steps.
+    #[doc(hidden)]
     pub fn rank_plan(&self) -> Option<RankPlan> {
         match &self.form {
             Form::One(_) => None,
@@ -183,6 +192,7 @@ impl Layer {
     }
 
     /// Returns its plans by the number of tokens of a call.
+    #[doc(hidden)]
     pub fn tilings(&self) -> &Tilings {
         self.dispatch().tilings()
     }
@@ -221,8 +231,7 @@ impl Layer {
     }
 
     /// Runs the steps of the last call again on its first `tokens` tokens, and times each: an
-    /// evaluation's, or for a layer that trains those of both passes. For `bench` and the
-    /// quickstart.
+    /// evaluation's, or for a layer that trains those of both passes. Make that call first.
     ///
     /// # Errors
     /// When no call was that large, or a launch fails; [`EngineError::OverRanks`].

@@ -12,7 +12,7 @@ use moesaic_tensor::WeightSource;
 use std::sync::Arc;
 
 /// The options of a layer.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct LayerOptions<'m> {
     /// The memory that backward may use; `None` makes a layer for inference.
     pub training: Option<Training>,

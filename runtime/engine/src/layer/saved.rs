@@ -4,6 +4,7 @@ use super::form::{PassTime, StrategyTuner};
 use crate::mesh::RankSaved;
 use crate::training::DeviceSaved;
 use moesaic_plan::Strategy;
+use std::fmt;
 use std::sync::Arc;
 
 /// The state that a training forward pass keeps for backward: inputs, the routing record and, as
@@ -13,6 +14,15 @@ pub struct Saved {
     pub(super) kept: Kept,
     /// The choice of a tuner, and the time of the forward pass.
     pub(super) timed: Option<Timed>,
+}
+
+impl fmt::Debug for Saved {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Saved")
+            .field("tokens", &self.tokens())
+            .field("strategy", &self.strategy())
+            .finish_non_exhaustive()
+    }
 }
 
 /// The two kinds of states.

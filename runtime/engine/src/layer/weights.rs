@@ -29,6 +29,7 @@ impl Layer {
 
     /// Returns dtype and shape of a weight, over ranks those of this rank's part; `None` for a name
     /// that the layer does not have.
+    #[doc(hidden)]
     pub fn weight_plan(&self, name: &str) -> Option<&TensorPlan> {
         self.part(name).plan().tensor(name)
     }

@@ -12,6 +12,7 @@ use moesaic_dist::OpGroup;
 use moesaic_plan::{AdaptiveMesh, Parallel, Placement, PlanError, RankCoords, TokenScope};
 use moesaic_target::{Buffer, Device};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// A rank's coordinates in a mesh, and the process groups in which it exchanges. Cheap to clone;
@@ -28,6 +29,19 @@ pub struct Mesh {
     /// Whether layers store experts' weights unpacked, so that other ranks can gather them.
     unpacked: bool,
     scope: TokenScope,
+}
+
+impl fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Without its groups: a call of another thread may hold their lock for as long as it waits
+        // for other ranks.
+        f.debug_struct("Mesh")
+            .field("parallel", &self.parallel)
+            .field("place", &self.place)
+            .field("placement", &self.placement)
+            .field("scope", &self.scope)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Process groups. All ranks of a group call its operations in the same order.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 /// A handle to exchange host memory with other ranks. All ranks of the group make every call, in
 /// the same order and with the same text for `what`, which errors repeat. Cheap to clone.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct Ranks {
     mesh: Mesh,
     device: Arc<dyn Device>,

@@ -5,6 +5,7 @@ use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Placement, RankCoords};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::{SourceError, Tensor, WeightSource};
+use std::fmt;
 use std::ops::Range;
 
 /// A weight source with the experts of one rank and its shards of shared ones. Names and dtypes are
@@ -21,6 +22,15 @@ pub struct Shard<'a> {
     hidden: usize,
     /// The hidden width of each whole shared expert.
     shared: Vec<usize>,
+}
+
+impl fmt::Debug for Shard<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shard")
+            .field("mesh", &self.mesh)
+            .field("place", &self.place)
+            .finish_non_exhaustive()
+    }
 }
 
 impl<'a> Shard<'a> {
@@ -143,6 +153,7 @@ pub(super) fn concat(parts: &[Tensor<'_>], dimension: usize) -> Tensor<'static> 
     whole
 }
 
+#[doc(hidden)]
 impl WeightSource for Shard<'_> {
     fn describe(&self, name: &str) -> Option<(DType, Vec<usize>)> {
         let (dtype, mut shape) = self.whole.describe(name)?;

@@ -2,12 +2,22 @@
 
 use crate::error::EngineError;
 use moesaic_target::{Device, Event};
+use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
 /// A point between two launches of a rank's device. A call on device memory does not wait for its
 /// launches, so only the time from one such point to the next says how long the call takes.
 pub struct Timestamp(When);
+
+impl fmt::Debug for Timestamp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // No time: that of an event is known only once the device has come to it.
+        f.debug_struct("Timestamp")
+            .field("on_device", &matches!(self.0, When::Device(_)))
+            .finish_non_exhaustive()
+    }
+}
 
 enum When {
     /// An event in the stream of the device.

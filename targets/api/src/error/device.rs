@@ -68,7 +68,7 @@ pub enum DeviceError {
     Capturing {
         /// The graph's name.
         graph: String,
-        /// The operation: `the load of kernel `combine``.
+        /// The operation: ``the load of kernel `combine` ``.
         attempted: String,
     },
     /// The backend lacks this feature.

@@ -122,9 +122,19 @@ pub enum LoadReason {
         most: u32,
     },
     /// The vendor's rules forbid it.
+    #[doc(hidden)]
     #[cfg(feature = "gpu")]
     #[error(transparent)]
-    Vendor(#[from] VendorError),
+    Vendor(VendorError),
+}
+
+// Written out, because `#[from]` would put it on the pages of users, who never see a vendor's error.
+#[cfg(feature = "gpu")]
+#[doc(hidden)]
+impl From<VendorError> for LoadReason {
+    fn from(error: VendorError) -> LoadReason {
+        LoadReason::Vendor(error)
+    }
 }
 
 /// The reason a launch was refused, or a kernel failed.
@@ -147,6 +157,7 @@ pub enum LaunchReason {
         /// The value of the call.
         found: String,
         /// The parameter's type.
+        #[doc(hidden)]
         expected: ParamType,
     },
     /// The token count is negative.
@@ -188,6 +199,7 @@ pub enum LaunchReason {
         #[source]
         fault: Fault,
         /// The launch.
+        #[doc(hidden)]
         shape: LaunchShape,
     },
     /// The kernel failed while it ran.
@@ -200,15 +212,26 @@ pub enum LaunchReason {
         /// The operation that revealed the failure.
         operation: String,
         /// The launch.
+        #[doc(hidden)]
         shape: LaunchShape,
     },
     /// The vendor's rules forbid it.
+    #[doc(hidden)]
     #[cfg(feature = "gpu")]
     #[error(transparent)]
-    Vendor(#[from] VendorError),
+    Vendor(VendorError),
     /// A simulator refuses the launch, or has found a defect of the kernel.
     #[error("{0}")]
     Simulator(#[source] SharedError),
+}
+
+// As for [`LoadReason`].
+#[cfg(feature = "gpu")]
+#[doc(hidden)]
+impl From<VendorError> for LaunchReason {
+    fn from(error: VendorError) -> LaunchReason {
+        LaunchReason::Vendor(error)
+    }
 }
 
 /// The reason an operation failed that is neither a load nor a launch.

@@ -82,6 +82,7 @@ impl<V: Vendor> GpuDevice<V> {
     }
 }
 
+#[doc(hidden)]
 impl<V: Vendor> Device for GpuDevice<V> {
     fn info(&self) -> &DeviceInfo {
         &self.lane.gpu.info

@@ -11,6 +11,7 @@ pub trait GpuWrapper: Send + Sync {
     fn gpu(&self) -> &dyn Device;
 }
 
+#[doc(hidden)]
 impl<D: GpuWrapper> Device for D {
     fn info(&self) -> &DeviceInfo {
         self.gpu().info()

@@ -126,7 +126,7 @@ fn pools_that_refuse(harness: &Harness) {
 
 fn unavailable(harness: &Harness) -> [String; 2] {
     let errors = [
-        (harness.open)(0).err().expect("no device").to_string(),
+        (harness.open)(0).expect_err("no device").to_string(),
         (harness.count)().expect_err("no device").to_string(),
     ];
     let start = format!("no `{}` device is available: ", harness.backend);

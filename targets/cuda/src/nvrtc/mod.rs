@@ -199,6 +199,7 @@ impl fmt::Debug for NvrtcCompiler {
     }
 }
 
+#[doc(hidden)]
 impl Compiler for NvrtcCompiler {
     fn backend(&self) -> &'static str {
         "cuda"

@@ -57,6 +57,7 @@ fn launcher(target: Target) -> String {
     )
 }
 
+#[doc(hidden)]
 impl Compiler for EmulatedCompiler {
     fn backend(&self) -> &'static str {
         "sim"

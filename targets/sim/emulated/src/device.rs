@@ -56,6 +56,7 @@ impl EmulatedDevice {
     }
 }
 
+#[doc(hidden)]
 impl Device for EmulatedDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info

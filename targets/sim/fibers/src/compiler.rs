@@ -181,6 +181,7 @@ fn flags(version: &str) -> Vec<&'static str> {
     flags
 }
 
+#[doc(hidden)]
 impl Compiler for FiberCompiler {
     fn backend(&self) -> &'static str {
         "sim"

@@ -93,6 +93,7 @@ impl FiberDevice {
     }
 }
 
+#[doc(hidden)]
 impl Device for FiberDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info

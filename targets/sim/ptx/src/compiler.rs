@@ -144,6 +144,7 @@ fn report(kernel: Kernel) -> KernelReport {
     }
 }
 
+#[doc(hidden)]
 impl Compiler for PtxCompiler {
     fn backend(&self) -> &'static str {
         "sim"

@@ -81,6 +81,7 @@ impl Drop for Owner {
     }
 }
 
+#[doc(hidden)]
 impl Device for PtxDevice {
     fn info(&self) -> &DeviceInfo {
         &self.info

@@ -2,8 +2,8 @@
 //! node reads them.
 //!
 //! ```sh
-//! cargo run --release --example numa_nodes              # threads that the system moves
-//! cargo run --release --example numa_nodes -- --pin     # each stays on one processor
+//! cargo run --release -p moesaic-benches --example numa_nodes              # threads that the system moves
+//! cargo run --release -p moesaic-benches --example numa_nodes -- --pin     # each stays on one processor
 //! ```
 //!
 //! It makes a layer in f32 and in bf16, asks Linux for the node of every page of the packed
