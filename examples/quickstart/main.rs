@@ -23,7 +23,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         engine.target()
     );
     checkpoint(&engine)?;
-    full_size(&engine)
+    full_size(&engine)?;
+    println!(
+        "\nto read the kernels of the first layer, and those of a GPU that this machine need not have:\n  \
+         cargo run -p moesaic-cli -- emit --hf examples/checkpoint --target cpu,cuda:sm_90a -o kernels"
+    );
+    Ok(())
 }
 
 /// Returns the layer of the checkpoint in this repository.
