@@ -313,10 +313,10 @@ fn verified_text(verified: &Verified, store: &Store) -> String {
     let good = units::count(verified.good, "kernel");
     let sources = match verified.bad_sources.len() {
         0 => String::new(),
-        n => format!(", {} beside them damaged", units::count(n, "source")),
+        n => format!(", {} damaged", units::count(n, "source")),
     };
     text + &format!(
-        "{good} good{sources}, {} damaged, in {}\n",
+        "{good} good, {} damaged{sources}, in {}\n",
         verified.bad.len(),
         place(store)
     )

@@ -379,11 +379,13 @@ mod tests {
             "{text}"
         );
         // A strategy is divided where it has to be.
-        let text = table.render(&PLAIN.within(Some(72)));
-        assert!(
-            text.contains("  r=4,\n") && text.contains("BOUND BY"),
-            "{text}"
-        );
+        let mut table = Table::new(&titles);
+        let strategy = "r=2,overlap_degree=4/8,all_to_all=dedup";
+        table.row(["1", "52.8 ms", mesh, strategy, "ib 57 %"]);
+        let text = table.render(&PLAIN.within(Some(80)));
+        let lines: Vec<&str> = text.lines().map(str::trim).collect();
+        assert!(lines[1].contains("overlap_degree=4/8, "), "{text}");
+        assert_eq!(lines[2..], ["all_to_all=dedup"], "{text}");
     }
 
     #[test]

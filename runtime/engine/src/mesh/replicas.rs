@@ -217,9 +217,10 @@ impl Replicas<'_> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
         for replica in self.own() {
             let row = slots.read(replica.slot)?;
-            let groups = match replica.owned {
-                true => self.others(replica.expert),
-                false => vec![self.placement.owner(replica.expert)],
+            let groups = if replica.owned {
+                self.others(replica.expert)
+            } else {
+                vec![self.placement.owner(replica.expert)]
             };
             let peers = groups.into_iter().map(|group| self.peer(group));
             if replica.owned == (sender == Sender::Owner) {
