@@ -25,7 +25,10 @@ use std::sync::{Arc, Mutex};
 #[non_exhaustive]
 pub enum TargetNameError {
     /// The name is not known.
-    #[error(transparent)]
+    #[error(
+        "{0}; an engine also takes `cpu`, `cuda` or `rocm` for such a device of this machine, and \
+         `auto` for the best one"
+    )]
     Unknown(#[from] TargetError),
     /// The name gives a backend without an architecture.
     #[error(
@@ -64,6 +67,10 @@ pub fn resolve_target(name: &str) -> Result<Target, TargetNameError> {
     };
     match name {
         "cpu" => Ok(Target::Cpu(host_isa())),
+        "auto" => Err(needs(
+            ", and an engine alone looks for devices",
+            "cpu, cuda:sm_90a or rocm:gfx942",
+        )),
         "cuda" => Err(needs(
             ", and no cuda device is here to ask",
             "cuda:sm_90a or cuda:sm_80",

@@ -11,7 +11,7 @@ use crate::targets::{self, TargetsArgs};
 use crate::units;
 use clap::{Args, Subcommand};
 use moesaic::cache::{
-    KernelInfo, KernelKey, Listed, OnBad, PackKernel, PruneRule, Tuned, Verified, list_pack,
+    Bad, KernelInfo, KernelKey, Listed, OnBad, PackKernel, PruneRule, Tuned, Verified, list_pack,
 };
 use moesaic::{Store, Target};
 use serde_json::{Value, json};
@@ -37,7 +37,7 @@ pub struct CacheArgs {
 enum Action {
     /// List the kernels of the cache, or of a pack
     List(ListArgs),
-    /// Read and hash every kernel; exit code 1 if one is damaged
+    /// Read and hash every kernel and the source beside it; exit code 1 if one is damaged
     Verify(VerifyArgs),
     /// Remove kernels that are old or too many, and what killed processes left
     Prune(PruneArgs),
@@ -60,7 +60,7 @@ struct ListArgs {
 
 #[derive(Args, Debug)]
 struct VerifyArgs {
-    /// Remove damaged kernels
+    /// Remove damaged kernels and sources
     #[arg(long)]
     remove: bool,
     #[command(flatten)]
@@ -282,20 +282,27 @@ fn verify(args: &VerifyArgs, console: &Console) -> Result {
     } else {
         console.print(&verified_text(&verified, &store))?
     }
-    let left = verified.bad.iter().filter(|bad| !bad.removed).count();
-    match left {
-        0 => Ok(()),
-        n => Err(
-            Failure::work(format!("{} damaged", units::count(n, "kernel"))).hint(
-                "`moesaic cache verify --remove` removes what is damaged; it is compiled anew",
-            ),
-        ),
+    let left = |files: &[Bad]| files.iter().filter(|bad| !bad.removed).count();
+    let (kernels, sources) = (left(&verified.bad), left(&verified.bad_sources));
+    let counts = [(kernels, "kernel"), (sources, "source")];
+    let counts = counts.into_iter().filter(|(count, _)| *count > 0);
+    let counts: Vec<String> = counts.map(|(n, one)| units::count(n, one)).collect();
+    if counts.is_empty() {
+        return Ok(());
     }
+    let hint = match kernels {
+        0 => {
+            "people read sources, and the kernels run; `moesaic cache verify --remove` removes \
+              what is damaged"
+        }
+        _ => "`moesaic cache verify --remove` removes what is damaged; kernels are compiled anew",
+    };
+    Err(Failure::work(format!("{} damaged", counts.join(" and "))).hint(hint))
 }
 
 fn verified_text(verified: &Verified, store: &Store) -> String {
     let mut text = String::new();
-    for bad in &verified.bad {
+    for bad in verified.bad.iter().chain(&verified.bad_sources) {
         let removed = if bad.removed { " (removed)" } else { "" };
         text += &format!("{}: {}{removed}\n", bad.path.display(), bad.reason);
     }
@@ -304,18 +311,31 @@ fn verified_text(verified: &Verified, store: &Store) -> String {
         text += &format!("{files} of killed processes; `moesaic cache prune` removes them\n");
     }
     let good = units::count(verified.good, "kernel");
+    let sources = match verified.bad_sources.len() {
+        0 => String::new(),
+        n => format!(", {} damaged", units::count(n, "source")),
+    };
     text + &format!(
-        "{good} good, {} damaged, in {}\n",
+        "{good} good, {} damaged{sources}, in {}\n",
         verified.bad.len(),
         place(store)
     )
 }
 
 fn verified_json(verified: &Verified) -> Value {
-    let bad = verified.bad.iter().map(|bad| {
-        json!({ "path": bad.path.display().to_string(), "reason": bad.reason, "removed": bad.removed })
-    });
-    json!({ "good": verified.good, "bad": bad.collect::<Vec<_>>(), "leftovers": verified.leftovers })
+    let list = |files: &[Bad]| {
+        let each = files.iter().map(|bad| {
+            let path = bad.path.display().to_string();
+            json!({ "path": path, "reason": bad.reason, "removed": bad.removed })
+        });
+        each.collect::<Vec<_>>()
+    };
+    json!({
+        "good": verified.good,
+        "bad": list(&verified.bad),
+        "bad_sources": list(&verified.bad_sources),
+        "leftovers": verified.leftovers,
+    })
 }
 
 fn prune(args: &PruneArgs, console: &Console) -> Result {
@@ -326,20 +346,30 @@ fn prune(args: &PruneArgs, console: &Console) -> Result {
     };
     let pruned = store.prune(&rule);
     if args.form.json {
-        return console.json(&json!({
+        console.json(&json!({
             "removed": pruned.removed,
             "freed_bytes": pruned.freed,
             "kept": pruned.kept,
             "kept_bytes": pruned.kept_bytes,
-        }));
+            "stuck": pruned.stuck,
+        }))?;
+    } else {
+        console.print(&format!(
+            "removed {} and {}; {} and {} stay\n",
+            units::count(pruned.removed, "kernel"),
+            units::bytes(pruned.freed),
+            units::count(pruned.kept, "kernel"),
+            units::bytes(pruned.kept_bytes)
+        ))?;
     }
-    console.print(&format!(
-        "removed {} and {}; {} and {} stay\n",
-        units::count(pruned.removed, "kernel"),
-        units::bytes(pruned.freed),
-        units::count(pruned.kept, "kernel"),
-        units::bytes(pruned.kept_bytes)
-    ))
+    match pruned.stuck {
+        0 => Ok(()),
+        n => Err(Failure::work(format!(
+            "{} cannot be removed from {}: you may not write there",
+            units::count(n, "kernel"),
+            place(&store)
+        ))),
+    }
 }
 
 impl ExportArgs {

@@ -365,7 +365,7 @@ fn checked(good: bool, name: &str, value: &str, palette: &Palette) -> String {
         palette.paint("33", "✗")
     };
     let room = palette.columns().map_or(100, |columns| columns.min(140));
-    let room = room.saturating_sub(WIDTH + 6).max(20);
+    let room = room.saturating_sub(WIDTH + 6).max(8);
     let value = match value.chars().count() {
         long if long > room => value.chars().take(room - 1).chain(['…']).collect(),
         _ => value.to_string(),

@@ -178,11 +178,18 @@ fn execute(command: &Command, console: &Console) -> Result<ExitCode> {
 /// Prints the error of a misused command. A single process gets clap's own colours. For a rank
 /// every line names the rank, as all of its lines do.
 fn misused(error: &clap::Error) -> ExitCode {
-    if !(error.use_stderr() && console::is_rank()) {
-        error.exit();
+    let console = Console::new(ColorChoice::Never, Verbosity::Normal);
+    if error.use_stderr() && console::is_rank() {
+        console.tell(&error.to_string());
+        return ExitCode::from(failure::Code::BadInput as u8);
     }
-    Console::new(ColorChoice::Never, Verbosity::Normal).tell(&error.to_string());
-    ExitCode::from(failure::Code::BadInput as u8)
+    match error.print() {
+        // Help that was asked for is a result like any other.
+        Err(lost) if !error.use_stderr() => give_up(&lost.into(), &console),
+        _ => {
+            ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(failure::Code::BadInput as u8))
+        }
+    }
 }
 
 fn give_up(failure: &Failure, console: &Console) -> ExitCode {

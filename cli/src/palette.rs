@@ -113,27 +113,35 @@ fn folded(line: &str, columns: usize) -> String {
     indent.to_string() + &lines.join(&format!("\n{indent}  "))
 }
 
-/// Divides a text into lines of at most `first` and then `rest` columns, between words.
+/// Divides a text into lines of at most `first` and then `rest` columns, between words. A word that
+/// is longer than a line, such as a strategy, is divided behind commas.
 pub fn wrapped(text: &str, first: usize, rest: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let (mut at, mut columns) = (0, first);
     for word in text.split(' ') {
-        let wide = width(word.trim_end());
-        match lines.last_mut() {
-            Some(line) if at + 1 + wide <= columns => {
-                *line += " ";
-                *line += word;
-                at += 1 + wide;
-            }
-            // Several blanks in a row end where a line does.
-            Some(_) if word.is_empty() => {}
-            last => {
-                if let Some(line) = last {
-                    line.truncate(line.trim_end().len());
-                    columns = rest;
+        let long = width(word.trim_end()) > rest;
+        let parts = word.split_inclusive(|c| long && c == ',');
+        // `split_inclusive` gives nothing for no word, which several blanks in a row have.
+        let parts = parts.chain(word.is_empty().then_some(""));
+        for (i, part) in parts.enumerate() {
+            let space = if i == 0 { " " } else { "" };
+            let wide = width(part.trim_end());
+            match lines.last_mut() {
+                Some(line) if at + space.len() + wide <= columns => {
+                    *line += space;
+                    *line += part;
+                    at += space.len() + wide;
                 }
-                lines.push(word.to_string());
-                at = wide;
+                // Several blanks in a row end where a line does.
+                Some(_) if part.is_empty() => {}
+                last => {
+                    if let Some(line) = last {
+                        line.truncate(line.trim_end().len());
+                        columns = rest;
+                    }
+                    lines.push(part.to_string());
+                    at = wide;
+                }
             }
         }
     }
@@ -166,6 +174,10 @@ mod tests {
         assert_eq!(
             narrow.fold("dp     four_teen_long\n"),
             "dp\n  four_teen_long\n"
+        );
+        assert_eq!(
+            narrow.fold("a r=4,degree=2,by=rows b\n"),
+            "a r=4,\n  degree=2,\n  by=rows b\n"
         );
         let painted = "\x1b[1mone\x1b[0m two three\n";
         assert_eq!(narrow.fold(painted), painted);

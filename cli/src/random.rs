@@ -1,33 +1,61 @@
 //! Random weights and tokens, generated on all cores because the weights of real layers are
 //! gigabytes.
 
+use crate::failure::{Failure, Result};
+use crate::units;
+use moesaic::cpu::CpuDevice;
 use moesaic::half::{bf16, f16};
 use moesaic::spec::format::ScaleType;
 use moesaic::spec::{Chooser, LossKind, TensorSpec, canonical_tensors};
+use moesaic::target::Device;
 use moesaic::{DType, Init, Input, LayerSpec, Tensor, Tensors};
 use std::thread;
 
+/// Refuses weights that this machine has no memory for: an allocation that fails would end the
+/// process.
+fn check_room(spec: &LayerSpec) -> Result {
+    let Some(free) = CpuDevice::new().free_bytes() else {
+        return Ok(());
+    };
+    let bytes = |tensor: TensorSpec| {
+        let elements = tensor.shape.iter().map(|&size| size as u64);
+        elements.product::<u64>() * tensor.dtype.size() as u64
+    };
+    let needed: u64 = canonical_tensors(spec).into_iter().map(bytes).sum();
+    if needed <= free {
+        return Ok(());
+    }
+    Err(Failure::input(format!(
+        "random weights of this layer take {} of memory, {} are free",
+        units::bytes(needed),
+        units::bytes(free)
+    ))
+    .hint("take a layer with fewer or smaller experts"))
+}
+
 /// Returns every tensor of the layer in its own type, scaled by its fan-in so that outputs are of
 /// the order of one.
-pub fn weights(spec: &LayerSpec) -> Tensors<'static> {
+pub fn weights(spec: &LayerSpec) -> Result<Tensors<'static>> {
+    check_room(spec)?;
     let tensors = canonical_tensors(spec).into_iter().zip(0..);
     let one = |(tensor, seed): (TensorSpec, u64)| {
         let made = weight(spec, &tensor, seed);
         (tensor.name, made)
     };
-    tensors.map(one).collect()
+    Ok(tensors.map(one).collect())
 }
 
 /// Returns the weights that [`Init::Linear`] draws from a seed, and the tables and codes that it
 /// leaves out.
-pub fn drawn_weights(spec: &LayerSpec, seed: u64) -> Tensors<'static> {
+pub fn drawn_weights(spec: &LayerSpec, seed: u64) -> Result<Tensors<'static>> {
+    check_room(spec)?;
     let mut weights = Init::Linear.weights(spec, seed);
     for (tensor, at) in canonical_tensors(spec).into_iter().zip(0..) {
         if !weights.contains_key(&tensor.name) {
             weights.insert(&tensor.name, weight(spec, &tensor, seed.wrapping_add(at)));
         }
     }
-    weights
+    Ok(weights)
 }
 
 fn weight(spec: &LayerSpec, tensor: &TensorSpec, seed: u64) -> Tensor<'static> {

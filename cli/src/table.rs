@@ -1,6 +1,7 @@
 //! Plain aligned tables.
 
 use crate::palette::{Palette, wrapped};
+use std::collections::BTreeSet;
 
 /// A table with a heading line.
 pub struct Table {
@@ -66,11 +67,20 @@ impl Table {
 
     /// Renders the lines, each with a newline and indented by two spaces. On a narrow stream texts
     /// are wrapped, and columns that still have no room come in further blocks below, each beside
-    /// the columns that name the rows.
+    /// the columns that name the rows. Where that has no room either, or takes many blocks, each
+    /// row is a list of its titles and texts.
     pub fn render(&self, palette: &Palette) -> String {
         let columns = palette.columns().unwrap_or(usize::MAX);
         let mut widths = self.widths(columns);
         let blocks = self.blocks(&widths, columns);
+        let fits = |block: &Vec<usize>| {
+            let block: Vec<usize> = block.iter().map(|&i| widths[i]).collect();
+            line_width(&block) <= columns
+        };
+        let apart = blocks.len() == 1 || columns > NARROW || self.rows_differ(&blocks);
+        if blocks.len() > MOST_BLOCKS || !blocks.iter().all(fits) || !apart {
+            return self.lists(columns, palette);
+        }
         self.widen(&mut widths, &blocks, columns);
         let blocks: Vec<String> = blocks
             .iter()
@@ -100,7 +110,9 @@ impl Table {
     /// Returns the width to which a column of texts may be wrapped in a stream `columns` wide.
     fn least_width(&self, column: usize, columns: usize) -> usize {
         let cells = self.rows.iter().filter_map(|row| row.get(column));
+        // Behind commas, too: `wrapped` divides long words there.
         let words = cells.flat_map(|cell| cell.text.split(' '));
+        let words = words.flat_map(|word| word.split_inclusive(','));
         let longest = words.map(|word| word.chars().count()).max().unwrap_or(0);
         let title = self.columns[column].title.chars().count();
         longest
@@ -149,6 +161,42 @@ impl Table {
             .collect()
     }
 
+    /// Returns true if the columns that all blocks begin with tell rows apart.
+    fn rows_differ(&self, blocks: &[Vec<usize>]) -> bool {
+        let shared = |i: &&usize| blocks.iter().all(|block| block.contains(i));
+        let names: Vec<usize> = blocks[0].iter().filter(shared).copied().collect();
+        let text = |row: &Vec<Cell>, i: usize| row.get(i).map_or(String::new(), |c| c.text.clone());
+        let row = |row| names.iter().map(|&i| text(row, i)).collect::<Vec<_>>();
+        let rows: BTreeSet<Vec<String>> = self.rows.iter().map(row).collect();
+        rows.len() == self.rows.len()
+    }
+
+    /// Renders each row as a list, below the text of a column without a title.
+    fn lists(&self, columns: usize, palette: &Palette) -> String {
+        let titles = self.columns.iter().map(|c| c.title.chars().count());
+        let label = titles.max().unwrap_or(0);
+        let room = columns.saturating_sub(label + 6).max(1);
+        let list = |row: &Vec<Cell>| {
+            let mut text = String::new();
+            let cells = self.columns.iter().zip(row);
+            for (column, cell) in cells.filter(|(_, cell)| !["", "-"].contains(&&*cell.text)) {
+                if column.title.is_empty() {
+                    text += &format!("  {}\n", palette.paint(cell.style, &cell.text));
+                    continue;
+                }
+                for (at, part) in wrapped(&cell.text, room, room).iter().enumerate() {
+                    let title = if at == 0 { &*column.title } else { "" };
+                    let pad = " ".repeat(label - title.chars().count());
+                    let title = palette.bold(title);
+                    text += &format!("    {title}{pad}  {}\n", palette.paint(cell.style, part));
+                }
+            }
+            text
+        };
+        let lists: Vec<String> = self.rows.iter().map(list).collect();
+        lists.join("\n")
+    }
+
     fn width(&self, column: usize) -> usize {
         let cells = self.rows.iter().filter_map(|row| row.get(column));
         let widest = cells
@@ -186,6 +234,13 @@ impl Table {
         text
     }
 }
+
+/// The columns up to which a table whose rows have equal names is no table: on wider streams it is
+/// shorter so, and few blocks are matched by the order of rows.
+const NARROW: usize = 60;
+
+/// The blocks beyond which nobody finds the same row in each.
+const MOST_BLOCKS: usize = 3;
 
 /// Returns the least width of a column of wrapped texts in a stream `columns` wide, if its texts are
 /// that long.
@@ -292,6 +347,45 @@ mod tests {
                      ep 8 x expert_tp 8 x dp 1  r=2,overlap_degree=4\n";
         assert!(text.starts_with(first), "{text}");
         assert_eq!(text.lines().count(), 5, "{text}");
+    }
+
+    /// Rows that fit no block, and such as would be spread over many, are lists.
+    #[test]
+    fn a_row_without_room_is_a_list() {
+        let titles = [">", ">STEP", "MESH", "STRATEGY", "BOUND BY"];
+        let mut table = Table::new(&titles);
+        let (mesh, strategy) = ("ep 2 x expert_tp 8 x dp 4", "r=4,overlap_degree=4/8");
+        table.row(["1", "52.8 ms", mesh, strategy, "-"]);
+        table.row(["2", "53 ms", "ep 4", "default", "ib 57 %"]);
+        assert_eq!(
+            table.render(&PLAIN.within(Some(40))),
+            "  1\n    STEP      52.8 ms\n    MESH      ep 2 x expert_tp 8 x dp 4\n    \
+             STRATEGY  r=4,overlap_degree=4/8\n\n  2\n    STEP      53 ms\n    MESH      ep 4\n    \
+             STRATEGY  default\n    BOUND BY  ib 57 %\n"
+        );
+        let mut numbers = Table::new(&["TARGET", ">B", ">C", ">D", ">E"]);
+        numbers.row(["cpu:avx512bf16", "1", "2", "3", "4"]);
+        let text = numbers.render(&PLAIN.within(Some(20)));
+        assert!(
+            text.starts_with("    TARGET  cpu:avx512bf16\n    B       1\n"),
+            "{text}"
+        );
+        let mut alike = Table::new(&["WHOSE", "WHAT", ">TIME"]);
+        alike.row(["ranks", "grad.experts.gate", "1 ms"]);
+        alike.row(["ranks", "grad.experts.up", "2 ms"]);
+        let text = alike.render(&PLAIN.within(Some(30)));
+        assert!(
+            text.contains("    TIME   1 ms\n\n    WHOSE  ranks\n"),
+            "{text}"
+        );
+        // A strategy is divided where it has to be.
+        let mut table = Table::new(&titles);
+        let strategy = "r=2,overlap_degree=4/8,all_to_all=dedup";
+        table.row(["1", "52.8 ms", mesh, strategy, "ib 57 %"]);
+        let text = table.render(&PLAIN.within(Some(80)));
+        let lines: Vec<&str> = text.lines().map(str::trim).collect();
+        assert!(lines[1].contains("overlap_degree=4/8, "), "{text}");
+        assert_eq!(lines[2..], ["all_to_all=dedup"], "{text}");
     }
 
     #[test]

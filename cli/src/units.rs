@@ -111,11 +111,13 @@ fn factor(unit: &str) -> Result<u64, String> {
         "k" | "kb" => Ok(1000),
         "m" | "mb" => Ok(1_000_000),
         "g" | "gb" => Ok(1_000_000_000),
+        "t" | "tb" => Ok(1_000_000_000_000),
         "kib" => Ok(1 << 10),
         "mib" => Ok(1 << 20),
         "gib" => Ok(1 << 30),
+        "tib" => Ok(1 << 40),
         _ => Err(format!(
-            "unknown unit `{unit}`; write bytes, kB, MB, GB, KiB, MiB or GiB"
+            "unknown unit `{unit}`; write bytes, kB, MB, GB, TB, KiB, MiB, GiB or TiB"
         )),
     }
 }
@@ -132,7 +134,8 @@ pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
         _ => return Err("write a number and s, m, h, d or w, such as 30d".to_string()),
     };
     let seconds = positive(number, "30d")? * factor;
-    Duration::try_from_secs_f64(seconds).map_err(|error| error.to_string())
+    let duration = Duration::try_from_secs_f64(seconds).ok();
+    duration.ok_or_else(|| "longer than any file is old; write it as 30d".to_string())
 }
 
 fn split(text: &str) -> (&str, &str) {

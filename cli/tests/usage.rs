@@ -175,6 +175,64 @@ fn tables_fit_the_columns() {
     assert!(wide.is_empty(), "{wide:#?}");
 }
 
+/// No line of a table is broken by the end of a narrow stream.
+#[test]
+fn a_narrow_plan_lists_what_a_table_has_no_room_for() {
+    let small = Small::new();
+    let mut call = common::command();
+    call.args(["plan", "--world", "8", "--machine", "h800", "--spec"]);
+    call.arg(&small.spec).env("COLUMNS", "40");
+    let text = finish(&mut call).ok();
+    let wide: Vec<&str> = text
+        .lines()
+        .filter(|line| line.chars().count() > 40)
+        .collect();
+    assert!(wide.is_empty(), "{wide:#?}");
+    assert!(
+        text.contains("\n    MESH ") && text.contains("\n    STRATEGY "),
+        "{text}"
+    );
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn help_that_is_lost_is_a_failure() {
+    let full = std::fs::File::create("/dev/full").unwrap();
+    let output = common::command().arg("--help").stdout(full).output();
+    let output = output.unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("cannot write the output: no space"), "{text}");
+    assert_eq!(output.status.code(), Some(1));
+}
+
+/// Sizes that no machine has are refused before they are allocated.
+#[test]
+fn layers_and_ranks_without_end_are_refused_at_once() {
+    let dir = scratch();
+    let spec = dir.path().join("huge.toml");
+    let text = "shape = { model_dim = 32768, hidden_dim = 32768, experts = 1024, top_k = 2 }";
+    std::fs::write(&spec, text).unwrap();
+    let spec = spec.to_str().unwrap();
+    let to = dir.path().join("out.safetensors");
+    let run = [
+        "run",
+        "--random",
+        "--spec",
+        spec,
+        "-o",
+        to.to_str().unwrap(),
+    ];
+    for words in [
+        &run[..],
+        &["bench", "--spec", spec],
+        &["tune", "--spec", spec],
+    ] {
+        moesaic(words).fails(2, &["take 12.0 TiB of memory", "are free"]);
+    }
+    let ranks = [&run[..], &["--ranks", "65535"]].concat();
+    moesaic(ranks).fails(2, &["65535 ranks as threads of one process", "or fewer"]);
+}
+
 #[test]
 fn shells_complete_targets_and_machines() {
     for shell in ["bash", "zsh", "fish"] {

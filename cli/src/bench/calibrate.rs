@@ -222,7 +222,7 @@ impl Job<'_> {
         let call = collectives::Call::new("bench");
         let topology = Topology::gather(world, &call).map_err(Failure::work)?;
         let progress = (world.rank() == 0).then(|| Progress::start("making a layer"));
-        let weights = random::weights(self.spec);
+        let weights = random::weights(self.spec)?;
         let layer = self
             .engine
             .training_layer(self.spec, &weights, Training::default())?;

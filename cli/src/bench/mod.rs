@@ -98,7 +98,7 @@ pub fn execute(args: &BenchArgs, console: &Console) -> Result {
         engine.check_tokens(&spec, tokens)?;
     }
     let progress = Progress::start("making weights");
-    let weights = random::weights(&spec);
+    let weights = random::weights(&spec)?;
     progress.next("getting kernels");
     let layer = if args.training {
         engine.training_layer(&spec, &weights, Training::default())?

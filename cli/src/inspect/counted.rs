@@ -61,7 +61,7 @@ impl Counted {
         };
         let engine = Engine::open(&simulator.to_string(), options)?;
         engine.check_tokens(spec, tokens)?;
-        let weights = random::weights(spec);
+        let weights = random::weights(spec)?;
         let input = random::input(spec, tokens);
         match training {
             None => {

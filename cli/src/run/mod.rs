@@ -217,7 +217,7 @@ impl RunArgs {
             Some(file) => self.weights(&read, &source, file)?,
             None => {
                 let seed = self.random.unwrap_or_default();
-                LayerReader::in_memory(random::drawn_weights(&read, seed))
+                LayerReader::in_memory(random::drawn_weights(&read, seed)?)
             }
         };
         if let Some(ReplaySource::Experts(replayed)) = &replay {

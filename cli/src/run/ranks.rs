@@ -135,6 +135,10 @@ impl RankArgs {
             (None, None, Some(mesh)) => Ranks::Threads(mesh.ranks()),
             (None, None, None) => return self.check_one_process().map(|()| None),
         };
+        if let Ranks::Threads(count @ 1..) = ranks {
+            // Now: weights of so many ranks take a while to make.
+            threads::check_size(count).map_err(Failure::input)?;
+        }
         let count = ranks.count();
         if let Some(mesh) = self.mesh.filter(|mesh| mesh.ranks() != count) {
             let (who, ranks, words) = (ranks, mesh.ranks(), mesh::words(mesh));

@@ -85,7 +85,7 @@ pub fn execute(args: &TuneArgs, console: &Console) -> Result {
         engine.check_tokens(&spec, tokens)?;
     }
     let progress = Progress::start("making weights");
-    let weights = random::weights(&spec);
+    let weights = random::weights(&spec)?;
     progress.next("getting kernels");
     let variants = engine.variants(&spec, &weights, args.training.get())?;
     let search = |tokens| {

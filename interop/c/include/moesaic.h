@@ -120,12 +120,14 @@ typedef struct moesaic_engine_options {
   // "auto", "cpu", "cuda", "rocm", or a name with an architecture, such as "cpu:avx2" or
   // "cuda:sm_90a". NULL is "auto". Targets of GPUs need a library that was built for them.
   const char *target;
-  // The directory that keeps compiled kernels. NULL is your cache directory, "" keeps none.
+  // The directory that keeps compiled kernels, which is made where it is missing. NULL is your
+  // cache directory, "" keeps none.
   const char *cache;
   // The number of CPU threads, the caller included. 0 is one per core, shared by all such
   // engines of the process, which end with the process.
   size_t threads;
-  // The number of the GPU, as its driver counts.
+  // The number of the GPU, as its driver counts; 0 for a CPU. "auto" may find a CPU, which has
+  // no number.
   size_t device;
   // Not 0: never compile, so a kernel that the cache lacks is an error.
   int strict;

@@ -5,6 +5,7 @@ use crate::status::{Failure, Status, guard};
 use moesaic::EngineOptions as Settings;
 use moesaic::Store;
 use std::ffi::{CString, c_char, c_int, c_void};
+use std::path::Path;
 use std::sync::Arc;
 
 /// A device with its compiler and its cache of kernels. Layers keep what they need of it, so you
@@ -21,12 +22,14 @@ pub struct EngineOptions {
     /// "auto", "cpu", "cuda", "rocm", or a name with an architecture, such as "cpu:avx2" or
     /// "cuda:sm_90a". NULL is "auto". Targets of GPUs need a library that was built for them.
     pub target: *const c_char,
-    /// The directory that keeps compiled kernels. NULL is your cache directory, "" keeps none.
+    /// The directory that keeps compiled kernels, which is made where it is missing. NULL is your
+    /// cache directory, "" keeps none.
     pub cache: *const c_char,
     /// The number of CPU threads, the caller included. 0 is one per core, shared by all such
     /// engines of the process, which end with the process.
     pub threads: usize,
-    /// The number of the GPU, as its driver counts.
+    /// The number of the GPU, as its driver counts; 0 for a CPU. "auto" may find a CPU, which has
+    /// no number.
     pub device: usize,
     /// Not 0: never compile, so a kernel that the cache lacks is an error.
     pub strict: c_int,
@@ -79,7 +82,7 @@ unsafe fn open(options: EngineOptions) -> Result<Engine, Failure> {
     let store = match cache {
         None => Some(Arc::new(Store::open_default())),
         Some("") => None,
-        Some(folder) => Some(Arc::new(Store::open(folder))),
+        Some(folder) => Some(Arc::new(named_store(folder, options.strict != 0)?)),
     };
     let settings = Settings {
         store,
@@ -89,7 +92,7 @@ unsafe fn open(options: EngineOptions) -> Result<Engine, Failure> {
         ..Settings::default()
     };
     let target = target.unwrap_or("auto");
-    check_target(target)?;
+    check_device(target, options.device)?;
     let engine = match options.stream.is_null() {
         true => moesaic::Engine::open(target, settings),
         false => {
@@ -103,17 +106,32 @@ unsafe fn open(options: EngineOptions) -> Result<Engine, Failure> {
     Ok(Engine { engine, target })
 }
 
-/// Refuses a target of no backend: the engine's own list has architectures alone.
-fn check_target(target: &str) -> Result<(), Failure> {
+/// Opens the store in a directory that the caller named, which therefore has to be of use: a store
+/// is otherwise passed over, and every process compiles.
+fn named_store(folder: &str, strict: bool) -> Result<Store, Failure> {
+    if strict && !Path::new(folder).is_dir() {
+        let problem = format!(
+            "is `{folder}`, where no directory is, and a strict engine compiles nothing: fill it \
+             by `moesaic precompile --cache {folder}`"
+        );
+        return Err(Failure::argument("cache", problem));
+    }
+    let store = Store::open(folder);
+    store.check_use().map_err(moesaic::Error::from)?;
+    Ok(store)
+}
+
+/// Refuses the number of a GPU for a target that has none.
+fn check_device(target: &str, device: usize) -> Result<(), Failure> {
     match target.split(':').next() {
-        Some("auto" | "cpu" | "cuda" | "rocm" | "sim") => Ok(()),
-        _ => {
+        Some("cpu" | "sim") if device != 0 => {
             let problem = format!(
-                "is `{target}`: take \"auto\", \"cpu\", \"cuda\", \"rocm\", or a name with an \
-                 architecture, such as \"cpu:avx2\" or \"cuda:sm_90a\""
+                "is {device}, the number of a GPU, and the target `{target}`: take 0, or name \
+                 \"cuda\" or \"rocm\""
             );
-            Err(Failure::argument("target", problem))
+            Err(Failure::argument("device", problem))
         }
+        _ => Ok(()),
     }
 }
 

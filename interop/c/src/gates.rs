@@ -190,6 +190,24 @@ unsafe fn give(given: &Given<'_>, each: &[Tensors<'_>]) {
     unsafe { given.scatter(all.as_ptr()) };
 }
 
+/// Refuses a router's weight among those of all layers, and another one among a router's: nobody
+/// would read it.
+fn check_places(weights: &Tensors<'_>, routers: &[Tensors<'_>]) -> Result<(), Failure> {
+    let is_of_router = |name: &&String| name.starts_with("router.");
+    if let Some(name) = weights.keys().find(is_of_router) {
+        let problem = "is each router's own: give it in `routers`, and leave it out of `weights`";
+        return Err(Failure::tensor(name, problem));
+    }
+    let mut given = routers.iter().flat_map(|router| router.keys());
+    match given.find(|name| !is_of_router(name)) {
+        Some(name) => {
+            let problem = "is no router's: give it once for all, in `weights`";
+            Err(Failure::tensor(name, problem))
+        }
+        None => Ok(()),
+    }
+}
+
 /// Makes one layer per element of `routers`, the weights whose names begin with "router."; all
 /// others are in `weights`, once for all. Host memory, which is copied. `options` may be NULL; over
 /// ranks all of them call it with as many routers. Free it by moesaic_multi_gate_free.
@@ -226,6 +244,7 @@ pub unsafe extern "C" fn moesaic_multi_gate_open(
             unsafe { read_weights(&spec.spec, slice(list.tensors, list.count, "tensors")?) }
         };
         let routers: Vec<Tensors<'_>> = routers.iter().map(router).collect::<Result<_, _>>()?;
+        check_places(&weights, &routers)?;
         // SAFETY: the caller vouches for the mesh.
         let options = unsafe { options.read() }?;
         let gates = engine

@@ -84,11 +84,8 @@ pub unsafe extern "C" fn moesaic_world_threads(
     guard(|| {
         // SAFETY: the caller vouches for its pointers.
         let engine = unsafe { borrow(engine, "engine") }?;
-        const MOST: usize = 1024;
-        if !(1..=MOST).contains(&size) {
-            let problem = format!("is {size}, expected 1..={MOST}");
-            return Err(Failure::argument("size", problem));
-        }
+        let possible = threads::check_size(size);
+        possible.map_err(|error| Failure::argument("size", format!("is {size}: {error}")))?;
         if worlds.is_null() {
             return Err(Failure::Null("worlds"));
         }
@@ -101,6 +98,30 @@ pub unsafe extern "C" fn moesaic_world_threads(
             let place = unsafe { Out::handle(worlds.add(rank)) }?;
             place.give(World(Group::Messages(group)));
         }
+        Ok(())
+    })
+}
+
+/// Joins the ranks that a launcher has started, by `start`, which takes the path of the library and
+/// the deadline of each exchange.
+///
+/// # Safety
+/// As moesaic_world_mpi.
+unsafe fn join(
+    engine: *const Engine,
+    library: *const c_char,
+    deadline: f64,
+    out: *mut *mut World,
+    start: impl FnOnce(&Engine, Option<PathBuf>, Option<Duration>) -> Result<Group, moesaic::Error>,
+) -> Status {
+    guard(|| {
+        // SAFETY: the caller vouches for its pointers.
+        let (out, engine, library) = unsafe {
+            let (out, engine) = (Out::handle(out)?, borrow(engine, "engine")?);
+            (out, engine, optional_text(library, "library")?)
+        };
+        let deadline = self::deadline(deadline)?;
+        out.give(World(start(engine, library.map(PathBuf::from), deadline)?));
         Ok(())
     })
 }
@@ -119,22 +140,17 @@ pub unsafe extern "C" fn moesaic_world_mpi(
     deadline: f64,
     out: *mut *mut World,
 ) -> Status {
-    guard(|| {
-        // SAFETY: the caller vouches for its pointers.
-        let (out, engine, library) = unsafe {
-            let (out, engine) = (Out::handle(out)?, borrow(engine, "engine")?);
-            (out, engine, optional_text(library, "library")?)
-        };
+    let start = |engine: &Engine, library, deadline| {
         let options = mpi::MpiOptions {
-            library: library.map(PathBuf::from),
-            deadline: self::deadline(deadline)?,
+            library,
+            deadline,
             ..mpi::MpiOptions::default()
         };
-        let group = mpi::start(&options, engine.engine.device().clone());
-        let group = group.map_err(moesaic::Error::from)?;
-        out.give(World(Group::Messages(group)));
-        Ok(())
-    })
+        let group = mpi::start(&options, engine.engine.device().clone())?;
+        Ok(Group::Messages(group))
+    };
+    // SAFETY: the caller vouches for its pointers.
+    unsafe { join(engine, library, deadline, out, start) }
 }
 
 /// Joins the ranks that a launcher has started, with one GPU each, over NCCL or RCCL. `library` is
@@ -149,21 +165,16 @@ pub unsafe extern "C" fn moesaic_world_nccl(
     deadline: f64,
     out: *mut *mut World,
 ) -> Status {
-    guard(|| {
-        // SAFETY: the caller vouches for its pointers.
-        let (out, engine, library) = unsafe {
-            let (out, engine) = (Out::handle(out)?, borrow(engine, "engine")?);
-            (out, engine, optional_text(library, "library")?)
-        };
+    let start = |engine: &Engine, library, deadline| {
         let options = nccl::NcclOptions {
-            library: library.map(PathBuf::from),
-            deadline: self::deadline(deadline)?,
+            library,
+            deadline,
             ..nccl::NcclOptions::default()
         };
-        let group = engine.engine.nccl(options)?;
-        out.give(World(Group::Nccl(Box::new(group))));
-        Ok(())
-    })
+        Ok(Group::Nccl(Box::new(engine.engine.nccl(options)?)))
+    };
+    // SAFETY: the caller vouches for its pointers.
+    unsafe { join(engine, library, deadline, out, start) }
 }
 
 /// Writes this rank's number and the number of ranks.
@@ -221,6 +232,15 @@ pub unsafe extern "C" fn moesaic_world_free(world: *mut World) {
     unsafe { free(world) }
 }
 
+/// Reads a placement of experts on the groups of a mesh.
+fn placed(text: &str, groups: &Groups) -> Result<Placement, Failure> {
+    let read = text.parse::<Placement>().and_then(|placement| {
+        placement.check(groups, placement.experts())?;
+        Ok(placement)
+    });
+    read.map_err(|error| Failure::argument("placement", error))
+}
+
 /// Makes the groups of a mesh. All ranks call it with the same sizes. Layers are made on it by
 /// moesaic_layer_open, with the engine of the world. Free it by moesaic_mesh_free.
 ///
@@ -250,15 +270,16 @@ pub unsafe extern "C" fn moesaic_mesh_open(
                 _ => SharedExperts::Sharded,
             },
         };
+        // Refused before ranks exchange anything: the others would wait for this one otherwise.
+        let placement = placement.map(|text| placed(text, &groups)).transpose()?;
         let mesh = moesaic::Mesh::new(world.0.collectives(), groups)?;
         let mesh = match parallel.world_scope {
             0 => mesh,
             _ => mesh.over(TokenScope::World),
         };
-        let mesh = match placement.map(str::parse::<Placement>) {
+        let mesh = match placement {
             None => mesh,
-            Some(Ok(placement)) => mesh.placed(&placement)?,
-            Some(Err(error)) => return Err(Failure::argument("placement", error)),
+            Some(placement) => mesh.placed(&placement)?,
         };
         out.give(Mesh { mesh });
         Ok(())

@@ -217,8 +217,26 @@ fn handles_and_texts_that_cannot_be_are_refused() {
             target: c"quantum".as_ptr(),
             ..EngineOptions::default()
         };
-        refused(moesaic_engine_open(&options, &mut engine), "quantum");
+        refused(
+            moesaic_engine_open(&options, &mut engine),
+            "an engine also takes `cpu`, `cuda` or `rocm`",
+        );
         assert!(engine.is_null());
+        (options.target, options.device) = (c"cpu".as_ptr(), 3);
+        refused(
+            moesaic_engine_open(&options, &mut engine),
+            "argument `device` is 3, the number of a GPU, and the target `cpu`",
+        );
+        (options.device, options.cache) = (0, c"/dev/null/kernels".as_ptr());
+        let status = moesaic_engine_open(&options, &mut engine);
+        assert_eq!(status, Status::Unavailable, "{}", last());
+        assert!(last().contains("/dev/null/kernels"), "{}", last());
+        options.strict = 1;
+        refused(
+            moesaic_engine_open(&options, &mut engine),
+            "argument `cache` is `/dev/null/kernels`, where no directory is",
+        );
+        (options.strict, options.cache) = (0, null());
         (options.target, options.stream) = (c"cpu".as_ptr(), (&raw mut engine).cast());
         refused(
             moesaic_engine_open(&options, &mut engine),
@@ -267,7 +285,7 @@ fn handles_and_texts_that_cannot_be_are_refused() {
         let mut worlds = [null_mut(); 2];
         refused(
             moesaic_world_threads(opened.engine, 0, 0.0, worlds.as_mut_ptr()),
-            "expected 1",
+            "argument `size` is 0: a world has at least one rank",
         );
         let status = moesaic_world_threads(opened.engine, 2, -1.0, worlds.as_mut_ptr());
         refused(status, "argument `deadline` is -1");
@@ -288,6 +306,17 @@ fn handles_and_texts_that_cannot_be_are_refused() {
         let mut mesh = null_mut();
         refused(moesaic_mesh_open(worlds[0], &two, &mut mesh), "2 ranks");
         ok(moesaic_world_finish(worlds[0]));
+        // The other rank never comes, and nobody waits for it.
+        let pair = moesaic_world_threads(opened.engine, 2, 2.0, worlds.as_mut_ptr());
+        ok(pair);
+        for (placement, words) in [(c"0-1 | 3", "expert 2"), (c"0-1 | 2 | 3", "on 3 groups")] {
+            let placement = placement.as_ptr();
+            let parallel = Parallel { placement, ..two };
+            let status = moesaic_mesh_open(worlds[0], &parallel, &mut mesh);
+            refused(status, "argument `placement`");
+            refused(status, words);
+        }
+        worlds.iter().for_each(|world| moesaic_world_free(*world));
         // Freeing nothing is allowed.
         moesaic_engine_free(null_mut());
         moesaic_layer_free(null_mut());
@@ -359,11 +388,40 @@ fn wrong_calls_of_shared_experts_are_refused() {
         refused(none, "a layer for each router");
         assert!(gates.is_null() && over.is_null());
         let lists = [list, list];
-        ok(open(
+        let twice = open(
             engine,
             spec,
             first,
             count,
+            lists.as_ptr(),
+            2,
+            null(),
+            &mut gates,
+        );
+        refused(twice, "`router.weight` is each router's own");
+        let experts = TensorList {
+            tensors: first.add(1),
+            count: 1,
+        };
+        let lost = [list, experts];
+        let (common, rest) = (first.add(1), count - 1);
+        let lists_lost = lost.as_ptr();
+        let misplaced = open(
+            engine,
+            spec,
+            common,
+            rest,
+            lists_lost,
+            2,
+            null(),
+            &mut gates,
+        );
+        refused(misplaced, "is no router's");
+        ok(open(
+            engine,
+            spec,
+            common,
+            rest,
             lists.as_ptr(),
             2,
             null(),

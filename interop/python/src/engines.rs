@@ -1,7 +1,7 @@
 //! The engines of the process, and the layers that their calls share.
 
 use crate::errors::{Failure, without_gil};
-use moesaic::{Engine, EngineOptions, Layer, LayerSpec, Training};
+use moesaic::{Engine, EngineOptions, Layer, LayerSpec, Target, Training, resolve_target};
 use pyo3::prelude::*;
 use pyo3::types::{PyCFunction, PyDict};
 use std::collections::{BTreeMap, HashMap};
@@ -219,8 +219,8 @@ pub fn configure(target: Option<String>, threads: Option<isize>) -> PyResult<()>
         return Err(Failure::Invalid(format!("{count} threads: take 1 or more")).into());
     }
     let threads = threads.map(isize::unsigned_abs);
-    let chosen = target.map(|name| Ok((backend(&name)?, name)));
-    let chosen = chosen.transpose().map_err(Failure::Invalid)?;
+    let chosen = target.map(|name| Ok::<_, Failure>((backend(&name)?, name)));
+    let chosen = chosen.transpose()?;
     let mut state = lock(&PROCESS);
     state.settings.targets.extend(chosen);
     state.settings.threads = threads.or(state.settings.threads);
@@ -235,15 +235,16 @@ pub fn configure(target: Option<String>, threads: Option<isize>) -> PyResult<()>
 }
 
 /// Returns the backend of a target's name.
-fn backend(name: &str) -> Result<String, String> {
-    let found = name.split(':').next().unwrap_or(name);
-    if found == "cpu" || GPUS.contains(&found) {
-        return Ok(found.to_string());
+fn backend(name: &str) -> Result<String, Failure> {
+    if GPUS.contains(&name) {
+        return Ok(name.to_string());
     }
-    Err(format!(
-        "target `{name}`: take `cpu`, `cuda`, `rocm`, or a name with an architecture, such as \
-         `cpu:avx2` or `cuda:sm_90a`"
-    ))
+    match resolve_target(name).map_err(moesaic::Error::from)? {
+        Target::Sim(_) => Err(Failure::Invalid(format!(
+            "target `{name}` is a simulator, and torch has no tensors there: take cpu, cuda or rocm"
+        ))),
+        target => Ok(target.backend().to_string()),
+    }
 }
 
 /// Returns the target, device and threads of the CPU's engine, and its kernels so far by where they came from.

@@ -125,8 +125,10 @@ def test_errors_name_tensor_and_remedy():
         layer.forward(np.ones((2, 12), np.float32), ["z"])
     with pytest.raises(moesaic.InvalidError, match="DLPack"):
         layer.forward([[1.0] * 12])
-    with pytest.raises(moesaic.InvalidError, match="quantum"):
-        moesaic.configure(target="quantum")
+    wrong = {"quantum": "known targets", "cpu:avx3": "known targets", "sim:sm_90a": "simulator"}
+    for name, words in wrong.items():
+        with pytest.raises(moesaic.InvalidError, match=f"(?s){name}.*{words}"):
+            moesaic.configure(target=name)
     assert issubclass(moesaic.InvalidError, ValueError) and issubclass(moesaic.Error, RuntimeError)
 
 

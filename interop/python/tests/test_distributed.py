@@ -137,6 +137,20 @@ def evaluation(group, rank):
     assert ours.to(torch.bfloat16)(half).dtype == torch.bfloat16
 
 
+def train_both(model, twin, rank):
+    """Trains a model that averages gradients over ranks, and its twin on the tokens of all."""
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1, foreach=False) for m in (model, twin)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        y, ys = model(tokens(rank)), [twin(tokens(r)) for r in range(RANKS)]
+        close(y.detach(), ys[rank].detach())
+        y.square().mean().backward()
+        (sum(y.square().mean() for y in ys) / RANKS).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def data_parallel(group, rank):
     from moesaic.distributed import expert_parameters, ignore_experts
     from torch.nn.parallel import DistributedDataParallel
@@ -149,15 +163,7 @@ def data_parallel(group, rank):
     names = [name for name, _ in expert_parameters(model)]
     assert names == [f"1.experts.{m}.weight" for m in ("gate", "up", "down")]
     wrapped = DistributedDataParallel(ignore_experts(model))
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (wrapped, twin)]
-    for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        wrapped(tokens(rank)).square().mean().backward()
-        losses = [twin(tokens(r)).square().mean() for r in range(RANKS)]
-        (sum(losses) / RANKS).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    train_both(wrapped, twin, rank)
     close(model[0].weight.detach(), twin[0].weight.detach())
     for name, weight in ours.weights().items():
         close(weight.detach(), ours._over.part(name, one._weight(name)))
@@ -183,16 +189,7 @@ def fully_sharded(group, rank):
         assert isinstance(parameter, DTensor) != (parameter in experts), name
     assert model[0].weight.to_local().shape == (24 // RANKS, 24)
     assert ours.router.weight.to_local().shape == (6 // RANKS, 24)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, foreach=False) for m in (model, twin)]
-    for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        close(model(tokens(rank)).detach(), twin(tokens(rank)).detach())
-        model(tokens(rank)).square().mean().backward()
-        losses = [twin(tokens(r)).square().mean() for r in range(RANKS)]
-        (sum(losses) / RANKS).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    train_both(model, twin, rank)
     close(model[0].weight.full_tensor().detach(), twin[0].weight.detach())
     close(ours.router.weight.full_tensor().detach(), one.router.weight.detach())
     for name, weight in expert_parameters(model):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch")
-from test_distributed import RANKS, SPEC, check_gradients, close, run_ranks, tokens
+from test_distributed import RANKS, SPEC, check_gradients, close, run_ranks, tokens, train_both
 
 from moesaic import MultiGate
 
@@ -136,19 +136,6 @@ def trained_in_bf16(group, rank):
         assert weight.grad.dtype == torch.bfloat16 and weight.grad.isfinite().all()
 
 
-def wrapped_steps(model, twin, rank):
-    """Trains a model that averages gradients over ranks, and its twin on the tokens of all."""
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, foreach=False) for m in (model, twin)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(tokens(rank)).square().mean().backward()
-        losses = [twin(tokens(r)).square().mean() for r in range(RANKS)]
-        (sum(losses) / RANKS).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
 # Without auxiliary losses: their gradients come once for each call, whatever divides the loss.
 PLAIN = SPEC.replace("losses", "#") + SHARED
 
@@ -158,7 +145,7 @@ def data_parallel(group, rank):
     from torch.nn.parallel import DistributedDataParallel
 
     one, over = modules(group, PLAIN)
-    wrapped_steps(DistributedDataParallel(ignore_experts(over)), one, rank)
+    train_both(DistributedDataParallel(ignore_experts(over)), one, rank)
     check_weights(one, over)
 
 
@@ -170,7 +157,7 @@ def fully_sharded(group, rank):
     one, over = modules(group, PLAIN)
     experts = {parameter for _, parameter in expert_parameters(over)}
     fully_shard(over, mesh=init_device_mesh("cpu", (RANKS,)), ignored_params=experts)
-    wrapped_steps(over, one, rank)
+    train_both(over, one, rank)
     over.unshard()
     check_weights(one, over)
 

@@ -89,6 +89,11 @@ pub fn hash_source(text: &str) -> String {
     hash::to_hex(&hash::of([text.as_bytes()]))
 }
 
+/// Returns true if a kernel was made from exactly this text.
+pub(crate) fn is_source_of(text: &[u8], info: &KernelInfo) -> bool {
+    hash::to_hex(&hash::of([text])) == info.source_hash
+}
+
 /// Returns the bytes of a kernel's file.
 pub(crate) fn encode(key: &KernelKey, stored: &StoredKernel) -> Result<Vec<u8>, serde_json::Error> {
     let header = serde_json::to_vec(&stored.info)?;

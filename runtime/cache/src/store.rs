@@ -93,6 +93,22 @@ impl Store {
         self.off.clone().map(|reason| StoreError::Off { reason })
     }
 
+    /// Checks that the store holds kernels or can keep some. Call it for a directory that somebody
+    /// named on purpose; one that is of no use is otherwise passed over.
+    ///
+    /// # Errors
+    /// [`StoreError`] names the directory.
+    pub fn check_use(&self) -> Result<(), StoreError> {
+        if let Some(trouble) = self.trouble() {
+            return Err(trouble);
+        }
+        // A store that somebody filled may be read-only: its kernels serve.
+        if self.layout.version().is_dir() {
+            return Ok(());
+        }
+        files::try_write(&self.layout, self.layout.version())
+    }
+
     /// Returns the activity since the store was opened.
     pub fn stats(&self) -> StoreStats {
         self.counters.stats()
@@ -141,8 +157,9 @@ impl Store {
     pub fn source(&self, key: &KernelKey) -> Option<String> {
         let info = self.look(key)?.info;
         let path = self.layout.source(key, info.language);
-        let text = String::from_utf8(read(&path).ok()?).ok()?;
-        (format::hash_source(&text) == info.source_hash).then_some(text)
+        let text = read(&path).ok()?;
+        let same = format::is_source_of(&text, &info);
+        same.then(|| String::from_utf8(text).ok()).flatten()
     }
 
     /// Keeps a kernel, whole and checked or not at all, with its source beside it.
@@ -247,7 +264,7 @@ fn no_dir(layout: &Layout) -> Option<String> {
     let is_file = |dir: &&Path| dir.metadata().is_ok_and(|meta| !meta.is_dir());
     let dir = dirs.into_iter().find(is_file)?;
     Some(format!(
-        "{} is not a directory\nset MOESAIC_CACHE to one, or to a name that is free",
+        "{} is not a directory\nname one, or a path that is free; MOESAIC_CACHE names the default",
         dir.display()
     ))
 }
@@ -262,7 +279,7 @@ fn unsafe_dir(layout: &Layout) -> Option<String> {
     let dirs = [layout.cache(), layout.version()];
     let dir = dirs.into_iter().find(|dir| open(dir) && !sticky(dir))?;
     Some(format!(
-        "everybody can write to {0}, and what lies there is run\nchmod go-w {0}, or set MOESAIC_CACHE to another directory",
+        "everybody can write to {0}, and what lies there is run\nchmod go-w {0}, or name another directory; MOESAIC_CACHE names the default",
         dir.display()
     ))
 }
@@ -273,7 +290,7 @@ fn closed_dir(layout: &Layout) -> Option<String> {
     let closed = error.kind() == ErrorKind::PermissionDenied;
     closed.then(|| {
         format!(
-            "{} cannot be read: permission denied\nset MOESAIC_CACHE to another directory",
+            "{} cannot be read: permission denied\nname another directory; MOESAIC_CACHE names the default",
             layout.cache().display()
         )
     })

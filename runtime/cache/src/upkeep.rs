@@ -3,6 +3,7 @@
 use crate::layout::{Found, Kind};
 use crate::{KernelInfo, KernelKey, Store, format, lock, store};
 use std::collections::{HashMap, HashSet};
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
@@ -37,11 +38,14 @@ pub struct Verified {
     pub good: usize,
     /// The damaged entries.
     pub bad: Vec<Bad>,
+    /// The sources that are not what their kernel was made from. People read them; the kernels
+    /// beside them are good, and run.
+    pub bad_sources: Vec<Bad>,
     /// The number of unfinished files of killed processes; harmless, see [`Store::prune`].
     pub leftovers: usize,
 }
 
-/// A damaged entry.
+/// A damaged file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bad {
     /// Its file.
@@ -68,6 +72,9 @@ pub struct Pruned {
     pub removed: usize,
     /// The bytes freed, leftovers included.
     pub freed: u64,
+    /// The number of kernels that had to go and could not be removed, as from another user's
+    /// directory.
+    pub stuck: usize,
     /// The number of kernels kept.
     pub kept: usize,
     /// The bytes kept.
@@ -86,13 +93,17 @@ impl Store {
         list
     }
 
-    /// Reads and hashes every kernel.
+    /// Reads and hashes every kernel, and the source beside it.
     pub fn verify(&self, on_bad: OnBad) -> Verified {
         let mut verified = Verified::default();
         for file in self.layout.scan() {
             match file.kind {
                 Kind::Kernel(key) => match check(&key, &file) {
-                    Ok(_) => verified.good += 1,
+                    Ok(info) => {
+                        verified.good += 1;
+                        let source = self.bad_source(&key, &info, on_bad);
+                        verified.bad_sources.extend(source);
+                    }
                     Err(reason) => {
                         let removed = on_bad == OnBad::Remove && self.remove(&key);
                         verified.bad.push(Bad {
@@ -107,6 +118,23 @@ impl Store {
             }
         }
         verified
+    }
+
+    /// Checks the source beside a good kernel. A kernel may be without one.
+    fn bad_source(&self, key: &KernelKey, info: &KernelInfo, on_bad: OnBad) -> Option<Bad> {
+        let path = self.layout.source(key, info.language);
+        let reason = match store::peek(&path) {
+            Ok(bytes) if format::is_source_of(&bytes, info) => return None,
+            Ok(_) => "not the text that the kernel beside it was made from".to_string(),
+            Err(error) if error.kind() == ErrorKind::NotFound => return None,
+            Err(error) => error.to_string(),
+        };
+        let removed = on_bad == OnBad::Remove && std::fs::remove_file(&path).is_ok();
+        Some(Bad {
+            path,
+            reason,
+            removed,
+        })
     }
 
     /// Removes kernels until the rule holds, and the leftovers of killed processes. Touches only
@@ -133,6 +161,9 @@ impl Store {
             } else if self.remove(&kernel.key) {
                 pruned.removed += 1;
                 pruned.freed += kernel.bytes;
+            } else if self.layout.kernel(&kernel.key).symlink_metadata().is_ok() {
+                // One that is gone was removed by another process meanwhile.
+                pruned.stuck += 1;
             }
         }
         pruned

@@ -1,7 +1,7 @@
 //! Damaged files, and disks that refuse writes.
 
 use crate::common::{artifact, kernel_path, key, request, source, stored};
-use moesaic_cache::{KernelOrigin, OnBad, Store};
+use moesaic_cache::{KernelOrigin, OnBad, PruneRule, Store};
 use std::fs;
 use std::path::Path;
 
@@ -116,6 +116,39 @@ fn verify_removes_only_when_told() {
     assert_eq!(store.verify(OnBad::Report), Default::default());
 }
 
+/// People read the source beside a kernel, so another text there is reported; the kernel runs.
+#[test]
+fn a_source_of_another_kernel_is_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let (store, _) = one(dir.path());
+    let key = key(&source("dispatch"));
+    let path = kernel_path(dir.path(), &key).with_extension("c");
+    let whole = fs::read(&path).unwrap();
+    for text in [&whole[..whole.len() - 1], b"int other;", b"\xff"] {
+        fs::write(&path, text).unwrap();
+        let verified = store.verify(OnBad::Report);
+        assert_eq!((verified.good, verified.bad), (1, vec![]));
+        assert_eq!(verified.bad_sources[0].path, path);
+        assert!(verified.bad_sources[0].reason.contains("not the text"));
+        assert!(store.get(&key).is_some() && store.source(&key).is_none());
+    }
+    assert!(store.verify(OnBad::Remove).bad_sources[0].removed);
+    let verified = store.verify(OnBad::Report);
+    assert_eq!((verified.good, verified.bad_sources), (1, vec![]));
+}
+
+#[test]
+fn a_store_that_can_hold_nothing_is_of_no_use() {
+    let dir = tempfile::tempdir().unwrap();
+    let new = dir.path().join("not/there");
+    assert!(Store::open(&new).check_use().is_ok() && new.is_dir());
+    let file = tempfile::NamedTempFile::new().unwrap();
+    for place in [file.path(), &file.path().join("below")] {
+        let error = Store::open(place).check_use().unwrap_err().to_string();
+        assert!(error.contains(&place.display().to_string()), "{error}");
+    }
+}
+
 /// Checks that a fetch from a store that cannot write works, reports the failure, and counts it.
 fn works_without(store: &Store, words: &str) {
     let source = source("dispatch");
@@ -190,4 +223,33 @@ fn a_file_is_no_store() {
         );
         assert!(!trouble.contains("chmod"), "{trouble}");
     }
+}
+
+/// A user who may read a store, and not write to it, hears that its kernels stay.
+#[cfg(target_os = "linux")]
+#[test]
+fn kernels_that_cannot_be_removed_are_counted() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let allow = |path: &Path, mode| {
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    };
+    allow(dir.path(), 0o755);
+    let (store, _) = one(dir.path());
+    let path = kernel_path(dir.path(), &key(&source("dispatch")));
+    allow(path.parent().unwrap(), 0o555);
+    let rule = PruneRule {
+        max_bytes: Some(0),
+        max_age: None,
+    };
+    let another = || {
+        // SAFETY: it changes whose files this thread may write; root could write to any.
+        unsafe { libc::setfsuid(65534) };
+        store.prune(&rule)
+    };
+    let pruned = std::thread::scope(|scope| scope.spawn(another).join()).unwrap();
+    assert_eq!((pruned.removed, pruned.stuck, pruned.kept), (0, 1, 0));
+    allow(path.parent().unwrap(), 0o755);
+    let pruned = store.prune(&rule);
+    assert_eq!((pruned.removed, pruned.stuck, pruned.kept), (1, 0, 0));
 }

@@ -12,15 +12,13 @@ use std::sync::{Arc, Mutex, PoisonError, TryLockError};
 /// its panic. A panic on one rank fails the operations of the others.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] for no ranks, or when threads or devices cannot be had.
+/// [`CollectiveError::Setup`] as [`check_size`] says, or when threads or devices cannot be had.
 pub fn run<T: Send>(
     size: usize,
     device: impl Fn(usize) -> Result<Arc<dyn Device>, moesaic_target::DeviceError>,
     body: impl Fn(Communicator) -> T + Sync,
 ) -> Result<Vec<std::thread::Result<T>>, CollectiveError> {
-    if size == 0 {
-        return Err(CollectiveError::setup(SetupError::NoRanks));
-    }
+    check_size(size).map_err(CollectiveError::setup)?;
     let devices = (0..size).map(device).collect::<Result<Vec<_>, _>>();
     let devices = devices.map_err(CollectiveError::setup)?;
     let communicators = world(size).into_iter().zip(devices);
@@ -42,6 +40,28 @@ pub fn run<T: Send>(
         }
         Ok(threads.into_iter().map(|thread| thread.join()).collect())
     })
+}
+
+/// The ranks that may be threads of one processor. Messages of a call grow with the square of the
+/// ranks, and every rank gives up after [`DEADLINE`](crate::DEADLINE): twice as many may miss it.
+const RANKS_OF_A_PROCESSOR: usize = 128;
+
+/// Checks that a world of `size` ranks can be threads of this process.
+///
+/// # Errors
+/// [`SetupError`] for no ranks, and for more than the processors carry.
+pub fn check_size(size: usize) -> Result<(), SetupError> {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let most = processors * RANKS_OF_A_PROCESSOR;
+    match size {
+        0 => Err(SetupError::NoRanks),
+        asked if asked > most => Err(SetupError::ManyThreads {
+            asked,
+            most,
+            processors,
+        }),
+        _ => Ok(()),
+    }
 }
 
 /// Returns the transports of all ranks of a world, in rank order.
@@ -264,6 +284,22 @@ impl Drop for Threads {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn more_ranks_than_processors_carry_are_refused_at_once() {
+        assert!(check_size(1).is_ok() && check_size(RANKS_OF_A_PROCESSOR).is_ok());
+        let text = |size| match run(size, |_| unreachable!("no device is opened"), |_| ()) {
+            Err(error) => error.to_string(),
+            Ok(_) => panic!("{size} ranks"),
+        };
+        assert!(text(0).contains("at least one rank"));
+        let most = usize::MAX / 2;
+        let many = text(most);
+        assert!(
+            many.contains(&format!("{most} ranks")) && many.contains("or fewer"),
+            "{many}"
+        );
+    }
 
     #[test]
     fn another_size_than_announced_is_an_error() {

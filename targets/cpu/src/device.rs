@@ -11,6 +11,10 @@ use moesaic_target::{
 };
 use std::sync::Arc;
 
+/// The most threads of a device, more than any machine has processors. Linux gives a process some
+/// 65000 mappings, of which a thread takes several; a thread that finds none ends the process.
+const MOST_THREADS: usize = 8192;
+
 /// This machine's CPU. Launches are synchronous: they have finished when the
 /// call returns.
 pub struct CpuDevice {
@@ -45,7 +49,13 @@ impl CpuDevice {
     /// # Errors
     /// As [`CpuDevice::with_threads`].
     pub fn with_nodes(threads: usize, nodes: Nodes) -> Result<CpuDevice, DeviceError> {
-        Executor::of(threads, nodes)
+        let executor = match threads {
+            0..=MOST_THREADS => Executor::of(threads, nodes),
+            _ => Err(std::io::Error::other(format!(
+                "a device has at most {MOST_THREADS}"
+            ))),
+        };
+        executor
             .map(CpuDevice::from)
             .map_err(|error| DeviceError::Unavailable {
                 backend: "cpu".to_string(),

@@ -234,6 +234,8 @@ fn memory_is_aligned_poisoned_and_finite() {
 
 #[test]
 fn the_device_knows_itself() {
+    let error = CpuDevice::with_threads(65_535).err().unwrap().to_string();
+    assert!(error.contains("a device has at most 8192"), "{error}");
     let device = CpuDevice::with_threads(3).unwrap();
     let info = device.info();
     assert_eq!((info.target, info.units), (Target::Cpu(host_isa()), 3));

@@ -146,30 +146,26 @@ const TABLE: &[Keys] = &[
         rule: Rule::Same(|s| s.numbers(|n| n == s.others(s.spec.shape.experts))),
     },
     Keys {
-        names: &[
-            "num_experts_per_tok",
-            "num_experts_per_token",
-            "moe_topk",
-            "moe_k",
-            "top_k_experts",
-            "moe_top_k",
-            "experts_per_token",
-        ],
+        names: keys::TOP_K,
         about: "the number of experts per token",
-        rule: Rule::Same(|s| s.numbers(|n| n == s.others(s.spec.shape.top_k))),
+        rule: Rule::Same(|s| s.counts_top_k()),
     },
     Keys {
-        names: &[
-            "n_shared_experts",
-            "num_shared_experts",
-            "moe_num_shared_experts",
-            "num_shared_expert",
-        ],
+        // Beside another spelling in gpt-oss, so no family reads it.
+        names: &["experts_per_token"],
+        about: "the number of experts per token",
+        rule: Rule::Same(|s| s.counts_top_k()),
+    },
+    Keys {
+        names: keys::SHARED,
         about: "shared experts",
-        rule: Rule::Same(|s| {
-            let some = !s.spec.shared.is_empty() || s.spec.router.always_chosen > 0;
-            s.numbers(|n| (n > 0.0) == some)
-        }),
+        rule: Rule::Same(|s| s.counts_shared()),
+    },
+    Keys {
+        // By layer, so only the family that has such lists reads it.
+        names: &["num_shared_expert"],
+        about: "shared experts",
+        rule: Rule::Same(|s| s.counts_shared()),
     },
     Keys {
         names: &[

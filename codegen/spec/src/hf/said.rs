@@ -1,6 +1,7 @@
 //! Compares a routing key with what a layer computes.
 
 use super::config::Config;
+use super::families::keys;
 use crate::{Chooser, GroupStat, LayerSpec, Renormalize, Score};
 use serde_json::Value;
 
@@ -36,6 +37,18 @@ impl Said<'_> {
     /// configurations count apart.
     pub fn others(&self, count: usize) -> f64 {
         count.saturating_sub(self.spec.router.always_chosen) as f64
+    }
+
+    /// Returns true if the number is that of the experts per token.
+    pub fn counts_top_k(&self) -> bool {
+        self.numbers(|n| n == self.others(self.spec.shape.top_k))
+    }
+
+    /// Returns true if the number is above zero for a layer with shared experts, and zero for one
+    /// without.
+    pub fn counts_shared(&self) -> bool {
+        let some = !self.spec.shared.is_empty() || self.spec.router.always_chosen > 0;
+        self.numbers(|n| (n > 0.0) == some)
     }
 
     pub fn score(&self) -> bool {
@@ -108,12 +121,7 @@ impl Said<'_> {
         if width == 0.0 || widths.peek().is_none() {
             return (width == 0.0) == self.spec.shared.is_empty();
         }
-        let counts = [
-            "n_shared_experts",
-            "num_shared_experts",
-            "moe_num_shared_experts",
-        ];
-        let count = counts
+        let count = keys::SHARED
             .iter()
             .find_map(|key| self.config.peek(key)?.as_f64());
         widths.all(|hidden| hidden == width || hidden == width * count.unwrap_or(1.0))

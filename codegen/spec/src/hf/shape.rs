@@ -146,17 +146,18 @@ pub fn model_shape(config_json: &str) -> Result<ModelShape, HfError> {
     })
 }
 
+/// Spellings of the number of heads with their own keys and values, and DBRX's.
+const OWN: &[&str] = &["num_key_value_heads"];
+const DBRX_OWN: &[&str] = &["kv_n_heads"];
+
 fn attention(config: &Config, width: usize, layers: usize) -> Result<AttentionShape, HfError> {
-    let heads = config.positive(&["num_attention_heads", "n_head", "num_heads"])?;
+    let heads = config.positive(&["num_attention_heads", "n_head", "num_heads", "n_heads"])?;
     let windows = windows(config, layers)?;
     let sizes = match config.size_opt(&["kv_lora_rank"])? {
         Some(latent) => latent_attention(config, [width, heads, latent])?,
         None => {
             let head = config.size(&["head_dim"], width / heads)?;
-            let own = match config.size_opt(&["num_key_value_heads"])? {
-                None => heads,
-                Some(_) => config.positive(&["num_key_value_heads"])?,
-            };
+            let own = own_heads(config)?.unwrap_or(heads);
             let (queries, keys) = (heads * head, own * head);
             AttentionShape {
                 parameters: width as f64 * (2 * queries + 2 * keys) as f64,
@@ -173,6 +174,22 @@ fn attention(config: &Config, width: usize, layers: usize) -> Result<AttentionSh
         window: windows.1,
         ..sizes
     })
+}
+
+/// Returns the number of heads that have keys and values of their own; `None` where all have.
+fn own_heads(config: &Config) -> Result<Option<usize>, HfError> {
+    // DBRX says it in an object of its own, and transformers' default there is one head.
+    if config.model == "dbrx" {
+        let attention = config.nested("attn_config")?;
+        let stated = attention.size_opt(DBRX_OWN)?.is_some();
+        return Ok(Some(if stated {
+            attention.positive(DBRX_OWN)?
+        } else {
+            1
+        }));
+    }
+    let stated = config.size_opt(OWN)?.is_some();
+    stated.then(|| config.positive(OWN)).transpose()
 }
 
 /// Returns the attention whose keys and values come from one narrow vector (DeepSeek's MLA).
@@ -272,6 +289,27 @@ mod tests {
         let attention = 61.0 * shape.attention.parameters;
         let all = experts + attention + 3.0 * shape.dense_parameters() + shape.head_parameters();
         assert!((all / 671e9 - 1.0).abs() < 0.001, "{all}");
+    }
+
+    /// DBRX nests the sizes of its attention and of its experts.
+    #[test]
+    fn heads_and_matrices_of_dbrx_are_counted() {
+        let config = r#"{ "model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40,
+            "attn_config": { "clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000 },
+            "ffn_config": { "ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4 },
+            "vocab_size": 100352, "tie_word_embeddings": false }"#;
+        let shape = model_shape(config).unwrap();
+        let attention = &shape.attention;
+        assert_eq!((attention.queries, attention.keys), (6144, 8 * 128));
+        // 132 billion parameters, as published.
+        let experts = 40.0 * (16.0 * 3.0 * 6144.0 * 10752.0 + 16.0 * 6144.0);
+        let all = experts + 40.0 * attention.parameters + shape.head_parameters();
+        assert!((all / 131.6e9 - 1.0).abs() < 0.001, "{all}");
+        let one = model_shape(&config.replace("\"kv_n_heads\": 8, ", "")).unwrap();
+        assert_eq!(one.attention.keys, 128);
+        let none = model_shape(&config.replace("\"kv_n_heads\": 8", "\"kv_n_heads\": 0"));
+        let text = none.unwrap_err().to_string();
+        assert!(text.contains("`kv_n_heads`"), "{text}");
     }
 
     #[test]

@@ -14,6 +14,20 @@ pub enum SetupError {
     /// A world without ranks.
     #[error("a world has at least one rank; 0 were asked for")]
     NoRanks,
+    /// More ranks of one process than its processors can run.
+    #[error(
+        "{asked} ranks as threads of one process are more than its {processors} processors carry \
+         while ranks wait for each other: take {most} or fewer, or start ranks as processes, by \
+         mpirun, srun or `moesaic launch`"
+    )]
+    ManyThreads {
+        /// The ranks that were asked for.
+        asked: usize,
+        /// The most that are possible.
+        most: usize,
+        /// The processors of this process.
+        processors: usize,
+    },
     /// A rank that its world does not have.
     #[error(
         "rank {rank} of {size} was given{}; ranks go from 0 to one less than their number",

@@ -86,6 +86,13 @@ struct Replica {
     owned: bool,
 }
 
+/// The groups that send their values of an expert.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Sender {
+    Owner,
+    Others,
+}
+
 impl Ranks {
     /// Sums the replicas of each expert over groups, in group order: every group gets the same
     /// bytes. The first dimension of each part counts this rank's experts. Does nothing without
@@ -175,25 +182,7 @@ impl Replicas<'_> {
     }
 
     fn sum(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for Replica {
-            expert,
-            slot,
-            owned,
-        } in self.own()
-        {
-            let row = slots.read(slot)?;
-            if owned {
-                let from = |group| (self.peer(group), row.len());
-                receives.extend(self.others(expert).into_iter().map(from));
-            } else {
-                sends.push((self.peer(self.placement.owner(expert)), row))
-            }
-        }
-        let arrived = self
-            .ranks
-            .trade(&sends, &receives, ProcessGroup::Ep, what)?;
-        let mut arrived = arrived.into_iter();
+        let mut arrived = self.trade(slots, Sender::Others, what)?.into_iter();
         for Replica { expert, slot, .. } in self.own().into_iter().filter(|one| one.owned) {
             // The owner sums for all groups and hands the result out, so that every replica gets
             // the same bytes.
@@ -209,29 +198,39 @@ impl Replicas<'_> {
     }
 
     fn hand_out(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        for Replica {
-            expert,
-            slot,
-            owned,
-        } in self.own()
-        {
-            let row = slots.read(slot)?;
-            if owned {
-                let to = |group| (self.peer(group), row.clone());
-                sends.extend(self.others(expert).into_iter().map(to));
-            } else {
-                receives.push((self.peer(self.placement.owner(expert)), row.len()))
-            }
-        }
-        let arrived = self
-            .ranks
-            .trade(&sends, &receives, ProcessGroup::Ep, what)?;
+        let arrived = self.trade(slots, Sender::Owner, what)?;
         let replicas = self.own().into_iter().filter(|one| !one.owned);
         for (replica, row) in replicas.zip(arrived) {
             slots.write(replica.slot, &row)?;
         }
         Ok(())
+    }
+
+    /// Exchanges the values of each replicated expert between its owner and the other groups that
+    /// hold it. Returns those that arrived, in the order of experts, and of groups.
+    fn trade(
+        &self,
+        slots: &dyn Slots,
+        sender: Sender,
+        what: &str,
+    ) -> Result<Vec<Vec<u8>>, EngineError> {
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for replica in self.own() {
+            let row = slots.read(replica.slot)?;
+            let groups = if replica.owned {
+                self.others(replica.expert)
+            } else {
+                vec![self.placement.owner(replica.expert)]
+            };
+            let peers = groups.into_iter().map(|group| self.peer(group));
+            if replica.owned == (sender == Sender::Owner) {
+                sends.extend(peers.map(|peer| (peer, row.clone())));
+            } else {
+                receives.extend(peers.map(|peer| (peer, row.len())));
+            }
+        }
+        let ranks = self.ranks;
+        ranks.trade(&sends, &receives, ProcessGroup::Ep, what)
     }
 }
 
