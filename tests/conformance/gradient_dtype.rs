@@ -1,13 +1,17 @@
 //! Gradients of experts' matrices in 16 bits are those in f32, rounded once, to the bit.
 
 use super::Case;
+use super::case::host;
 use super::cases::{of_type, small};
 use super::layers::{engine, engines, shipped};
+use super::mesh::{layer_on, mesh, on_ranks, part, shares};
 use super::simulated::open;
-use super::trained::Results;
+use super::trained::{RNG_KEY, Results};
 use moesaic::reference::round_to;
-use moesaic::spec::{LayerSpec, SharedExpert, SharedGate, gradient_dtype};
-use moesaic::{DType, Engine, Layer, Recompute};
+use moesaic::spec::{ExpertForm, LayerSpec, SharedExpert, SharedGate, gradient_dtype};
+use moesaic::train::mesh::{MeshOptimizer, Scaling, update_mesh};
+use moesaic::train::{Sgd, masters};
+use moesaic::{DType, Engine, Layer, Recompute, Training};
 use moesaic_harness::thorough::one_in;
 
 /// A layer whose gradients have the dtype of its weights.
@@ -59,7 +63,10 @@ impl Pair {
         compare(case, "twice", &twice, |name, at| {
             once[name][at] as f32 + sums[name][at] as f32
         });
-        for name in sums.keys().filter(|name| self.narrow.gradient(name).is_ok()) {
+        for name in sums
+            .keys()
+            .filter(|name| self.narrow.gradient(name).is_ok())
+        {
             let found = self.narrow.gradient(name).expect("it is there").dtype;
             assert_eq!(found, gradient_dtype(&case.spec, name), "{name}");
         }
@@ -142,7 +149,7 @@ fn many_rows_of_one_expert_are_rounded_once() {
 #[test]
 fn large_gradients_are_rounded_once() {
     let mut spec = narrow(DType::Bf16, small(2048, 544, 16, 1));
-    spec.experts.form = moesaic::spec::ExpertForm::Plain;
+    spec.experts.form = ExpertForm::Plain;
     let case = Case::random(&spec, 5, 5);
     let engine = engine();
     let bits = |dtype: DType| {
@@ -154,7 +161,7 @@ fn large_gradients_are_rounded_once() {
             .forward_train(input.reading(&["y"]), Default::default())
             .expect("it runs");
         let shape = [5, 2048];
-        let dy = super::case::host(DType::Bf16, &shape, &case.dy(7));
+        let dy = host(DType::Bf16, &shape, &case.dy(7));
         layer.backward(&saved, &dy, false).expect("it runs");
         ["experts.up.weight", "experts.down.weight"].map(|name| {
             let found = layer.gradient(name).expect("it has one");
@@ -205,3 +212,49 @@ fn simulated_gpus_round_sums_once() {
         check(&busy(DType::F16), &open(target), &[33]);
     }
 }
+
+/// Sums over ranks, their mean, and a step of an optimizer; [`mesh`](super::mesh) compares with one
+/// process.
+#[test]
+fn ranks_sum_and_step_gradients_of_16_bits() {
+    let spec = narrow(DType::Bf16, small(24, 16, 6, 2));
+    let case = Case::random(&spec, 41, 3);
+    let (engine, parallel) = (engine(), mesh(2, 1, 2));
+    let shares = shares(41, parallel.ranks());
+    on_ranks(&engine, parallel, |mesh| {
+        let layer = layer_on(&engine, mesh, &case, Some(Training::default()));
+        let tokens = &shares[mesh.rank()];
+        let own = part(&case, tokens);
+        let (_, saved) = layer.forward_train(&own.input(), RNG_KEY).expect("it runs");
+        let dy = &case.dy(7)[tokens.start * 24..tokens.end * 24];
+        let dy = host(DType::Bf16, &[tokens.len(), 24], dy);
+        let reduced = |average: bool| {
+            layer.backward(&saved, &dy, false).expect("it runs");
+            match average {
+                true => layer.average_gradients(),
+                false => layer.reduce_gradients(),
+            }
+            .expect("they are summed");
+            layer.gradients().expect("the layer trains")
+        };
+        let (sums, means) = (reduced(false), reduced(true));
+        for (name, sum) in &sums {
+            assert_eq!(sum.dtype, gradient_dtype(&spec, name), "{name}");
+            // Of four ranks: no mean is rounded.
+            let want: Vec<f32> = sum.to_f32().iter().map(|value| value / 4.0).collect();
+            assert_eq!(means[name].to_f32(), want, "{name}");
+        }
+        let mut parameters = masters(&layer.weights_of(&case.host_weights()).expect("its part"));
+        let before = parameters[UP].to_f32();
+        layer.backward(&saved, &dy, false).expect("it runs");
+        let ranks = layer.ranks().expect("it has ranks");
+        let mut optimizer = MeshOptimizer::new(&ranks, Sgd::new(0.5));
+        let scaling = Scaling::default();
+        update_mesh(&layer, &mut optimizer, &mut parameters, scaling).expect("a step");
+        let steps = before.iter().zip(sums[UP].to_f32());
+        let want: Vec<f32> = steps.map(|(weight, sum)| weight - 0.5 * sum).collect();
+        assert_eq!(parameters[UP].to_f32(), want);
+    });
+}
+
+const UP: &str = "experts.up.weight";
