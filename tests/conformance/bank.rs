@@ -177,7 +177,7 @@ fn a_bank_whose_gradients_have_another_dtype_is_refused() {
     let mut other = case.spec.clone();
     other.precision.expert_gradients = DType::Bf16;
     let refused = engine.layer_over_experts_of(&bank, &other, &without_experts(&case));
-    let error = refused.err().expect("another dtype").to_string();
+    let error = refused.expect_err("another dtype").to_string();
     assert!(error.contains("grad.experts."), "{error}");
     let same = engine.layer_over_experts_of(&bank, &case.spec, &without_experts(&case));
     assert!(same.is_ok(), "{:?}", same.err());

@@ -230,11 +230,12 @@ fn ranks_sum_and_step_gradients_of_16_bits() {
         let dy = host(DType::Bf16, &[tokens.len(), 24], dy);
         let reduced = |average: bool| {
             layer.backward(&saved, &dy, false).expect("it runs");
-            match average {
-                true => layer.average_gradients(),
-                false => layer.reduce_gradients(),
-            }
-            .expect("they are summed");
+            let summed = if average {
+                layer.average_gradients()
+            } else {
+                layer.reduce_gradients()
+            };
+            summed.expect("they are summed");
             layer.gradients().expect("the layer trains")
         };
         let (sums, means) = (reduced(false), reduced(true));

@@ -42,7 +42,7 @@ fn widths(targets: &[&str], types: &[DType], cases: &[([usize; 3], [usize; 2])])
     let calls = [0, 1, 33, 150].map(|tokens| (tokens, Spread::Random));
     for (i, &(shape, experts)) in cases.iter().enumerate() {
         let mut spec = layer(shape, experts, types[i % types.len()]);
-        if i / types.len() % 2 == 0 {
+        if (i / types.len()).is_multiple_of(2) {
             spec.precision.expert_gradients = spec.precision.weights;
         }
         run(&spec, targets[i / types.len() % targets.len()], &calls);
