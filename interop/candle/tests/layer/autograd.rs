@@ -95,7 +95,9 @@ fn frozen_weights_have_no_gradient() -> Result<()> {
 fn sixteen_bits() -> Result<()> {
     for (name, dtype, tolerance) in [("bf16", DType::BF16, 3e-2), ("f16", DType::F16, 4e-3)] {
         let precision = ["weights", "activations", "expert_gradients"];
-        let precision = precision.map(|key| format!("{key} = \"{name}\"")).join(", ");
+        let precision = precision
+            .map(|key| format!("{key} = \"{name}\""))
+            .join(", ");
         let toml = format!("{SPEC}\nprecision = {{ {precision} }}");
         for mut case in [Case::new(&toml)?, Case::with(&toml, |_| DType::F32)?] {
             let mut state = 9;
