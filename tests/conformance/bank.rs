@@ -9,7 +9,7 @@ use super::simulated::{SIMULATORS, open};
 use super::user::random_dy;
 use moesaic::reference;
 use moesaic::spec::{LayerSpec, canonical_tensors};
-use moesaic::{DType, Input, RngKey, Tensor, Tensors, Training};
+use moesaic::{DType, Input, Recompute, RngKey, Tensor, Tensors, Training};
 
 const TOKENS: usize = 17;
 const UP: &str = "experts.up.weight";
@@ -165,6 +165,22 @@ fn a_bank_of_another_width_is_refused() {
         said.contains("experts.") && said.contains("another form"),
         "{said}"
     );
+}
+
+/// A layer would add f32 to gradients of 16 bits.
+#[test]
+fn a_bank_whose_gradients_have_another_dtype_is_refused() {
+    let mut case = cases()[0].clone();
+    case.spec.precision.weights = DType::Bf16;
+    let engine = engine();
+    let bank = case.training_layer(&engine, Recompute::None);
+    let mut other = case.spec.clone();
+    other.precision.expert_gradients = DType::Bf16;
+    let refused = engine.layer_over_experts_of(&bank, &other, &without_experts(&case));
+    let error = refused.expect_err("another dtype").to_string();
+    assert!(error.contains("grad.experts."), "{error}");
+    let same = engine.layer_over_experts_of(&bank, &case.spec, &without_experts(&case));
+    assert!(same.is_ok(), "{:?}", same.err());
 }
 
 /// Over ranks the experts' gradients are the sums over the tokens of all ranks and both layers.

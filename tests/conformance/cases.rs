@@ -145,6 +145,7 @@ pub fn trained_options() -> Vec<(Case, Recompute)> {
 pub fn changes() -> Vec<LayerSpec> {
     vec![
         with(of_type(DType::Bf16, small(40, 24, 6, 2)), |s| {
+            s.precision.expert_gradients = DType::Bf16;
             s.router.renormalize = Renormalize::Sum;
             s.shared = vec![SharedExpert {
                 hidden_dim: 16,

@@ -327,7 +327,7 @@ pub fn specs() -> Vec<LayerSpec> {
         "shape = { model_dim = 37, hidden_dim = 24, experts = 5, top_k = 2 }",
         "shape = { model_dim = 16, hidden_dim = 12, experts = 7, top_k = 3, output_dim = 9 }
          experts = { bias = true, form = 'plain', activation = 'gelu' }
-         precision = { weights = 'bf16', activations = 'bf16' }",
+         precision = { weights = 'bf16', activations = 'bf16', expert_gradients = 'bf16' }",
         "shape = { model_dim = 24, hidden_dim = 16, experts = 6, top_k = 2 }
          router = { weight_on = 'activation', renormalize = 'sum' }
          experts = { bias = true }

@@ -54,7 +54,7 @@ const LAYERS: [&str; 4] = [
     "shape = { model_dim = 20, hidden_dim = 12, experts = 8, top_k = 3 }
      latent = { dim = 10, norm_eps = 0.05 }
      router = { weight_on = 'input', score = 'sigmoid' }
-     precision = { weights = 'f16', activations = 'f16' }",
+     precision = { weights = 'f16', activations = 'f16', expert_gradients = 'f16' }",
 ];
 
 /// More ranks than experts, as many, more experts, several groups that hold all.

@@ -23,6 +23,7 @@ mod emulated;
 mod evaluation;
 mod gates;
 mod global_loss;
+mod gradient_dtype;
 mod handles;
 mod killed;
 pub mod layers;

@@ -82,6 +82,7 @@ pub fn drawn(seed: u64, engine: &Engine) -> bool {
     let mut spec = tiny(seed);
     spec.precision.weights = DType::F32;
     spec.precision.activations = DType::F32;
+    spec.precision.expert_gradients = DType::F32;
     spec.precision.tf32 = false;
     let tokens = 11;
     let case = spoilt(called(&spec, tokens, seed), seed);

@@ -91,6 +91,7 @@ impl Cell {
         ]);
         let precision = &mut spec.precision;
         precision.experts = Some(format);
+        precision.expert_gradients = DType::F32;
         precision.experts_down = choices.one_in(4).then(|| choices.of(&formats()));
         // Rounding has no gradient, and GPUs have no rows of codes.
         let rounds = recompute.is_none() && on_cpu && choices.one_in(2);

@@ -4,7 +4,7 @@ use super::Case;
 use super::case::{floats, host, ints};
 use super::compare::{close, equal};
 use moesaic::reference::{self, Random, rng::Draw};
-use moesaic::spec::LayerSpec;
+use moesaic::spec::{LayerSpec, gradient_dtype};
 use moesaic::{Engine, Layer, Recompute, RngKey, Training};
 use std::collections::BTreeMap;
 
@@ -114,7 +114,8 @@ impl Case {
                 Ok(_) => self.what(&format!("grad.{name}")),
                 Err(_) => self.what(name),
             };
-            close(&what, found, &expected[name], self.rounding());
+            let stored = gradient_dtype(&self.spec, name).unit_roundoff();
+            close(&what, found, &expected[name], self.rounding() + stored);
         }
     }
 
@@ -170,7 +171,9 @@ pub fn near(what: &str, spec: &LayerSpec, found: &[f64], want: &[f64], largest: 
     } else {
         spec.precision.activations.unit_roundoff()
     };
-    let tolerance = (5e-5 + 8.0 * rounding) * size + (1e-6 + rounding) * largest;
+    // Of a rank's sums, then of those of all.
+    let stored = 2.0 * spec.precision.expert_gradients.unit_roundoff();
+    let tolerance = (5e-5 + 8.0 * rounding + stored) * size + (1e-6 + rounding) * largest;
     assert!(
         error <= tolerance,
         "{what}\nerror {error:e} of {size:e} is more than {tolerance:e}"

@@ -269,12 +269,8 @@ fn dgrad_formula(d: &GroupedGemmDgradDesc) -> &'static str {
 }
 
 fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmText {
-    let base = base(
-        Pass::Wgrad,
-        c,
-        Unit::of(c, isa, d.left, d.right),
-        [d.left, d.right],
-    );
+    let unit = Unit::of(c, isa, d.left, d.right);
+    let base = base(Pass::Wgrad, c, unit, [d.left, d.right]);
     let down = d.half == ExpertGemm::Down;
     let first = !d.gated as usize;
     let mut packs = vec![d.left, d.right];
@@ -294,7 +290,11 @@ fn wgrad(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig, isa: CpuIsa) -> GemmTe
             ["gate", "up"][first..].to_vec()
         },
         outputs: Vec::new(),
-        stores: Stores::Streamed,
+        stores: match stores(unit, c, d.gradient) {
+            // A row of two AMX tiles is whole lines of every type.
+            Stores::Runs => Stores::Streamed,
+            others => others,
+        },
         prefetches_input: false,
         packs,
         packed_type: "right_t",

@@ -5,6 +5,7 @@ use crate::layer::{input, inputs_doc, param};
 use crate::names::{Names, field};
 use crate::tensors::{about, losses, of_role, output_type};
 use crate::types::row;
+use moesaic_kernel::DType;
 use moesaic_plan::{LayerPlan, TensorPlan, TensorRole};
 use proc_macro2::TokenStream;
 use quote::quote;
@@ -102,7 +103,12 @@ fn weight_gradients(plan: &LayerPlan, names: &Names) -> TokenStream {
     } = names;
     let fields = of_role(plan, TensorRole::WeightGradient).map(|tensor| {
         let name = weight_name(tensor);
-        let (field, about) = (field(name), doc(&format!("{}.", docs::tensor(tensor))));
+        let widened = match tensor.dtype {
+            DType::F32 => "",
+            _ => ", widened to f32",
+        };
+        let about = doc(&format!("{}{widened}.", docs::tensor(tensor)));
+        let field = field(name);
         quote!(#about pub #field: Vec<f32>,)
     });
     let about = doc(&format!(

@@ -50,7 +50,9 @@ pub use router_kind::{
     WeightStart,
 };
 pub use suggest::closest;
-pub use tensors::{TensorSpec, UnknownWeight, canonical_tensors, check_weight_name};
+pub use tensors::{
+    TensorSpec, UnknownWeight, canonical_tensors, check_weight_name, gradient_dtype,
+};
 pub use types::*;
 pub use weight_format::{
     FormatTensor, OffsetType, WEIGHT_FORMAT_NAMES, WEIGHT_FORMATS, WeightCode, WeightFormat,

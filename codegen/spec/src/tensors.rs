@@ -68,6 +68,20 @@ pub fn canonical_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     list
 }
 
+/// Returns the dtype of a weight's gradient, by the weight's name: that of `expert_gradients` for the
+/// matrices of routed and shared experts, and f32 for all others.
+pub fn gradient_dtype(spec: &LayerSpec, weight: &str) -> DType {
+    let is_matrix = |name: &str| {
+        let (owner, part) = name.strip_suffix(".weight")?.rsplit_once('.')?;
+        let owned = owner == "experts" || owner.starts_with("shared.");
+        Some(owned && matches!(part, "gate" | "up" | "down"))
+    };
+    match is_matrix(weight) {
+        Some(true) => spec.precision.expert_gradients,
+        _ => DType::F32,
+    }
+}
+
 fn router_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
     let of_kind = |list: &'static [RouterWeight]| {
         list.iter().map(|weight| TensorSpec {

@@ -74,6 +74,7 @@ pub fn quantized() -> impl Iterator<Item = LayerSpec> {
     (0..3 * count).map(move |seed| {
         let mut spec = sample(seed as u64);
         spec.precision.experts = Some(formats[seed % count]);
+        spec.precision.expert_gradients = DType::F32;
         // The second part has a format of its own for the down projection, and the third quantizes
         // activations.
         let other = formats[(seed + 1) % count];
@@ -125,7 +126,16 @@ pub fn sample(seed: u64) -> LayerSpec {
     blocks(seed, &mut spec);
     limits(seed, &mut spec);
     own_activations(seed, &mut spec);
+    expert_gradients(seed, &mut spec.precision);
     spec
+}
+
+/// Stores the gradients of experts' matrices in 16 bits in one of three layers of such weights.
+fn expert_gradients(seed: u64, precision: &mut Precision) {
+    let rng = &mut SampleRng::new(seed ^ 0x67ad_1e47);
+    if rng.one_in(3) {
+        precision.expert_gradients = precision.weights;
+    }
 }
 
 /// Draws the inputs of a call beside its tokens, and selections that look at more than one token's

@@ -87,6 +87,9 @@ pub struct Precision {
     /// activations between the two GEMMs, a group of elements at a time with a scale of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expert_activations: Option<ActivationFormat>,
+    /// Gradients of experts' matrices, shared ones included: f32, or the dtype of `weights`. Sums
+    /// are f32, and rounded once when they are stored. All other gradients of weights are f32.
+    pub expert_gradients: DType,
 }
 
 /// The codes of quantized activations. A group has as many elements of a row as share a scale of
@@ -147,6 +150,7 @@ impl Default for Precision {
             experts: None,
             experts_down: None,
             expert_activations: None,
+            expert_gradients: DType::F32,
         }
     }
 }

@@ -204,7 +204,7 @@ fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
 
 fn spoil_choice(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let other = sample(rng.bits());
-    match rng.between(0, 11) {
+    match rng.between(0, 12) {
         0 => spec.shared.extend([SharedExpert {
             hidden_dim: rng.pick(&[0, 3, usize::MAX]),
             gate: SharedGate::None,
@@ -226,6 +226,7 @@ fn spoil_choice(spec: &mut LayerSpec, rng: &mut SampleRng) {
         8 => spec.losses = other.losses,
         9 => spec.router.kind = other.router.kind,
         10 => spec.router.score = other.router.score,
+        11 => spec.precision.expert_gradients = rng.pick(&[DType::I64, DType::F16, DType::Bf16]),
         _ => spec.shape.top_k = other.shape.top_k,
     }
 }

@@ -351,10 +351,10 @@ enum moesaic_status moesaic_layer_without_weights(const struct moesaic_engine *e
                                                   const struct moesaic_spec *spec,
                                                   struct moesaic_layer **out);
 
-// Binds weights, and the gradients "grad.<weight>" that backward writes (f32): packed tensors on
-// the layer's device. They must stay valid as long as calls and backward passes use them; weights
-// must not change between a forward pass and its backward. A name that is bound already is
-// replaced.
+// Binds weights, and the gradients "grad.<weight>" that backward writes: packed tensors on the
+// layer's device, of the types that moesaic_layer_tensor lists. They must stay valid as long as
+// calls and backward passes use them; weights must not change between a forward pass and its
+// backward. A name that is bound already is replaced.
 enum moesaic_status moesaic_layer_bind(const struct moesaic_layer *layer,
                                        const struct moesaic_tensor *tensors,
                                        size_t count);
@@ -404,8 +404,8 @@ enum moesaic_status moesaic_layer_find(const struct moesaic_layer *layer,
 enum moesaic_status moesaic_layer_set_weight(const struct moesaic_layer *layer,
                                              const struct moesaic_tensor *tensor);
 
-// Copies the gradient of a weight, f32, to `count` elements of host memory, which must be as many
-// as the weight has. `name` is that of the weight. On a mesh it is this rank's part.
+// Copies the gradient of a weight, as f32, to `count` elements of host memory, which must be as
+// many as the weight has. `name` is that of the weight. On a mesh it is this rank's part.
 enum moesaic_status moesaic_layer_gradient(const struct moesaic_layer *layer,
                                            const char *name,
                                            float *data,
@@ -448,9 +448,10 @@ enum moesaic_status moesaic_forward_train(const struct moesaic_layer *layer,
 
 // Runs backward of a training call. `tensors` has "dy" [T, output_dim], in the spec's activation
 // type, and the results that you want: "dx" [T, model_dim] of the same type, "grad.topk_weights"
-// [T, K] f32. Gradients of weights are f32: the layer keeps them (moesaic_layer_gradient), or
-// writes them where they are bound. They are overwritten, or with `accumulate` not 0 added to. A
-// state may run backward several times.
+// [T, K] f32. Gradients of weights are f32, those of experts' matrices of the spec's
+// `expert_gradients`: the layer keeps them (moesaic_layer_gradient), or writes them where they are
+// bound. They are overwritten, or with `accumulate` not 0 added to. A state may run backward
+// several times.
 enum moesaic_status moesaic_backward(const struct moesaic_layer *layer,
                                      const struct moesaic_saved *saved,
                                      const struct moesaic_tensor *tensors,
@@ -520,8 +521,8 @@ enum moesaic_status moesaic_multi_gate_backward(const struct moesaic_multi_gate 
                                                 size_t count,
                                                 int accumulate);
 
-// Copies the gradient of a weight, f32, to `count` elements of host memory: of router `gate` for a
-// name that begins with "router.", else of all. Routers count from zero.
+// Copies the gradient of a weight, as f32, to `count` elements of host memory: of router `gate` for
+// a name that begins with "router.", else of all. Routers count from zero.
 enum moesaic_status moesaic_multi_gate_gradient(const struct moesaic_multi_gate *gates,
                                                 size_t gate,
                                                 const char *name,

@@ -381,9 +381,10 @@ pub unsafe extern "C" fn moesaic_forward_train(
 
 /// Runs backward of a training call. `tensors` has "dy" [T, output_dim], in the spec's activation
 /// type, and the results that you want: "dx" [T, model_dim] of the same type, "grad.topk_weights"
-/// [T, K] f32. Gradients of weights are f32: the layer keeps them (moesaic_layer_gradient), or
-/// writes them where they are bound. They are overwritten, or with `accumulate` not 0 added to. A
-/// state may run backward several times.
+/// [T, K] f32. Gradients of weights are f32, those of experts' matrices of the spec's
+/// `expert_gradients`: the layer keeps them (moesaic_layer_gradient), or writes them where they are
+/// bound. They are overwritten, or with `accumulate` not 0 added to. A state may run backward
+/// several times.
 ///
 /// # Safety
 /// `layer` and `saved` are live, `tensors` has `count` valid tensors.

@@ -434,8 +434,8 @@ fn of_each<'a>(layers: usize, all: &'a moesaic::Tensor<'_>) -> Vec<moesaic::Tens
     (0..layers).map(part).collect()
 }
 
-/// Copies the gradient of a weight, f32, to `count` elements of host memory: of router `gate` for a
-/// name that begins with "router.", else of all. Routers count from zero.
+/// Copies the gradient of a weight, as f32, to `count` elements of host memory: of router `gate` for
+/// a name that begins with "router.", else of all. Routers count from zero.
 ///
 /// # Safety
 /// `gates` is live, `name` ends in NUL, `data` has room for `count` elements.

@@ -207,10 +207,10 @@ pub unsafe extern "C" fn moesaic_layer_without_weights(
     })
 }
 
-/// Binds weights, and the gradients "grad.<weight>" that backward writes (f32): packed tensors on
-/// the layer's device. They must stay valid as long as calls and backward passes use them; weights
-/// must not change between a forward pass and its backward. A name that is bound already is
-/// replaced.
+/// Binds weights, and the gradients "grad.<weight>" that backward writes: packed tensors on the
+/// layer's device, of the types that moesaic_layer_tensor lists. They must stay valid as long as
+/// calls and backward passes use them; weights must not change between a forward pass and its
+/// backward. A name that is bound already is replaced.
 ///
 /// # Safety
 /// `layer` is live, `tensors` has `count` valid tensors.
@@ -403,8 +403,8 @@ pub unsafe extern "C" fn moesaic_layer_set_weight(
     })
 }
 
-/// Copies the gradient of a weight, f32, to `count` elements of host memory, which must be as many
-/// as the weight has. `name` is that of the weight. On a mesh it is this rank's part.
+/// Copies the gradient of a weight, as f32, to `count` elements of host memory, which must be as
+/// many as the weight has. `name` is that of the weight. On a mesh it is this rank's part.
 ///
 /// # Safety
 /// `layer` is live, `name` ends in NUL, `data` has room for `count` elements.

@@ -90,6 +90,31 @@ fn wrong_tensors_are_refused_by_name() {
 }
 
 #[test]
+fn gradients_of_16_bits_are_bound_as_such() {
+    let opened = Opened::new(
+        c"shape = { model_dim = 8, hidden_dim = 16, experts = 4, top_k = 2 }
+          precision = { weights = 'bf16', expert_gradients = 'bf16' }",
+    );
+    let mut layer = null_mut();
+    // SAFETY: the handles are live.
+    ok(unsafe { moesaic_layer_without_weights(opened.engine, opened.spec, &mut layer) });
+    let bind = |owned: &mut Owned, dtype: Dtype| {
+        let mut tensor = owned.c();
+        tensor.dtype = dtype as c_int;
+        // SAFETY: the tensor is valid, and no call follows.
+        unsafe { moesaic_layer_bind(layer, &tensor, 1) }
+    };
+    let mut matrix = Owned::new("grad.experts.up.weight", &[4, 16, 8], 0);
+    refused(bind(&mut matrix, Dtype::F32), "is f32, expected bf16");
+    ok(bind(&mut matrix, Dtype::Bf16));
+    let mut router = Owned::new("grad.router.weight", &[4, 8], 0);
+    refused(bind(&mut router, Dtype::Bf16), "is bf16, expected f32");
+    ok(bind(&mut router, Dtype::F32));
+    // SAFETY: nobody uses it any more.
+    unsafe { moesaic_layer_free(layer) };
+}
+
+#[test]
 fn a_layer_without_weights_reads_and_writes_where_they_are_bound() {
     let opened = Opened::new(SPEC);
     let owning = opened.layer(1);

@@ -168,7 +168,7 @@ impl GateLayer {
         Ok(each.into_iter().map(arrays).collect())
     }
 
-    /// Returns the gradient of a weight, f32: of layer `gate` for `router.*`, else of all.
+    /// Returns the gradient of a weight: of layer `gate` for `router.*`, else of all.
     fn gradient(&self, py: Python<'_>, gate: usize, name: &str) -> PyResult<Array> {
         let gradient = without_gil(py, || Ok(self.layer(gate)?.gradient(name)?))?;
         Ok(Array::new(gradient))

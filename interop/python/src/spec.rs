@@ -100,12 +100,24 @@ impl Spec {
         Ok(Spec::new(import.spec))
     }
 
-    /// Returns the spec with other element types: "f32", "f16" or "bf16".
-    #[pyo3(signature = (weights=None, activations=None))]
-    fn with_precision(&self, weights: Option<&str>, activations: Option<&str>) -> PyResult<Spec> {
+    /// Returns the spec with other element types: "f32", "f16" or "bf16". Gradients of experts'
+    /// matrices that have the type of the weights keep it.
+    #[pyo3(signature = (weights=None, activations=None, expert_gradients=None))]
+    fn with_precision(
+        &self,
+        weights: Option<&str>,
+        activations: Option<&str>,
+        expert_gradients: Option<&str>,
+    ) -> PyResult<Spec> {
         let mut spec = self.spec.clone();
         if let Some(name) = weights {
             spec.precision.weights = float(name)?;
+            if spec.precision.expert_gradients != DType::F32 {
+                spec.precision.expert_gradients = spec.precision.weights;
+            }
+        }
+        if let Some(name) = expert_gradients {
+            spec.precision.expert_gradients = float(name)?;
         }
         if let Some(name) = activations {
             spec.precision.activations = float(name)?;
@@ -233,12 +245,15 @@ impl Spec {
         Ok(self.planned(TensorRole::Input)?)
     }
 
-    /// The names of weights that have gradients.
+    /// The weights that have gradients: name, and element type of the gradient.
     #[getter]
-    fn trained(&self) -> PyResult<Vec<String>> {
+    fn trained(&self) -> PyResult<Vec<(String, String)>> {
         let gradients = self.planned(TensorRole::WeightGradient)?.into_iter();
-        let name = |(name, ..): Described| name.strip_prefix("grad.").map(str::to_string);
-        Ok(gradients.filter_map(name).collect())
+        let weight = |(name, dtype, _): Described| {
+            let name = name.strip_prefix("grad.")?.to_string();
+            Some((name, dtype))
+        };
+        Ok(gradients.filter_map(weight).collect())
     }
 
     fn __repr__(&self) -> String {

@@ -78,6 +78,34 @@ def test_gradients_do_not_depend_on_memory_that_calls_gave_back(
         assert all(torch.equal(*pair) for pair in zip(gradients(), wanted))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 33])
+def test_kernels_round_gradients_as_torch_does(tokens, dtype, monkeypatch):
+    spec = SPEC + "shared = [{ hidden_dim = 8 }]\n"
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    seen = []
+
+    def gradients(spec):
+        moe = seeded(spec=spec).to(dtype)
+        x, dy = torch.randn(2, tokens, 24, dtype=dtype)
+        x.requires_grad_()
+        y = moe(x)
+        of = moesaic.ops.family(moe._text).compiled(x, list(moe.weights().values()), True)
+        seen.append(of.trained["experts.up.weight"])
+        found = torch.autograd.grad(y, [x, *moe.parameters()], dy)
+        assert all(gradient.dtype is dtype for gradient in found)
+        return found
+
+    found = gradients(spec)
+    # Kernels that write f32, which torch then rounds.
+    variant = moesaic._layers.variant
+    wide = lambda *words: variant(*words).with_precision(expert_gradients="f32")
+    monkeypatch.setattr(moesaic._layers, "variant", wide)
+    wanted = gradients(spec.replace("tests", f"wide_{name}"))
+    assert seen == [dtype, torch.float32]
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+
+
 @pytest.mark.parametrize("kind", ["identity", "zero"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_few_tokens_may_choose_experts_without_weights(kind, dtype, monkeypatch):

@@ -42,7 +42,8 @@ fn shared(
     let own = bank.plan();
     let mut shared = HashMap::new();
     for (at, tensor) in plan.tensors.iter().enumerate() {
-        let held = matches!(tensor.role, TensorRole::Weight | TensorRole::Packed);
+        let summed = tensor.role == TensorRole::WeightGradient;
+        let held = summed || matches!(tensor.role, TensorRole::Weight | TensorRole::Packed);
         if !held || !of_experts(&tensor.name) {
             continue;
         }
@@ -53,7 +54,8 @@ fn shared(
             same(&own[*id], tensor) && packed_by(own, &tensor.name) == packed_by(plan, &tensor.name)
         };
         let id = bank.id(&tensor.name).filter(alike).ok_or_else(other)?;
-        if !plan.packs_away(TensorId(at)) {
+        // `gradients` hands those out, because a bank may have none yet.
+        if !summed && !plan.packs_away(TensorId(at)) {
             let buffer = bank.weights.handle(id).ok_or_else(other)?;
             shared.insert(tensor.name.clone(), Arc::clone(buffer));
         }

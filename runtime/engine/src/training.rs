@@ -197,7 +197,7 @@ impl DeviceLayer {
     }
 
     /// Returns the gradient of a weight by its own name, such as `router.weight`, as the last
-    /// backward passes left it: f32, of the weight's shape.
+    /// backward passes left it: of the weight's shape, f32 or `precision.expert_gradients`.
     ///
     /// # Errors
     /// [`EngineError::NoOutput`] for a name without gradient, [`EngineError::Frozen`] for codes of

@@ -1,6 +1,6 @@
 //! AdamW.
 
-use crate::optimizer::{STATE_PREFIX, beside, check, floats, floats_mut, restored, save};
+use crate::optimizer::{STATE_PREFIX, beside, check, floats_mut, restored, save, widened};
 use crate::{Optimizer, TrainError};
 use moesaic_tensor::{Tensor, Tensors};
 
@@ -81,7 +81,7 @@ impl Optimizer for AdamW {
             let means = beside(&mut self.first, name, gradient);
             let squares = beside(&mut self.second, name, gradient);
             let state = means.iter_mut().zip(squares);
-            let (values, steps) = (floats_mut(parameter), floats(name, gradient)?);
+            let (values, steps) = (floats_mut(parameter), widened(name, gradient)?);
             let pairs = steps.iter().zip(state);
             for (w, (g, (m, v))) in values.iter_mut().zip(pairs) {
                 *m = first * *m + (1.0 - first) * g;

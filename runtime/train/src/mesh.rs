@@ -17,7 +17,7 @@
 //! 1 for one whose parts add up to the loss of all tokens.
 
 use crate::elastic::weight_of;
-use crate::optimizer::{check, floats, floats_mut};
+use crate::optimizer::{check, floats, floats_mut, rounded, widened};
 use crate::{Optimizer, STATE_PREFIX, TrainError};
 use moesaic_engine::{Layer, Mesh, ProcessGroup, Ranks};
 use moesaic_kernel::DType;
@@ -119,6 +119,8 @@ impl<O: Optimizer> MeshOptimizer<O> {
         // must neither count in the norm nor be updated.
         gradients.retain(|name, _| self.ranks.mesh().holds(name));
         check(parameters, &gradients)?;
+        // Divided, scaled and taken apart below, and rounded by none of that.
+        widen(&mut gradients)?;
         divide(&mut gradients, scaling.divisor);
         let norm = norm(&self.ranks, &gradients)?;
         if let Some(most) = scaling.most.filter(|most| norm > f64::from(*most)) {
@@ -274,11 +276,35 @@ impl<O: Optimizer> MeshOptimizer<O> {
 }
 
 /// Sums gradients in host memory over the ranks that hold the same parameters, with one exchange
-/// per process group. [`Layer::reduce_gradients`] does this for gradients on a layer's device.
+/// per process group. [`Layer::reduce_gradients`] does this for gradients on a layer's device. Sums
+/// of gradients in 16 bits are f32, and rounded once.
 ///
 /// # Errors
-/// [`TrainError::Tensor`] for a gradient that is not f32, or the errors of the exchange.
+/// [`TrainError::Tensor`] for a gradient of integers, or the errors of the exchange.
 pub fn reduce(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainError> {
+    let dtypes: Vec<DType> = gradients.values().map(|gradient| gradient.dtype).collect();
+    widen(gradients)?;
+    reduce_floats(ranks, gradients)?;
+    for (gradient, dtype) in gradients.values_mut().zip(dtypes) {
+        if dtype != DType::F32 {
+            *gradient = rounded(dtype, &gradient.shape, gradient.to_f32());
+        }
+    }
+    Ok(())
+}
+
+/// Makes gradients f32.
+fn widen(gradients: &mut Tensors<'_>) -> Result<(), TrainError> {
+    for (name, gradient) in gradients.iter_mut() {
+        if gradient.dtype != DType::F32 {
+            let values = widened(name, gradient)?.into_owned();
+            *gradient = Tensor::owned(&gradient.shape, values);
+        }
+    }
+    Ok(())
+}
+
+fn reduce_floats(ranks: &Ranks, gradients: &mut Tensors<'_>) -> Result<(), TrainError> {
     let mesh = ranks.mesh();
     for &among in owners(mesh) {
         let mut all = Vec::new();
@@ -316,7 +342,7 @@ pub fn norm(ranks: &Ranks, gradients: &Tensors<'_>) -> Result<f64, TrainError> {
     let mesh = ranks.mesh();
     let mut sums = BTreeMap::new();
     for (name, gradient) in gradients.iter().filter(|(name, _)| mesh.holds(name)) {
-        let values = floats(name, gradient)?;
+        let values = widened(name, gradient)?;
         let rows = gradient.shape.first().copied().unwrap_or(1);
         // A rank counts only the rows that it owns: replicas of an expert are counted by its owner.
         let row = values.len() / rows.max(1);

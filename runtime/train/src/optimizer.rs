@@ -13,7 +13,8 @@ pub const STATE_PREFIX: &str = "optimizer.";
 /// A rule that turns gradients into a step of the weights. Results depend on its arguments alone:
 /// elements are independent of each other, and no sum depends on the number of threads.
 pub trait Optimizer {
-    /// Updates every parameter that has a gradient of its name; the others stay. Both are f32.
+    /// Updates every parameter that has a gradient of its name; the others stay. Parameters are f32,
+    /// and gradients of 16 bits are widened.
     ///
     /// # Errors
     /// [`TrainError::Tensor`] for a gradient without a parameter, or of another shape or type.
@@ -86,22 +87,43 @@ pub fn update(
 /// is summed in f64, in the order of names.
 ///
 /// # Errors
-/// [`TrainError::Tensor`] for a gradient that is not f32.
+/// [`TrainError::Tensor`] for a gradient of integers.
 pub fn clip_norm(gradients: &mut Tensors<'_>, most: f32) -> Result<f64, TrainError> {
     let mut sum = 0.0;
     for (name, gradient) in &*gradients {
-        let values = floats(name, gradient)?;
+        let values = widened(name, gradient)?;
         let squares = values.iter().map(|g| f64::from(*g) * f64::from(*g));
         sum += squares.sum::<f64>();
     }
     let norm = sum.sqrt();
     if norm > f64::from(most) {
         let factor = (f64::from(most) / norm) as f32;
-        for gradient in gradients.values_mut() {
-            floats_mut(gradient).iter_mut().for_each(|g| *g *= factor);
+        for (name, gradient) in gradients.iter_mut() {
+            let mut values = widened(name, gradient)?.into_owned();
+            values.iter_mut().for_each(|g| *g *= factor);
+            *gradient = rounded(gradient.dtype, &gradient.shape, values);
         }
     }
     Ok(norm)
+}
+
+/// Returns the values of a gradient, which may have 16 bits.
+pub(crate) fn widened<'t>(
+    name: &str,
+    gradient: &'t Tensor<'_>,
+) -> Result<Cow<'t, [f32]>, TrainError> {
+    match gradient.dtype {
+        DType::F16 | DType::Bf16 => Ok(gradient.to_f32().into()),
+        _ => floats(name, gradient),
+    }
+}
+
+/// Returns a tensor of these values, each rounded to the dtype.
+pub(crate) fn rounded(dtype: DType, shape: &[usize], values: Vec<f32>) -> Tensor<'static> {
+    match dtype {
+        DType::F32 => Tensor::owned(shape, values),
+        _ => Tensor::rounded(dtype, shape, &values).into_static(),
+    }
 }
 
 /// Returns the elements of a tensor, which must be f32.
@@ -128,7 +150,9 @@ pub(crate) fn check(parameters: &Tensors<'_>, gradients: &Tensors<'_>) -> Result
             return Err(TrainError::tensor(name, problem));
         }
         floats(name, parameter)?;
-        floats(name, gradient)?;
+        if !gradient.dtype.is_float() {
+            floats(name, gradient)?;
+        }
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Stochastic gradient descent.
 
-use crate::optimizer::{beside, check, floats, floats_mut, restored, save};
+use crate::optimizer::{beside, check, floats_mut, restored, save, widened};
 use crate::{Optimizer, TrainError};
 use moesaic_tensor::Tensors;
 
@@ -61,7 +61,7 @@ impl Optimizer for Sgd {
             let Some(parameter) = parameters.get_mut(name) else {
                 continue;
             };
-            let (values, steps) = (floats_mut(parameter), floats(name, gradient)?);
+            let (values, steps) = (floats_mut(parameter), widened(name, gradient)?);
             if momentum == 0.0 {
                 for (w, g) in values.iter_mut().zip(&*steps) {
                     *w = *w * kept - rate * g;

@@ -180,3 +180,27 @@ fn clipping_keeps_the_direction() {
     assert!((clip_norm(&mut gradients, 2.0).unwrap() - 1.0).abs() < 1e-7);
     assert_eq!(gradients["w"].to_f32(), [0.6, 0.0, 0.0, 0.8]);
 }
+
+#[test]
+fn gradients_of_16_bits_are_widened() {
+    fn step(mut optimizer: impl Optimizer, gradients: &Tensors<'_>) -> Vec<f32> {
+        let mut weights = named(&START);
+        optimizer.step(&mut weights, gradients).unwrap();
+        weights["w"].to_f32()
+    }
+    let halves = |values: &[f32]| {
+        let tensor = Tensor::rounded(DType::Bf16, &[2, 2], values).into_static();
+        Tensors::from([("w", tensor)])
+    };
+    let narrow = halves(&GRADIENTS[0]);
+    let wide = named(&narrow["w"].to_f32());
+    assert_ne!(wide["w"].to_f32(), GRADIENTS[0]);
+    assert_eq!(step(AdamW::new(0.1), &narrow), step(AdamW::new(0.1), &wide));
+    assert_eq!(step(Sgd::new(0.1), &narrow), step(Sgd::new(0.1), &wide));
+    let mut clipped = halves(&[3.0, 0.0, 0.0, 4.0]);
+    assert_eq!(clip_norm(&mut clipped, 1.0).unwrap(), 5.0);
+    assert!(clipped == halves(&[0.6, 0.0, 0.0, 0.8]));
+    let integers = Tensors::from([("w", Tensor::owned(&[2, 2], vec![1i32; 4]))]);
+    let error = Sgd::new(0.1).step(&mut named(&START), &integers);
+    assert!(matches!(error, Err(TrainError::Tensor { .. })));
+}

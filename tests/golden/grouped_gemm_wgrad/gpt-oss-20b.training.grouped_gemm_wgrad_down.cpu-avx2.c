@@ -33,6 +33,7 @@ INLINE vec load_part_weights(const bf16 *from, i64 count)
 
 typedef bf16 left_t;
 typedef bf16 right_t;
+typedef f32 gradient_t;
 enum {
     EXPERTS = 32,
     TOP_K = 4,
@@ -188,7 +189,7 @@ INLINE source_t source_of(const right_t *right, const block_t *block, i64 row, i
 // The destination of sums. They are stored, past the caches if those cannot hold them, or added to the
 // old values.
 typedef struct {
-    f32 *grad; // the block's first element
+    gradient_t *grad; // the block's first element
     i64 streamed, add;
 } results_t;
 
@@ -213,7 +214,7 @@ static void write_sums(f32 *restrict to, const f32 *sums, i64 count, i64 add)
 // One row of sums: `columns` columns from `column` on.
 INLINE void finish_row(const results_t *to, const f32 *sums, i64 row, i64 column, i64 columns)
 {
-    f32 *grad = to->grad + row * WIDTH + column;
+    gradient_t *grad = to->grad + row * WIDTH + column;
     if (to->streamed)
         copy_row(grad, sums, columns * 4, 1);
     else
@@ -400,7 +401,7 @@ static void grouped_gemm_wgrad_down_block(
     const results_t dout_results = {
         .grad = grad_down + origin,
         .streamed = !accumulate
-            && is_streamed(grad_down, EXPERTS * (i64)HEIGHT, WIDTH * 4),
+            && is_streamed(grad_down, EXPERTS * (i64)HEIGHT, WIDTH * sizeof(gradient_t)),
         .add = accumulate,
     };
     multiply_block(scratch, dout + first_left, right, &block, next, &dout_results);

@@ -142,38 +142,40 @@ struct MatrixTile {
     DEVICE i32 column() const { return within() / rows(); }
 };
 
+typedef f32 Gradient;
+
 // Whether tiles divide the matrix, so that stores need no bounds check.
 constexpr bool WHOLE_TILES = HEIGHT % TILE_ROWS == 0 && WIDTH % TILE_COLUMNS == 0;
 
 // Adds the old values of the matrix to two adjacent sums.
-DEVICE void add_old_pair(const f32 *grad, i32 row, i32 column, f32 &first, f32 &second)
+DEVICE void add_old_pair(const Gradient *grad, i32 row, i32 column, f32 &first, f32 &second)
 {
     if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
         return;
-    const f32 *const line = grad + (i64)row * WIDTH;
+    const Gradient *const line = grad + (i64)row * WIDTH;
     if constexpr (WIDTH % 2 == 0) {
-        const Pack<f32, 2> old = load<2>(line, column / 2);
-        first = old.at[0] + first;
-        second = old.at[1] + second;
+        const Pack<Gradient, 2> old = load<2>(line, column / 2);
+        first = to_f32(old.at[0]) + first;
+        second = to_f32(old.at[1]) + second;
     } else {
-        first = line[column] + first;
+        first = to_f32(line[column]) + first;
         if (column + 1 < WIDTH)
-            second = line[column + 1] + second;
+            second = to_f32(line[column + 1]) + second;
     }
 }
 
-// Stores two adjacent sums, if they lie within the matrix.
-DEVICE void store_pair(f32 *grad, i32 row, i32 column, f32 first, f32 second)
+// Rounds and stores two adjacent sums, if they lie within the matrix.
+DEVICE void store_pair(Gradient *grad, i32 row, i32 column, f32 first, f32 second)
 {
     if (!WHOLE_TILES && (row >= HEIGHT || column >= WIDTH))
         return;
-    f32 *const line = grad + (i64)row * WIDTH;
+    Gradient *const line = grad + (i64)row * WIDTH;
     if constexpr (WIDTH % 2 == 0) {
-        store(line, column / 2, Pack<f32, 2>{first, second});
+        store(line, column / 2, Pack<Gradient, 2>{round_to<Gradient>(first), round_to<Gradient>(second)});
     } else {
-        line[column] = first;
+        line[column] = round_to<Gradient>(first);
         if (column + 1 < WIDTH)
-            line[column + 1] = second;
+            line[column + 1] = round_to<Gradient>(second);
     }
 }
 
@@ -271,7 +273,7 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
     }
     wgmma_wait<0>();
     settle(sums);
-    f32 *const grad = grad_down + expert * HEIGHT * WIDTH;
+    Gradient *const grad = grad_down + expert * HEIGHT * WIDTH;
     const i32 row = first_row + 64 * consumer + warp_index() % 4 * 16;
     // Request all old values before the first store, so that their latencies overlap.
     if (accumulate != 0)

@@ -22,6 +22,7 @@
 // ---- the kernel ----
 
 typedef bf16 Element;
+typedef f32 Gradient;
 
 constexpr int HEIGHT = 2880, WIDTH = 2880;
 constexpr int MATRICES = 1;
@@ -42,7 +43,7 @@ typedef Pack<Element, CHUNK> Chunk;
 constexpr int RUN = COLUMN_PARTS * SUMS;
 
 // Elements stored at a time.
-constexpr int STORED = lesser(pack_width<f32>(WIDTH), RUN);
+constexpr int STORED = lesser(pack_width<Gradient>(WIDTH), RUN);
 
 static_assert(MATRICES * TILE_ROWS / WAVE_ROWS * COLUMN_WAVES * WAVE == THREADS, "every wave owns a part of the tile");
 
@@ -254,10 +255,10 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
         const i32 line = wave_row + i * EDGE + lane % EDGE, row = line % TILE_ROWS;
         if (row >= rows_left)
             continue;
-        f32 *matrix = grad_down;
-        f32 *result = matrix + (expert * HEIGHT + first_row + row) * WIDTH + first_column;
+        Gradient *matrix = grad_down;
+        Gradient *result = matrix + (expert * HEIGHT + first_row + row) * WIDTH + first_column;
         const i32 column = wave_column + lane / EDGE * RUN;
-        Pack<f32, STORED> packs[RUN / STORED] = {};
+        Pack<Gradient, STORED> packs[RUN / STORED] = {};
         if (accumulate)
             #pragma unroll
             for (i32 j = 0; j < RUN / STORED; j++)
@@ -268,8 +269,10 @@ KERNEL(THREADS) grouped_gemm_wgrad_down(
             if (column + j * STORED >= columns)
                 continue;
             #pragma unroll
-            for (i32 n = 0; n < STORED; n++)
-                packs[j].at[n] += sums[i][(j * STORED + n) / SUMS][(j * STORED + n) % SUMS];
+            for (i32 n = 0; n < STORED; n++) {
+                const f32 sum = sums[i][(j * STORED + n) / SUMS][(j * STORED + n) % SUMS];
+                packs[j].at[n] = round_to<Gradient>(to_f32(packs[j].at[n]) + sum);
+            }
             store(result + column, j, packs[j]);
         }
     }

@@ -29,24 +29,25 @@ constexpr int MATRICES = 1;
 
 typedef f32 Left;
 typedef bf16 Right;
+typedef f32 Gradient;
 typedef Slab<Left, TILE_ROWS, TILE_DEPTH, HEIGHT, THREADS> LeftSlab;
 typedef Slab<Right, TILE_COLUMNS, TILE_DEPTH, WIDTH, THREADS> RightSlab;
 
 // Columns stored at a time.
-constexpr int STORED = lesser(pack_width<f32>(WIDTH), lesser(THREAD_COLUMNS, 4));
+constexpr int STORED = lesser(pack_width<Gradient>(WIDTH), lesser(THREAD_COLUMNS, 4));
 
 static_assert(ROW_THREADS * COLUMN_THREADS == THREADS, "every thread owns a part of the tile");
 static_assert(MATRICES == 1 || THREAD_ROWS % 4 == 0, "a thread has the same part of both matrices");
 
-// Overwrites elements of a gradient, or adds to them.
-DEVICE void put_sums(f32 *row, i32 at, const f32 *sums, bool accumulate)
+// Overwrites elements of a gradient with rounded sums, or adds to them.
+DEVICE void put_sums(Gradient *row, i32 at, const f32 *sums, bool accumulate)
 {
-    Pack<f32, STORED> pack = {};
+    Pack<Gradient, STORED> pack = {};
     if (accumulate)
         pack = load<STORED>(row, at);
     #pragma unroll
     for (i32 n = 0; n < STORED; n++)
-        pack.at[n] += sums[n];
+        pack.at[n] = round_to<Gradient>(to_f32(pack.at[n]) + sums[n]);
     store(row, at, pack);
 }
 

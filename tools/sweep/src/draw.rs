@@ -45,6 +45,7 @@ fn long(seed: u64, wide: &LayerSpec) -> Option<LayerSpec> {
         experts: None,
         experts_down: None,
         expert_activations: None,
+        expert_gradients: rng.pick(&[DType::F32, dtype]),
     };
     (spec.experts.activation, spec.experts.alpha) = (Activation::Gelu, 1.0);
     spec.router.weight_on = WeightSite::Activation;
@@ -145,6 +146,7 @@ fn types(rng: &mut SampleRng) -> Precision {
         experts: None,
         experts_down: None,
         expert_activations: None,
+        expert_gradients: rng.pick(&[DType::F32, weights]),
     }
 }
 

@@ -35,18 +35,19 @@ fn variants(changes: &[specs::Change]) {
 fn every_isa_computes_every_type() {
     for (n, isa) in isas().into_iter().enumerate() {
         for dtype in in_turns(n, [DType::F32, DType::Bf16, DType::F16]) {
-            run(&typed(spec(70, 45, 3, 2), dtype, dtype), isa, &[0, 1, 70]);
+            let spec = with(typed(spec(70, 45, 3, 2), dtype, dtype), |s| {
+                s.precision.expert_gradients = dtype;
+            });
+            run(&spec, isa, &[0, 1, 70]);
         }
     }
 }
 
 #[test]
 fn types_can_be_mixed() {
-    run(
-        &typed(spec(70, 45, 3, 2), DType::Bf16, DType::F32),
-        host(),
-        &[33],
-    );
+    let narrow = |s: &mut LayerSpec| s.precision.expert_gradients = DType::Bf16;
+    let mixed = typed(spec(70, 45, 3, 2), DType::Bf16, DType::F32);
+    run(&with(mixed, narrow), host(), &[33]);
     run(
         &typed(spec(70, 45, 3, 2), DType::F32, DType::F16),
         host(),

@@ -41,7 +41,10 @@ fn run(spec: &LayerSpec, target: &str, calls: &[(usize, Spread)]) {
 fn widths(targets: &[&str], types: &[DType], cases: &[([usize; 3], [usize; 2])]) {
     let calls = [0, 1, 33, 150].map(|tokens| (tokens, Spread::Random));
     for (i, &(shape, experts)) in cases.iter().enumerate() {
-        let spec = layer(shape, experts, types[i % types.len()]);
+        let mut spec = layer(shape, experts, types[i % types.len()]);
+        if (i / types.len()).is_multiple_of(2) {
+            spec.precision.expert_gradients = spec.precision.weights;
+        }
         run(&spec, targets[i / types.len() % targets.len()], &calls);
     }
 }

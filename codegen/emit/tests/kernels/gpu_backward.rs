@@ -55,7 +55,9 @@ fn types_and_awkward_widths() {
     let warps = [fibers, ptx].into_iter().cycle();
     let cases = widths.into_iter().zip(types).zip(warps);
     for (i, (((d, h), (weights, activations)), warps)) in cases.enumerate() {
-        let spec = typed(spec(d, h, 5, 2), weights, activations);
+        let spec = with(typed(spec(d, h, 5, 2), weights, activations), |s| {
+            s.precision.expert_gradients = weights;
+        });
         for target in in_turns(i, [warps, waves]) {
             run(target, &spec, &[0, 33, 150]);
         }

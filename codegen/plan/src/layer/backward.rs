@@ -8,7 +8,7 @@ use crate::ops::combine::CombineBwd;
 use crate::ops::grouped_gemm::{ExpertGemm, LATENT_DOWN, dgrad};
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
-use moesaic_spec::{Chooser, LayerSpec, RouterInput, canonical_tensors};
+use moesaic_spec::{Chooser, LayerSpec, RouterInput, canonical_tensors, gradient_dtype};
 
 /// Returns the tensors that only a backward pass names.
 pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
@@ -18,8 +18,9 @@ pub(super) fn tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         .filter(|t| t.dtype.is_float())
         .map(|t| {
             let shape: Vec<Size> = t.shape.iter().map(|&n| constant(n)).collect();
+            let dtype = gradient_dtype(spec, &t.name);
             let name = format!("grad.{}", t.name);
-            tensor(&name, F32, &shape, TensorRole::WeightGradient)
+            tensor(&name, dtype, &shape, TensorRole::WeightGradient)
         })
         .collect();
     list.extend(token_tensors(spec));

@@ -1,6 +1,6 @@
 use super::*;
 use moesaic_kernel::{CpuIsa, DType, Size};
-use moesaic_spec::{CapacityMode, CapacityOrder, RouterKind, SharedExpert, SharedGate};
+use moesaic_spec::{CapacityMode, CapacityOrder, Latent, RouterKind, SharedExpert, SharedGate};
 
 fn spec() -> LayerSpec {
     let text = r#"{"shape":{"model_dim":16,"hidden_dim":24,"experts":4,"top_k":2}}"#;
@@ -233,6 +233,37 @@ fn every_weight_has_its_gradient() {
         let name = format!("grad.{name}.weight");
         assert_eq!(plan.tensor(&name).unwrap().role, TensorRole::WeightGradient);
     }
+}
+
+/// Of 16 bits are those of experts' matrices alone.
+#[test]
+fn gradients_have_their_dtypes() {
+    let plan = trained(Recompute::None, |s| {
+        s.precision.weights = DType::Bf16;
+        s.precision.activations = DType::Bf16;
+        s.precision.expert_gradients = DType::Bf16;
+        s.experts.bias = true.into();
+        s.shared = vec![SharedExpert {
+            hidden_dim: 8,
+            gate: SharedGate::Sigmoid,
+            bias: None,
+            clamp: None,
+            activation: None,
+        }];
+        s.latent = Some(Latent {
+            dim: 12,
+            bias: false,
+            norm_eps: Some(1e-5),
+        });
+    });
+    let gradients = plan.tensors.iter();
+    let gradients = gradients.filter(|tensor| tensor.role == TensorRole::WeightGradient);
+    let narrow = gradients.filter(|tensor| tensor.dtype == DType::Bf16);
+    let narrow: Vec<&str> = narrow.map(|tensor| &*tensor.name).collect();
+    let parts = ["gate", "up", "down"];
+    let of = |owner: &str| parts.map(|part| format!("grad.{owner}.{part}.weight"));
+    assert_eq!(narrow, [of("experts"), of("shared.0")].concat());
+    check(&plan);
 }
 
 /// 2·T·d + 4·T·K·h bytes and the routing record, in 16-bit types.

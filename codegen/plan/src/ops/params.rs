@@ -5,10 +5,10 @@
 //! 64-bit; ids of tokens, slots and rows are 32-bit, because a call takes fewer than 2³¹
 //! assignments.
 //!
-//! Gradients of weights are f32 and take the scalar `accumulate`: 0 overwrites them, 1 adds to them
-//! in place.
+//! Gradients of weights are f32, those of experts' matrices also of 16 bits. They take the scalar
+//! `accumulate`: 0 overwrites them, 1 adds to them in place.
 
-use moesaic_kernel::DType::F32;
+use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::{Access, Entry, Launch, Param, Size};
 
 pub(crate) fn entry(
@@ -64,6 +64,10 @@ pub(crate) fn edges(experts: usize) -> String {
 }
 
 pub(crate) fn gradient(matrix: &str, suffix: &str, shape: &str) -> Param {
-    let name = format!("grad_{matrix}{suffix}");
-    Param::tensor(&name, F32, Access::ReadWrite, shape)
+    gradient_of(&format!("{matrix}{suffix}"), F32, shape)
+}
+
+/// Returns the gradient of a weight in this dtype.
+pub(crate) fn gradient_of(weight: &str, dtype: DType, shape: &str) -> Param {
+    Param::tensor(&format!("grad_{weight}"), dtype, Access::ReadWrite, shape)
 }

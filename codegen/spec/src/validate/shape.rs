@@ -140,6 +140,7 @@ fn precision(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     float("precision.activations", precision.activations, problems);
     mixed(spec, problems);
     tf32(spec, problems);
+    gradients(spec, problems);
     if precision.experts.is_none() && precision.experts_down.is_some() {
         let message = "`precision.experts_down` without `precision.experts`";
         let problem = Problem::new("precision.experts_down", message.to_string())
@@ -163,6 +164,33 @@ fn tf32(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             format!("`precision.tf32` with {weights} weights and {activations} activations");
         let problem = Problem::new("precision.tf32", message).label("it rounds f32 factors");
         problems.push(problem.help("leave it out, or make both types \"f32\""));
+    }
+}
+
+fn gradients(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    const KEY: &str = "precision.expert_gradients";
+    let precision = &spec.precision;
+    let (weights, gradients) = (precision.weights, precision.expert_gradients);
+    float(KEY, gradients, problems);
+    if gradients == DType::F32 || !gradients.is_float() {
+        return;
+    }
+    if gradients != weights {
+        let message = format!("`{KEY}` = {} with {weights} weights", quoted(&gradients));
+        let help = match weights {
+            DType::F32 => "leave it out".to_string(),
+            _ => format!("leave it out for f32, or use {}", quoted(&weights)),
+        };
+        let problem = Problem::new(KEY, message)
+            .label("must be f32 or the dtype of the weights")
+            .with("precision.weights", format!("{weights} here"));
+        problems.push(problem.help(help));
+    } else if let Some(format) = precision.experts {
+        let message = format!("`{KEY}` = {} with experts of {format}", quoted(&gradients));
+        let problem = Problem::new(KEY, message)
+            .label("quantized experts have no gradients")
+            .with("precision.experts", "they are quantized here");
+        problems.push(problem.help("leave it out"));
     }
 }
 

@@ -94,8 +94,11 @@ fn frozen_weights_have_no_gradient() -> Result<()> {
 #[test]
 fn sixteen_bits() -> Result<()> {
     for (name, dtype, tolerance) in [("bf16", DType::BF16, 3e-2), ("f16", DType::F16, 4e-3)] {
-        let toml =
-            format!("{SPEC}\nprecision = {{ weights = \"{name}\", activations = \"{name}\" }}");
+        let precision = ["weights", "activations", "expert_gradients"];
+        let precision = precision
+            .map(|key| format!("{key} = \"{name}\""))
+            .join(", ");
+        let toml = format!("{SPEC}\nprecision = {{ {precision} }}");
         for mut case in [Case::new(&toml)?, Case::with(&toml, |_| DType::F32)?] {
             let mut state = 9;
             let x = Var::from_tensor(&random(&[13, 24], 1.0, &mut state)?.to_dtype(dtype)?)?;

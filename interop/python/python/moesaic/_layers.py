@@ -42,7 +42,8 @@ class Compiled:
         self.weights = {name: TORCH_DTYPES[dtype] for name, dtype, _ in spec.weights}
         self.inputs = {name: TORCH_DTYPES[dtype] for name, dtype, _ in spec.inputs}
         self.shapes = {name: tuple(shape) for name, _, shape in spec.inputs}
-        self.trained = frozenset(spec.trained)
+        # The dtypes of gradients by the names of their weights.
+        self.trained = {name: TORCH_DTYPES[dtype] for name, dtype in spec.trained}
         self.external = "topk_ids" in self.inputs
         self.model_dim, self.output_dim = spec.model_dim, spec.output_dim
         self.top_k, self.experts = spec.top_k, spec.experts
@@ -130,7 +131,8 @@ def read_spec(text: str) -> Spec:
 def variant(text: str, weights: str, activations: str, training: bool) -> Spec:
     spec = read_spec(text)
     spec = spec if training else spec.evaluation()
-    return spec.with_precision(weights, activations)
+    # In torch a gradient has the dtype of its weight; codes have none.
+    return spec.with_precision(weights, activations, None if spec.quantized else weights)
 
 
 class Family:

@@ -41,7 +41,10 @@ class Spec:
     def from_config(config_json: str, layer: int = 0) -> Spec:
         """Returns the spec of a layer of a model, from the text of its config.json."""
     def with_precision(
-        self, weights: Optional[str] = None, activations: Optional[str] = None
+        self,
+        weights: Optional[str] = None,
+        activations: Optional[str] = None,
+        expert_gradients: Optional[str] = None,
     ) -> Spec:
         """Returns the spec with other element types: "f32", "f16" or "bf16"."""
     def evaluation(self) -> Spec:
@@ -81,8 +84,8 @@ class Spec:
     def inputs(self) -> list[tuple[str, str, list[int]]]:
         """The inputs of a call: name, element type and shape; -1 is the number of tokens."""
     @property
-    def trained(self) -> list[str]:
-        """The names of weights that have gradients."""
+    def trained(self) -> list[tuple[str, str]]:
+        """The weights that have gradients: name, and element type of the gradient."""
 
 Given = tuple[str, int, str, Sequence[int]]
 

@@ -235,9 +235,9 @@ class _Pass:
         names = ops.weight_names(self.over._text)
         gradients: list[Any] = []
         for name, weight in zip(names, weights):
-            trained = name in of.trained
-            empty = torch.empty(tuple(weight.shape), dtype=torch.float32) if trained else None
-            gradients.append(found.add(f"grad.{name}", empty) if trained else None)
+            dtype = of.trained.get(name)
+            empty = None if dtype is None else torch.empty(tuple(weight.shape), dtype=dtype)
+            gradients.append(None if empty is None else found.add(f"grad.{name}", empty))
         of.layer.backward(self.state, call.given, found.given)
         for at, name in enumerate(names):
             if gradients[at] is None:

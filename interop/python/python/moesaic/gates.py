@@ -225,7 +225,7 @@ class _Call:
     def backward(
         self, dy: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[Optional[torch.Tensor]]]:
-        trained, found = frozenset(self.spec.trained), []
+        trained, found = dict(self.spec.trained), []
         with _BACKWARD:
             every = [one.contiguous() for one in dy.detach().unbind()]
             each = self.layer.backward(self.state, every)

@@ -112,7 +112,7 @@ class MoE(nn.Module):
             raise InvalidError("expert_tp and strategy are for layers over ranks: give a group")
         # The owner of each weight, and its name there: walking the path costs more than the call.
         self._owners: list[tuple[nn.Module, str]] = []
-        trained = frozenset(self.spec.trained)
+        trained = dict(self.spec.trained)
         for name, kind, shape in self.spec.weights:
             own = ops.TORCH_DTYPES[kind]
             own = dtype if dtype is not None and own.is_floating_point else own

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from types import MappingProxyType
-from typing import Any, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Container, Mapping, NamedTuple, Optional, Sequence
 
 import torch
 from torch._C import _are_functorch_transforms_active
@@ -276,8 +276,8 @@ def gradients(
     named = {**dict(zip(ROUTING, routing)), **dict(zip(options.names, inputs))}
     few = few_experts(of, named.get("topk_ids"), weights)
     dx, dtopk, sums = gradient_sums(of, options.names, dy, state, x, inputs, weights, routing, few)
-    each = zip(of.order, sums, weights)
-    return dx, dtopk, [None if g is None else _rounded(name, g, w, few) for name, g, w in each]
+    each = zip(sums, weights)
+    return dx, dtopk, [None if g is None else _rounded(g, w) for g, w in each]
 
 
 def gradient_sums(
@@ -291,10 +291,11 @@ def gradient_sums(
     routing: Sequence[torch.Tensor],
     few: Optional[list[int]],
     into: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    copied: Container[str] = (),
 ) -> tuple[torch.Tensor, Optional[torch.Tensor], list[Optional[torch.Tensor]]]:
-    """As `gradients`, but those of weights stay f32, and of weights in 16 bits the matrices of
-    experts that are not among `few` are not written. `into` has memory for those of some weights,
-    which is used unless there are `few`."""
+    """As `gradients`, but those of weights have the layer's dtypes. `into` has memory for those of
+    some weights, which is used unless there are `few`. Those of the weights `copied` are not written
+    where an expert is not among `few`."""
     if of.external:
         if of.rescales:
             rescaled = {"topk_weights": routing[1]}
@@ -316,41 +317,35 @@ def gradient_sums(
     for at, (name, weight) in enumerate(zip(of.order, weights)):
         if name in of.trained:
             own = into.get(name) if few is None else None
-            found[at] = _sums(name, weight, few) if own is None else own
-            call.add(f"grad.{name}", found[at])
+            if own is None:
+                own = _sums(weight, of.trained[name], few, name in copied)
+            found[at] = call.add(f"grad.{name}", own)
     bound, _kept = call.bind(of, weights)
     with selected(of.place):
         bound.backward(int(state), x.shape[0], call.addresses(), few is not None)
     return dx, dtopk, found
 
 
-def _is_matrix_of_experts(name: str, weight: torch.Tensor) -> bool:
-    return name.startswith("experts.") and weight.dim() == 3
-
-
-def _sums(name: str, weight: torch.Tensor, few: Optional[list[int]]) -> torch.Tensor:
-    """Returns memory for a gradient in f32, with zeros where kernels add to it: those of the experts
-    `few`, or all, if others are zeros of the result."""
+def _sums(
+    weight: torch.Tensor, dtype: torch.dtype, few: Optional[list[int]], copied: bool
+) -> torch.Tensor:
+    """Returns memory for a gradient, with zeros where kernels add to it: those of the experts `few`
+    if they are copied, else all, because others are zeros of the result."""
     if few is None:
-        return empty(weight.shape, torch.float32, weight.device)
-    if weight.dtype is torch.float32 or not _is_matrix_of_experts(name, weight):
-        return zeros(weight.shape, torch.float32)
-    sums = empty(weight.shape, torch.float32)
+        return empty(weight.shape, dtype, weight.device)
+    if not copied:
+        return zeros(weight.shape, dtype)
+    sums = empty(weight.shape, dtype)
     for expert in few:
         sums[expert].zero_()
     return sums
 
 
-def _rounded(
-    name: str, gradient: torch.Tensor, weight: torch.Tensor, few: Optional[list[int]]
-) -> torch.Tensor:
-    """Returns a gradient in the dtype of its weight."""
+def _rounded(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient in the dtype of its weight, which that of an expert's matrix has."""
     if gradient.dtype is weight.dtype:
         return gradient
-    few = few if _is_matrix_of_experts(name, weight) else None
-    own = for_gradient(weight, few)
-    copy_experts(own, gradient, few)
-    return own
+    return empty(weight.shape, weight.dtype, weight.device).copy_(gradient)
 
 
 def for_gradient(weight: torch.Tensor, few: Optional[list[int]]) -> torch.Tensor:

@@ -279,8 +279,7 @@ def _biases(experts: torch.nn.Module, plan: _Plan) -> dict[str, torch.Tensor]:
 def _is_halves(like: torch.Tensor, kind: tuple) -> bool:
     """Returns whether a gradient is packed in place: a large one, whose second copy would cost more
     than the kernels that compute it."""
-    halves = kind == (True, False, False) and like.dtype == torch.float32
-    return halves and like.numel() >= ops.LARGE
+    return kind == (True, False, False) and like.numel() >= ops.LARGE
 
 
 def _halves(whole: torch.Tensor) -> torch.Tensor:
@@ -354,10 +353,11 @@ class _Experts(torch.autograd.Function):
         of = ops.family(plan.text).compiled(x, weights, False)
         few, whole, into = ops.few_experts(of, ids, weights), None, {}
         if few is None and _is_halves(sources[0], ctx.kinds[0][1]):
-            whole = ops.empty(sources[0].shape, torch.float32, x.device)
+            whole = ops.empty(sources[0].shape, sources[0].dtype, x.device)
             into = dict(zip(ctx.kinds[0][2], _halves(whole)))
+        copied = [name for _, kind, names in ctx.kinds if any(kind) for name in names]
         dx, dchosen, found = ops.gradient_sums(
-            of, ctx.options.names, dy, state, x, inputs, weights, [], few, into
+            of, ctx.options.names, dy, state, x, inputs, weights, [], few, into, copied
         )
         named = dict(zip(plan.names, found))
         packed = []
@@ -366,8 +366,7 @@ class _Experts(torch.autograd.Function):
             if whole is not None and len(parts) == 2:
                 packed.append(_alternate(whole))
             else:
-                own = not any(kind) and parts[0].dtype == source.dtype
-                packed.append(parts[0] if own else _pack(parts, source, kind, few))
+                packed.append(_pack(parts, source, kind, few) if any(kind) else parts[0])
         packed += _bias_gradients(plan, named, sources[len(ctx.kinds) :])
         return (None, None, dx, None, dchosen, *packed)
 

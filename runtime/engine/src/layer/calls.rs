@@ -129,7 +129,7 @@ impl Layer {
     }
 
     /// Runs the layer backward from `dy [T, output_dim]`, in the layer's activation dtype. Returns
-    /// `dx [T, model_dim]` and `grad.topk_weights [T, K]`. The gradients of weights, f32, stay with
+    /// `dx [T, model_dim]` and `grad.topk_weights [T, K]`. The gradients of weights stay with
     /// the layer: they are overwritten, or with `accumulate` added to. Over ranks they are this
     /// rank's until [`Layer::reduce_gradients`].
     ///

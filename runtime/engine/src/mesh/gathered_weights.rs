@@ -164,7 +164,8 @@ impl MeshCall<'_> {
         Ok(())
     }
 
-    /// Reduce-scatters a gradient over the block: each owner gets the sum of its region.
+    /// Reduce-scatters a gradient over the block: each owner gets the sum of its region, added up in
+    /// f32.
     pub fn scatter_gradient(
         &mut self,
         gradient: TensorId,
@@ -172,6 +173,7 @@ impl MeshCall<'_> {
         call: &Call,
     ) -> Result<(), EngineError> {
         let regions = self.plan.regions(gradient, dim);
+        let element = element(self.plan.experts[gradient].dtype);
         let BlockPosition { me, size } = self.block_position();
         let mut counts = vec![0; size];
         for region in &regions {
@@ -182,17 +184,17 @@ impl MeshCall<'_> {
         let chunks = if in_order(&regions) {
             None
         } else {
-            Some(self.take_buffer(elements * CommElement::F32.size())?)
+            Some(self.take_buffer(elements * element.size())?)
         };
         let mut first = 0;
         for region in regions.iter().filter(|_| chunks.is_some()) {
             let to = chunks.as_ref().unwrap_or(&from);
             let places = [(&from, spread(region)), (to, packed(region, first))];
-            self.copy(region, CommElement::F32, places)?;
+            self.copy(region, element, places)?;
             first += region.elements();
         }
         let input = chunks.as_ref().unwrap_or(&from);
-        let input = Slice::new(input, CommElement::F32, 0, elements)?;
+        let input = Slice::new(input, element, 0, elements)?;
         let own = Arc::clone(self.own(gradient, self.parts.owned.gradient_buffers()?)?);
         let mine: Vec<&ShardRegion> = regions.iter().filter(|region| region.owner == me).collect();
         // A replica that another group owns leaves a gap between this rank's regions, but the sum
@@ -200,10 +202,10 @@ impl MeshCall<'_> {
         let sums = if without_gaps(&mine) {
             None
         } else {
-            Some(self.take_buffer(counts[me] * CommElement::F32.size())?)
+            Some(self.take_buffer(counts[me] * element.size())?)
         };
         let output = sums.as_ref().unwrap_or(&own);
-        let output = Slice::new(output, CommElement::F32, 0, counts[me])?;
+        let output = Slice::new(output, element, 0, counts[me])?;
         let block = self.group(OpGroup::GatherGroup);
         let sum = block.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
@@ -214,7 +216,7 @@ impl MeshCall<'_> {
                 (from, packed(region, first)),
                 (&own, packed(region, region.own)),
             ];
-            self.copy(region, CommElement::F32, places)?;
+            self.copy(region, element, places)?;
             first += region.elements();
         }
         self.groups.workspaces.give(chunks.into_iter().chain(sums));
@@ -254,10 +256,11 @@ impl MeshCall<'_> {
             clear(device, &to, bytes)?;
             let own = self.own(gradient, self.parts.owned.gradient_buffers()?)?;
             let regions = self.plan.regions(gradient, dim);
+            let element = element(self.plan.experts[gradient].dtype);
             for region in regions.iter().filter(|region| region.owner == me) {
                 self.copy(
                     region,
-                    CommElement::F32,
+                    element,
                     [(own, packed(region, region.own)), (&to, spread(region))],
                 )?;
             }

@@ -3,21 +3,23 @@
 use super::groups::Mesh;
 use super::layer::{RankLayer, Reduces};
 use super::process_group::ProcessGroup;
-use super::replicas::OnDevice;
+use super::replicas::{OnDevice, SlotPart};
+use super::transfers::element;
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::router::is_of_router;
-use bytemuck::{cast_slice, cast_slice_mut};
-use moesaic_collectives::{Call, Collectives, CommElement, Reduction, Slice};
+use moesaic_collectives::{Call, Collectives, Reduction, Slice};
 use moesaic_plan::TensorId;
+use moesaic_tensor::Tensor;
 
 impl RankLayer {
     /// Sums gradients over the ranks that hold the same weights. Gradients of experts are summed
     /// over `dp` groups and over groups with replicas of an expert
     /// ([`Placement`](moesaic_plan::Placement)), those of sharded shared experts over the shards of
     /// the same index, all others over all ranks. The sums equal the gradients of one process that
-    /// has the tokens of all ranks, and are the same bytes on every rank that holds them. Call it
-    /// after any number of backward passes that accumulate.
+    /// has the tokens of all ranks, and are the same bytes on every rank that holds them. Gradients
+    /// of 16 bits are summed in f32, and rounded once for each group. Call it after any number of
+    /// backward passes that accumulate.
     ///
     /// Use it where the loss is a sum over tokens, as with `dy` of a mean over all ranks' tokens,
     /// and auxiliary losses have [`TokenScope::World`](moesaic_plan::TokenScope). If the loss is a
@@ -76,13 +78,15 @@ impl RankLayer {
         let experts = placement.count(self.mesh().place().ep);
         let buffers = own.gradient_buffers()?;
         let _turn = own.lock_workspaces();
-        let bytes = |tensor: TensorId| 4 * own.plan()[tensor].elements(0) as usize / experts;
-        let each = buffers.iter();
+        let part = |(tensor, buffer): (TensorId, _)| {
+            let tensor = &own.plan()[tensor];
+            let row = tensor.bytes(0) as usize / experts;
+            let dtype = tensor.dtype;
+            SlotPart { buffer, row, dtype }
+        };
         let mut slots = OnDevice {
             device: &*own.device,
-            parts: each
-                .map(|(tensor, buffer)| (buffer, bytes(tensor)))
-                .collect(),
+            parts: buffers.iter().map(part).collect(),
         };
         let what = format!("gradients of replicas of {}", self.label);
         self.ranks().sum_slots(&mut slots, &what)
@@ -116,7 +120,7 @@ fn sum(
             continue;
         }
         let buffer = buffers.handle(tensor).expect("it was just listed");
-        let data = Slice::new(buffer, CommElement::F32, 0, plan.elements(0) as usize)?;
+        let data = Slice::new(buffer, element(plan.dtype), 0, plan.elements(0) as usize)?;
         let call = Call::new(&plan.name);
         handles.push(group.all_reduce(&data, &data, Reduction::Sum, &call)?);
     }
@@ -132,12 +136,13 @@ fn divide(layer: &DeviceLayer, by: f32, wanted: Wanted) -> Result<(), EngineErro
     let _turn = layer.lock_workspaces();
     let wanted = |tensor: TensorId| wanted(&layer.plan()[tensor].name);
     for (tensor, buffer) in buffers.iter().filter(|(tensor, _)| wanted(*tensor)) {
-        let mut values = vec![0.0f32; layer.plan()[tensor].elements(0) as usize];
-        layer
-            .device
-            .download(buffer, 0, cast_slice_mut(&mut values))?;
+        let tensor = &layer.plan()[tensor];
+        let mut host = Tensor::zeros(tensor.dtype, &[tensor.elements(0) as usize]);
+        layer.device.download(buffer, 0, host.data.to_mut())?;
+        let mut values = host.to_f32();
         values.iter_mut().for_each(|value| *value /= by);
-        layer.device.upload(cast_slice(&values), buffer, 0)?;
+        let divided = Tensor::rounded(tensor.dtype, &host.shape, &values);
+        layer.device.upload(&divided.data, buffer, 0)?;
     }
     Ok(())
 }

@@ -3,9 +3,10 @@
 use super::process_group::ProcessGroup;
 use super::ranks::Ranks;
 use crate::error::EngineError;
-use bytemuck::cast_slice;
+use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Placement};
 use moesaic_target::{Buffer, Device};
+use moesaic_tensor::{read_float, write_f32s};
 
 /// The values of a rank's experts by slot, in one tensor or several.
 pub(super) trait Slots {
@@ -13,6 +14,8 @@ pub(super) trait Slots {
     fn read(&self, slot: usize) -> Result<Vec<u8>, EngineError>;
     /// Replaces the values of an expert by as many bytes.
     fn write(&mut self, slot: usize, bytes: &[u8]) -> Result<(), EngineError>;
+    /// Returns the number of bytes and the dtype of each part of an expert's values.
+    fn parts(&self) -> Vec<ExpertPart>;
 }
 
 /// Values in host memory.
@@ -39,18 +42,37 @@ impl Slots for Host<'_, '_> {
         }
         Ok(())
     }
+
+    // Values in host memory are summed as f32.
+    fn parts(&self) -> Vec<ExpertPart> {
+        let parts = self.parts.iter();
+        let row = |part: &&mut [u8]| part.len() / self.experts;
+        let part = |part| ExpertPart {
+            bytes: row(part),
+            dtype: DType::F32,
+        };
+        parts.map(part).collect()
+    }
 }
 
-/// Values on a device; each buffer with its bytes for one expert.
+/// Values of each expert in a buffer.
+pub(super) struct SlotPart<'a> {
+    pub buffer: &'a Buffer,
+    /// The bytes of one expert.
+    pub row: usize,
+    pub dtype: DType,
+}
+
+/// Values on a device.
 pub(super) struct OnDevice<'a> {
     pub device: &'a dyn Device,
-    pub parts: Vec<(&'a Buffer, usize)>,
+    pub parts: Vec<SlotPart<'a>>,
 }
 
 impl Slots for OnDevice<'_> {
     fn read(&self, slot: usize) -> Result<Vec<u8>, EngineError> {
         let mut all = Vec::new();
-        for (buffer, row) in &self.parts {
+        for SlotPart { buffer, row, .. } in &self.parts {
             let first = all.len();
             all.resize(first + row, 0);
             self.device
@@ -60,12 +82,21 @@ impl Slots for OnDevice<'_> {
     }
 
     fn write(&mut self, slot: usize, mut bytes: &[u8]) -> Result<(), EngineError> {
-        for (buffer, row) in &self.parts {
+        for SlotPart { buffer, row, .. } in &self.parts {
             let (own, rest) = bytes.split_at(*row);
             self.device.upload(own, buffer, slot * row)?;
             bytes = rest;
         }
         Ok(())
+    }
+
+    fn parts(&self) -> Vec<ExpertPart> {
+        let parts = self.parts.iter();
+        let part = |part: &SlotPart<'_>| ExpertPart {
+            bytes: part.row,
+            dtype: part.dtype,
+        };
+        parts.map(part).collect()
     }
 }
 
@@ -76,6 +107,12 @@ struct Replicas<'a> {
     mesh: Parallel,
     ep: usize,
     tp: usize,
+}
+
+/// One tensor's values of an expert.
+struct ExpertPart {
+    bytes: usize,
+    dtype: DType,
 }
 
 /// A replicated expert of this rank.
@@ -182,6 +219,7 @@ impl Replicas<'_> {
     }
 
     fn sum(&self, slots: &mut dyn Slots, what: &str) -> Result<(), EngineError> {
+        let parts = slots.parts();
         let mut arrived = self.trade(slots, Sender::Others, what)?.into_iter();
         for Replica { expert, slot, .. } in self.own().into_iter().filter(|one| one.owned) {
             // The owner sums for all groups and hands the result out, so that every replica gets
@@ -191,8 +229,9 @@ impl Replicas<'_> {
             // In the order of groups, whoever owns the expert: the sum must not change when the
             // owner does.
             rows.sort_by_key(|(group, _)| *group);
-            let sum = rows.into_iter().map(|(_, row)| floats(&row)).reduce(added);
-            slots.write(slot, cast_slice(&sum.unwrap_or_default()))?;
+            let rows = rows.into_iter().map(|(_, row)| widened(&row, &parts));
+            let sum = rows.reduce(added).unwrap_or_default();
+            slots.write(slot, &rounded(&sum, &parts))?;
         }
         self.hand_out(slots, what)
     }
@@ -234,9 +273,29 @@ impl Replicas<'_> {
     }
 }
 
-fn floats(bytes: &[u8]) -> Vec<f32> {
-    let each = bytes.as_chunks().0.iter();
-    each.map(|&four| f32::from_ne_bytes(four)).collect()
+/// Returns the values of an expert, of parts with these bytes and dtypes, as f32.
+fn widened(mut bytes: &[u8], parts: &[ExpertPart]) -> Vec<f32> {
+    let mut values = Vec::new();
+    for ExpertPart { bytes: row, dtype } in parts {
+        let (own, rest) = bytes.split_at(*row);
+        let each = own.chunks_exact(dtype.size());
+        values.extend(each.map(|bytes| read_float(*dtype, bytes) as f32));
+        bytes = rest;
+    }
+    values
+}
+
+/// Returns the bytes of an expert's values, each rounded to the dtype of its part.
+fn rounded(mut values: &[f32], parts: &[ExpertPart]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for ExpertPart { bytes: row, dtype } in parts {
+        let (own, rest) = values.split_at(row / dtype.size());
+        let first = bytes.len();
+        bytes.resize(first + row, 0);
+        write_f32s(*dtype, own, &mut bytes[first..]);
+        values = rest;
+    }
+    bytes
 }
 
 fn added(mut sum: Vec<f32>, row: Vec<f32>) -> Vec<f32> {

@@ -195,7 +195,8 @@ impl MeshCall<'_> {
         for FromTo { from, to } in shadow_gradients(&self.plan.backward) {
             let gradient = self.shadow_part().buffer(from);
             let own = self.own(to, self.parts.owned.gradient_buffers()?)?;
-            let bytes = self.of_expert(to).1 * CommElement::F32.size();
+            let (element, elements) = self.of_expert(to);
+            let bytes = elements * element.size();
             let owners = self.owners();
             clear(&*self.parts.owned.device, gradient, owners.len() * bytes)?;
             for (number, slot) in self.mine(&owners) {
@@ -216,21 +217,21 @@ impl MeshCall<'_> {
         to: TensorId,
         call: &Call,
     ) -> Result<(), EngineError> {
-        let (elements, owners) = (self.of_expert(to).1, self.owners());
+        let ((element, elements), owners) = (self.of_expert(to), self.owners());
         let me = self.plan.place.ep;
         let mut counts = vec![0; self.plan.mesh.ep];
         owners
             .iter()
             .for_each(|[owner, _]| counts[*owner] += elements);
-        let sums = self.take_buffer(counts[me] * CommElement::F32.size())?;
+        let sums = self.take_buffer(counts[me] * element.size())?;
         let from = Arc::clone(self.shadow_part().buffer(from));
-        let input = Slice::new(&from, CommElement::F32, 0, counts.iter().sum())?;
-        let output = Slice::new(&sums, CommElement::F32, 0, counts[me])?;
+        let input = Slice::new(&from, element, 0, counts.iter().sum())?;
+        let output = Slice::new(&sums, element, 0, counts[me])?;
         let group = self.group(OpGroup::Ep);
         let sum = group.reduce_scatter_v(&input, &counts, &output, Reduction::Sum, call)?;
         self.complete(Request::of(sum, &input))?;
         let own = self.own(to, self.parts.owned.gradient_buffers()?)?;
-        let bytes = elements * CommElement::F32.size();
+        let bytes = elements * element.size();
         for (number, (_, slot)) in self.mine(&owners).enumerate() {
             self.copy_bytes(
                 Bytes::at(&sums, number * bytes),

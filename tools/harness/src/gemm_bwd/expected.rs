@@ -346,20 +346,20 @@ impl Check<'_> {
                         }
                     }
                 }
-                self.gradient(&name, group, sums);
+                self.gradient(&name, group, sums, d.gradient);
             }
         }
     }
 
     /// The gradient of a group; what was there before is added.
-    fn gradient(&self, name: &str, group: usize, sums: Vec<Sum>) {
+    fn gradient(&self, name: &str, group: usize, sums: Vec<Sum>, dtype: DType) {
         let first = group * sums.len();
         for (at, mut want) in sums.into_iter().enumerate() {
             if let Some(before) = self.given.get(name) {
                 want.add(before[first + at]);
             }
             let got = self.got[name][first + at];
-            self.near(name, &[group, at], got, want, DType::F32);
+            self.near(name, &[group, at], got, want, dtype);
         }
     }
 
@@ -392,7 +392,7 @@ impl Check<'_> {
                         sum.add(weight * self.given[left][row * d.height + i]);
                     }
                 }
-                self.gradient(&format!("grad_{matrix}_bias"), group, sums);
+                self.gradient(&format!("grad_{matrix}_bias"), group, sums, DType::F32);
             }
         }
     }

@@ -2,16 +2,16 @@
 
 use super::entries::{Follow, PANEL, operand};
 use super::{ExpertGemm, GroupedGemmConfig, GroupedGemmDesc, desc};
-use crate::ops::params::{edges, entry, gradient, one, per_slot, tokens_by, when};
+use crate::ops::params::{edges, entry, gradient, gradient_of, one, per_slot, tokens_by, when};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{Entry, Param, Size};
 use moesaic_spec::{CapacityMode, Chooser, LayerSpec, Select, SharedGate, WeightSite};
 use serde::{Deserialize, Serialize};
 
-/// `grouped_gemm_wgrad`: `grad[e] = Σ over rows of e of leftᵀ · right`, f32.
+/// `grouped_gemm_wgrad`: `grad[e] = Σ over rows of e of leftᵀ · right`, summed in f32.
 ///
 /// Down: left is `dout`, right is `hidden`. Up: left is `dgate` and `dup`, right is `rows`. The
-/// gradient of a bias is the sum of left over rows.
+/// gradient of a bias is the sum of left over rows, in f32.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GroupedGemmWgradDesc {
     /// The half whose matrices have the gradient.
@@ -41,6 +41,8 @@ pub struct GroupedGemmWgradDesc {
     pub left: DType,
     /// Element type of right.
     pub right: DType,
+    /// Element type of the matrices' gradients: f32, or 16 bits, to which a sum is rounded once.
+    pub gradient: DType,
     /// f32 operands may be rounded to TF32.
     pub tf32: bool,
 }
@@ -52,6 +54,7 @@ pub(crate) fn routed(spec: &LayerSpec, half: ExpertGemm) -> GroupedGemmWgradDesc
     GroupedGemmWgradDesc {
         plain_rows: plain,
         weighted_bias: weighted && spec.experts.bias.down(),
+        gradient: spec.precision.expert_gradients,
         ..of(&desc::routed(spec, half), spec)
     }
 }
@@ -62,6 +65,7 @@ pub(crate) fn shared(spec: &LayerSpec, half: ExpertGemm, index: usize) -> Groupe
     let weighted = half == ExpertGemm::Down && shared.gate != SharedGate::None;
     GroupedGemmWgradDesc {
         weighted_bias: weighted && spec.shared_bias(index).down(),
+        gradient: spec.precision.expert_gradients,
         ..of(&desc::shared(spec, half, index), spec)
     }
 }
@@ -81,6 +85,7 @@ fn of(forward: &GroupedGemmDesc, spec: &LayerSpec) -> GroupedGemmWgradDesc {
         clears: false,
         left: forward.activations,
         right: forward.activations,
+        gradient: F32,
         tf32: forward.tf32,
     }
 }
@@ -107,6 +112,7 @@ pub(crate) fn router(
         clears: has_empty_tokens(spec),
         left: DType::F32,
         right,
+        gradient: F32,
         tf32: false,
     }
 }
@@ -183,7 +189,7 @@ fn matrices(d: &GroupedGemmWgradDesc, c: &GroupedGemmConfig) -> Entry {
     params.extend(
         lefts(d)
             .iter()
-            .map(|(_, matrix)| gradient(matrix, "", &shape)),
+            .map(|(_, matrix)| gradient_of(matrix, d.gradient, &shape)),
     );
     params.push(Param::i64("accumulate"));
     let tiles = e * d.height.div_ceil(c.tile_rows);

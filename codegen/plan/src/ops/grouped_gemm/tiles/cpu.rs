@@ -410,14 +410,22 @@ fn wgrad_tiles(d: &GroupedGemmWgradDesc, core: Core) -> GroupedGemmConfig {
     let tiles = d.height.div_ceil(core.scratch_rows(HEIGHT));
     let tile_rows = d.height.div_ceil(tiles).next_multiple_of(AMX_NR);
     let panels = 2 * DEPTH * AMX_NR * AMX_WGRAD_PANELS;
+    // Sums of slices of rows are added up in the gradient's own memory, unless that would round them
+    // several times: then scratch has all sums of a block.
+    let (columns, waits) = match d.gradient {
+        DType::F32 => (1024, false),
+        _ => (512, true),
+    };
+    let tile_columns = columns.min(d.width.next_multiple_of(AMX_NR));
+    let waiting = if waits { tile_rows * tile_columns } else { 0 };
     GroupedGemmConfig {
         threads: 1,
         tile_rows,
-        tile_columns: 1024.min(d.width.next_multiple_of(AMX_NR)),
+        tile_columns,
         tile_depth: DEPTH,
         thread_rows: AMX_NR,
         thread_columns: AMX_NR,
-        family: GemmFamily::Tiles(scratch(tile_rows * DEPTH + panels)),
+        family: GemmFamily::Tiles(scratch(tile_rows * DEPTH + panels + waiting)),
     }
 }
 
