@@ -46,9 +46,8 @@ impl Slots for Host<'_, '_> {
     // Values in host memory are summed as f32.
     fn parts(&self) -> Vec<ExpertPart> {
         let parts = self.parts.iter();
-        let row = |part: &&mut [u8]| part.len() / self.experts;
-        let part = |part| ExpertPart {
-            bytes: row(part),
+        let part = |part: &&mut [u8]| ExpertPart {
+            bytes: part.len() / self.experts,
             dtype: DType::F32,
         };
         parts.map(part).collect()
@@ -110,7 +109,7 @@ struct Replicas<'a> {
 }
 
 /// One tensor's values of an expert.
-struct ExpertPart {
+pub(super) struct ExpertPart {
     bytes: usize,
     dtype: DType,
 }
