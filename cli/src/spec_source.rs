@@ -186,7 +186,7 @@ impl LayerArgs {
             }
         };
         if let Some(precision) = self.precision {
-            source.spec.precision.weights = precision.into();
+            source.spec.precision.set_weights(precision.into());
             source.spec.precision.activations = precision.into();
             check(&source.spec)?;
         }
@@ -208,7 +208,7 @@ impl LayerArgs {
         };
         let mut import = model.import(layer)?;
         if let Some(precision) = self.precision {
-            import.spec.precision.weights = precision.into();
+            import.spec.precision.set_weights(precision.into());
             import.spec.precision.activations = precision.into();
         }
         let dequantized = model.set_formats(&mut import, self.model.dequantize, how)?;

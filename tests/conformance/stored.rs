@@ -23,6 +23,7 @@ impl Stored {
     pub fn random(spec: &LayerSpec, format: &str, tokens: usize, seed: u64) -> Stored {
         let mut spec = spec.clone();
         spec.precision.experts = WeightFormat::named(format);
+        spec.precision.expert_gradients = DType::F32; // codes have none
         Stored::sampled(spec, tokens, seed)
     }
 

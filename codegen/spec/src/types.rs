@@ -123,6 +123,14 @@ impl fmt::Display for ActivationFormat {
 }
 
 impl Precision {
+    /// Sets the dtype of the weights. Experts' gradients in 16 bits follow it.
+    pub fn set_weights(&mut self, dtype: DType) {
+        self.weights = dtype;
+        if self.expert_gradients != DType::F32 {
+            self.expert_gradients = dtype;
+        }
+    }
+
     /// Returns the format of the routed experts' down projection, if they are quantized.
     pub fn down_format(&self) -> Option<WeightFormat> {
         self.experts

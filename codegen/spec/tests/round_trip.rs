@@ -1,5 +1,6 @@
 //! Valid specs: random ones and the examples are valid, and survive TOML.
 
+use moesaic_kernel::DType;
 use moesaic_spec::{LayerSpec, canonical_tensors, testing::sample};
 use std::collections::BTreeSet;
 use std::fs;
@@ -148,4 +149,21 @@ fn canonical_text_is_short_and_ordered() {
     let canonical = "name = \"layer\"\n\n[shape]\nmodel_dim = 64\nhidden_dim = 32\n\
                      experts = 8\ntop_k = 2\n\n[router]\nscore = \"sigmoid\"\n";
     assert_eq!(spec.to_toml(), canonical);
+}
+
+/// As where a command or a binding is told another dtype than the spec has.
+#[test]
+fn weights_of_another_dtype_leave_a_spec_valid() {
+    for seed in 0..300 {
+        for dtype in [DType::F32, DType::F16, DType::Bf16] {
+            let mut spec = sample(seed);
+            let narrow = spec.precision.expert_gradients != DType::F32;
+            spec.precision.set_weights(dtype);
+            spec.precision.activations = dtype;
+            spec.precision.tf32 = false;
+            spec.validate().expect("it is valid");
+            let gradients = if narrow { dtype } else { DType::F32 };
+            assert_eq!(spec.precision.expert_gradients, gradients, "seed {seed}");
+        }
+    }
 }

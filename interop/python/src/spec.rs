@@ -111,10 +111,7 @@ impl Spec {
     ) -> PyResult<Spec> {
         let mut spec = self.spec.clone();
         if let Some(name) = weights {
-            spec.precision.weights = float(name)?;
-            if spec.precision.expert_gradients != DType::F32 {
-                spec.precision.expert_gradients = spec.precision.weights;
-            }
+            spec.precision.set_weights(float(name)?);
         }
         if let Some(name) = expert_gradients {
             spec.precision.expert_gradients = float(name)?;

@@ -6,7 +6,7 @@ use crate::error::EngineError;
 use moesaic_kernel::DType;
 use moesaic_plan::{Parallel, Placement};
 use moesaic_target::{Buffer, Device};
-use moesaic_tensor::{read_float, write_f32s};
+use moesaic_tensor::{Tensor, write_f32s};
 
 /// The values of a rank's experts by slot, in one tensor or several.
 pub(super) trait Slots {
@@ -112,6 +112,12 @@ struct Replicas<'a> {
 pub(super) struct ExpertPart {
     bytes: usize,
     dtype: DType,
+}
+
+impl ExpertPart {
+    fn elements(&self) -> usize {
+        self.bytes / self.dtype.size()
+    }
 }
 
 /// A replicated expert of this rank.
@@ -275,10 +281,14 @@ impl Replicas<'_> {
 /// Returns the values of an expert, of parts with these bytes and dtypes, as f32.
 fn widened(mut bytes: &[u8], parts: &[ExpertPart]) -> Vec<f32> {
     let mut values = Vec::new();
-    for ExpertPart { bytes: row, dtype } in parts {
-        let (own, rest) = bytes.split_at(*row);
-        let each = own.chunks_exact(dtype.size());
-        values.extend(each.map(|bytes| read_float(*dtype, bytes) as f32));
+    for part in parts {
+        let (own, rest) = bytes.split_at(part.bytes);
+        let own = Tensor {
+            dtype: part.dtype,
+            shape: vec![part.elements()],
+            data: own.into(),
+        };
+        values.extend(own.to_f32());
         bytes = rest;
     }
     values
@@ -287,11 +297,11 @@ fn widened(mut bytes: &[u8], parts: &[ExpertPart]) -> Vec<f32> {
 /// Returns the bytes of an expert's values, each rounded to the dtype of its part.
 fn rounded(mut values: &[f32], parts: &[ExpertPart]) -> Vec<u8> {
     let mut bytes = Vec::new();
-    for ExpertPart { bytes: row, dtype } in parts {
-        let (own, rest) = values.split_at(row / dtype.size());
+    for part in parts {
+        let (own, rest) = values.split_at(part.elements());
         let first = bytes.len();
-        bytes.resize(first + row, 0);
-        write_f32s(*dtype, own, &mut bytes[first..]);
+        bytes.resize(first + part.bytes, 0);
+        write_f32s(part.dtype, own, &mut bytes[first..]);
         values = rest;
     }
     bytes
