@@ -74,16 +74,10 @@ fn checkpoint(engine: &Engine) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Times the same family of layer at a size that fills a machine. For the shortest times that the
-/// machine allows, see `cargo bench -p moesaic-benches --bench roofline`.
+/// Times the same family of layer at a size that fills a machine. `moesaic bench --spec
+/// examples/quickstart/full_size.toml` compares the times with what the machine allows.
 fn full_size(engine: &Engine) -> Result<(), Box<dyn Error>> {
-    let spec = LayerSpec::from_toml(
-        r#"
-        name = "full-size"
-        shape = { model_dim = 1024, hidden_dim = 512, experts = 16, top_k = 4 }
-        router = { score = "sigmoid", select_bias = true, renormalize = "sum", scale = 2.5 }
-        "#,
-    )?;
+    let spec = LayerSpec::from_toml(include_str!("full_size.toml"))?;
     let layer = engine.layer(&spec, &Init::Linear.weights(&spec, 7))?;
     println!("\n{}", show::spec(&spec));
     for tokens in [1, 64, 2048] {

@@ -98,13 +98,21 @@ pub fn clip_norm(gradients: &mut Tensors<'_>, most: f32) -> Result<f64, TrainErr
     let norm = sum.sqrt();
     if norm > f64::from(most) {
         let factor = (f64::from(most) / norm) as f32;
-        for (name, gradient) in gradients.iter_mut() {
-            let mut values = widened(name, gradient)?.into_owned();
-            values.iter_mut().for_each(|g| *g *= factor);
-            *gradient = rounded(gradient.dtype, &gradient.shape, values);
+        for gradient in gradients.values_mut() {
+            scale(gradient, factor);
         }
     }
     Ok(norm)
+}
+
+/// Multiplies a gradient by a factor: in place if it is f32.
+fn scale(gradient: &mut Tensor<'_>, factor: f32) {
+    if gradient.dtype == DType::F32 {
+        floats_mut(gradient).iter_mut().for_each(|g| *g *= factor);
+    } else {
+        let values = gradient.to_f32().into_iter().map(|g| g * factor).collect();
+        *gradient = rounded(gradient.dtype, &gradient.shape, values);
+    }
 }
 
 /// Returns the values of a gradient, which may have 16 bits.

@@ -235,7 +235,7 @@ fn every_weight_has_its_gradient() {
     }
 }
 
-/// Of 16 bits are those of experts' matrices alone.
+/// Only the matrices of experts have gradients in 16 bits.
 #[test]
 fn gradients_have_their_dtypes() {
     let plan = trained(Recompute::None, |s| {

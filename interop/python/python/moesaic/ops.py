@@ -331,10 +331,8 @@ def _sums(
 ) -> torch.Tensor:
     """Returns memory for a gradient, with zeros where kernels add to it: those of the experts `few`
     if they are copied, else all, because others are zeros of the result."""
-    if few is None:
-        return empty(weight.shape, dtype, weight.device)
-    if not copied:
-        return zeros(weight.shape, dtype)
+    if few is None or not copied:
+        return for_gradient(weight, dtype, few)
     sums = empty(weight.shape, dtype)
     for expert in few:
         sums[expert].zero_()
@@ -348,11 +346,13 @@ def _rounded(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return empty(weight.shape, weight.dtype, weight.device).copy_(gradient)
 
 
-def for_gradient(weight: torch.Tensor, few: Optional[list[int]]) -> torch.Tensor:
+def for_gradient(
+    weight: torch.Tensor, dtype: torch.dtype, few: Optional[list[int]]
+) -> torch.Tensor:
     """Returns memory for the gradient of a weight, of zeros if only `few` experts' is written."""
     if few is None:
-        return empty(weight.shape, weight.dtype, weight.device)
-    return zeros(weight.shape, weight.dtype)
+        return empty(weight.shape, dtype, weight.device)
+    return zeros(weight.shape, dtype)
 
 
 def copy_experts(to: torch.Tensor, gradient: torch.Tensor, few: Optional[list[int]]) -> None:

@@ -234,7 +234,7 @@ def _pack(
     gradients: list[torch.Tensor], like: torch.Tensor, kind: tuple, few: Optional[list[int]]
 ) -> torch.Tensor:
     """Returns the gradient of a weight from those of its parts; all but `few` experts' are zero."""
-    whole = ops.for_gradient(like, few)
+    whole = ops.for_gradient(like, like.dtype, few)
     for part, gradient in zip(_parts(whole, *kind), gradients):
         ops.copy_experts(part, gradient, few)
     return whole

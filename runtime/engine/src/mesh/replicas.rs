@@ -259,8 +259,8 @@ impl Replicas<'_> {
         what: &str,
     ) -> Result<Vec<Vec<u8>>, EngineError> {
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        let bytes = slots.parts().iter().map(|part| part.bytes).sum();
         for replica in self.own() {
-            let row = slots.read(replica.slot)?;
             let groups = if replica.owned {
                 self.others(replica.expert)
             } else {
@@ -268,9 +268,10 @@ impl Replicas<'_> {
             };
             let peers = groups.into_iter().map(|group| self.peer(group));
             if replica.owned == (sender == Sender::Owner) {
+                let row = slots.read(replica.slot)?;
                 sends.extend(peers.map(|peer| (peer, row.clone())));
             } else {
-                receives.extend(peers.map(|peer| (peer, row.len())));
+                receives.extend(peers.map(|peer| (peer, bytes)));
             }
         }
         let ranks = self.ranks;
