@@ -15,7 +15,7 @@ soname=libmoesaic.so.${version%.*}
 static="-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc"
 
 profile=${PROFILE:-release}
-target=${CARGO_TARGET_DIR:-$here/target}
+target=${CARGO_TARGET_DIR:-$here/../target}
 cargo rustc --locked --manifest-path "$here/Cargo.toml" --target-dir "$target" --lib \
   --profile "$profile" "$@" -- -C "link-arg=-Wl,-soname,$soname"
 case $profile in dev) built=$target/debug ;; *) built=$target/$profile ;; esac

@@ -1,6 +1,6 @@
 //! Tests of the C interface: its examples, built by a C compiler from an installed library.
 
-use crate::{C, CARGO, is_there, run, target};
+use crate::{CARGO, INTEROP, is_there, run, target};
 use std::path::Path;
 use std::process::Command;
 
@@ -20,6 +20,7 @@ pub fn test(root: &Path) -> Result<(), String> {
     ));
     let path = std::env::join_paths(paths).map_err(|error| error.to_string())?;
     let mut cargo = Command::new(CARGO);
-    cargo.args(["test", "--locked", "--manifest-path", C, "--target-dir"]);
+    cargo.args(["test", "--locked", "--package", "moesaic-c"]);
+    cargo.args(["--manifest-path", INTEROP, "--target-dir"]);
     run(cargo.arg(target).env("PATH", path))
 }

@@ -6,18 +6,20 @@ mod c;
 mod gpu_smoke;
 mod python;
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::{Child, Command, ExitCode};
 
 const USAGE: &str = "\
 usage: cargo xtask <command>
 
   test    install what the tests need (NVRTC, clang, MPICH, numpy, pytest and cmake by pip; an
           emulator of aarch64, gcc for it, Open MPI and valgrind by apt-get, which needs root),
-          run every test, also those of interop, which is no part of the workspace
+          run every test, those of interop beside the others
           --quick: five minutes on two cores, and no tool but a C compiler: unit tests,
           golden text, whole layers on the CPU, oracles of Hugging Face and Tutel
           --thorough: every combination where tests take turns (harness/src/thorough.rs)
+          --interop: the tests of interop alone
   bless   rewrite the golden files after a wanted change
   fuzz    broken inputs into everything that reads
   sweep   compile random layers, forward and training, for every GPU
@@ -36,14 +38,8 @@ usage: cargo xtask <command>
 
 const CARGO: &str = env!("CARGO");
 
-/// Outside the workspace: candle brings a hundred crates that nothing else needs.
-const CANDLE: &str = "interop/candle/Cargo.toml";
-
-/// Outside the workspace, too: the workspace does without Python.
-const PYTHON: &str = "interop/python/Cargo.toml";
-
-/// Outside the workspace, too: a C library has a name of its own and is linked for each test.
-const C: &str = "interop/c/Cargo.toml";
+/// The workspace of C, candle and Python, which the main one does without.
+const INTEROP: &str = "interop/Cargo.toml";
 
 fn main() -> ExitCode {
     let command = std::env::args().nth(1).unwrap_or_default();
@@ -51,6 +47,7 @@ fn main() -> ExitCode {
         "test" => match std::env::args().nth(2).as_deref() {
             None => test(),
             Some("--quick") => quick(),
+            Some("--interop") => interop(),
             Some("--thorough") => {
                 // SAFETY: nothing else runs yet that could read the environment.
                 unsafe { std::env::set_var("MOESAIC_THOROUGH", "1") };
@@ -82,23 +79,66 @@ fn main() -> ExitCode {
 /// is the one that is tested: alone it would be built with other features, and all below it
 /// twice.
 fn test() -> Result<(), String> {
-    cargo(&["test", "--workspace", "--no-run"])?;
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    std::thread::scope(|scope| {
+        // Fetching leaves the processor to the compiler.
+        scope.spawn(install_packages);
+        cargo(&["test", "--workspace", "--no-run"])
+    })?;
     let program = target(&root).join("debug/moesaic");
     run(Command::new(program).args(["toolchain", "install", "cuda", "rocm", "mpi"]))?;
-    install_packages();
-    cargo(&["test", "--workspace", "--no-fail-fast"])?;
-    outside(CANDLE, &["test", "--locked"], &[])?;
+    let beside = Beside::start(&target(&root).join("interop.log"))?;
+    let done = cargo(&["test", "--workspace", "--no-fail-fast"]);
+    beside.finish().and(done)
+}
+
+/// [`interop`] in a process of its own. Many a test waits for something else than a processor; this
+/// has work for it then.
+struct Beside {
+    process: Child,
+    /// What it prints.
+    log: PathBuf,
+}
+
+impl Beside {
+    fn start(log: &Path) -> Result<Beside, String> {
+        let failed = |error| format!("tests of interop cannot be started: {error}");
+        let file = File::create(log).map_err(failed)?;
+        let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+        command.args(["test", "--interop"]);
+        command.stdout(file.try_clone().map_err(failed)?);
+        let process = command.stderr(file).spawn().map_err(failed)?;
+        let log = log.to_path_buf();
+        Ok(Beside { process, log })
+    }
+
+    /// Waits for it and prints what it printed.
+    fn finish(mut self) -> Result<(), String> {
+        let failed = |error| format!("tests of interop: {error}");
+        let status = self.process.wait().map_err(failed)?;
+        eprint!("{}", std::fs::read_to_string(&self.log).map_err(failed)?);
+        if status.success() {
+            Ok(())
+        } else {
+            Err(format!("tests of interop failed: {status}"))
+        }
+    }
+}
+
+/// The tests of C, candle and Python.
+fn interop() -> Result<(), String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    outside(&["test", "--locked", "--package", "moesaic-candle"], &[])?;
     c::test(&root)?;
     python::test(&root)
 }
 
-/// Runs cargo on a crate outside the workspace. It builds in the workspace's folder, where crates
+/// Runs cargo on the workspace of interop. It builds in the main workspace's folder, where crates
 /// of the registry that both need are there already.
-fn outside(manifest: &str, before: &[&str], after: &[&str]) -> Result<(), String> {
+fn outside(before: &[&str], after: &[&str]) -> Result<(), String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let folder = target(&root).display().to_string();
-    let own = ["--manifest-path", manifest, "--target-dir", &folder];
+    let own = ["--manifest-path", INTEROP, "--target-dir", &folder];
     cargo(&[before, &own, after].concat())
 }
 
@@ -221,11 +261,8 @@ const CLIPPY: [&str; 4] = ["--all-targets", "--", "--deny", "warnings"];
 fn lint() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
     cargo(&[&["clippy", "--locked", "--workspace"][..], &CLIPPY].concat())?;
-    for manifest in [CANDLE, PYTHON, C] {
-        cargo(&["fmt", "--manifest-path", manifest, "--check"])?;
-        outside(manifest, &["clippy", "--locked"], &CLIPPY)?;
-    }
-    Ok(())
+    cargo(&["fmt", "--all", "--manifest-path", INTEROP, "--check"])?;
+    outside(&["clippy", "--locked", "--workspace"], &CLIPPY)
 }
 
 /// Crates that stay here.

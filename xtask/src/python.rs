@@ -1,6 +1,6 @@
 //! Tests of the Python package that need no torch, whose wheel is larger than all else here.
 
-use crate::{PYTHON, outside, run, target};
+use crate::{outside, run, target};
 use std::path::Path;
 use std::process::Command;
 
@@ -11,12 +11,12 @@ pub fn test(root: &Path) -> Result<(), String> {
     let mut pip = Command::new("python3");
     pip.args(["-m", "pip", "install", "--quiet", "--upgrade", "--target"]);
     run(pip.arg(&packages).args(["numpy", "pytest"]))?;
-    let extension = ["--locked", "--features", "extension-module"];
-    outside(PYTHON, &["build"], &extension)?;
-    let package = root.join("interop/python/python");
+    let package = ["build", "--locked", "--package", "moesaic-python"];
+    outside(&package, &["--features", "extension-module"])?;
+    let sources = root.join("interop/python/python");
     let (from, to) = ("debug/lib_native.so", "moesaic/_native.abi3.so");
-    std::fs::copy(built.join(from), package.join(to)).map_err(|error| error.to_string())?;
-    let paths = std::env::join_paths([packages, package]).map_err(|error| error.to_string())?;
+    std::fs::copy(built.join(from), sources.join(to)).map_err(|error| error.to_string())?;
+    let paths = std::env::join_paths([packages, sources]).map_err(|error| error.to_string())?;
     let folder = root.join("interop/python/tests");
     let tests = ["test_arrays.py", "test_pages.py"].map(|file| folder.join(file));
     let mut pytest = Command::new("python3");

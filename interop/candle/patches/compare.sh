@@ -12,7 +12,7 @@ root=$(cd "$patches/../../.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-version=$(grep -A1 '"candle-transformers"' "$root/interop/candle/Cargo.lock" | grep -o '[0-9.]*[0-9]')
+version=$(grep -A1 '"candle-transformers"' "$root/interop/Cargo.lock" | grep -o '[0-9.]*[0-9]')
 source=$(echo "${CARGO_HOME:-$HOME/.cargo}"/registry/src/*/"candle-transformers-$version")
 for copy in original patched; do
     mkdir -p "$work/$copy"
@@ -42,7 +42,7 @@ done
 
 mkdir -p "$work/compare/src"
 cp "$patches/compare.rs" "$work/compare/src/main.rs"
-cp "$root/interop/candle/Cargo.lock" "$work/compare/"
+cp "$root/interop/Cargo.lock" "$work/compare/"
 cat >"$work/compare/Cargo.toml" <<TOML
 [workspace]
 [package]

@@ -46,8 +46,9 @@ fn new_project(folder: &Path) -> PathBuf {
     }
     let candle = ["candle-core@0.11", "--no-default-features"];
     cargo(&project, &[&add[..], &candle[..]].concat());
-    fs::copy(here().join("Cargo.lock"), project.join("Cargo.lock")).expect("it can be copied");
-    let manifest = fs::read_to_string(here().join("Cargo.toml")).expect("it can be read");
+    let workspace = here().join("..");
+    fs::copy(workspace.join("Cargo.lock"), project.join("Cargo.lock")).expect("it can be copied");
+    let manifest = fs::read_to_string(workspace.join("Cargo.toml")).expect("it can be read");
     let profile = manifest.find("[profile.dev]").expect("it has a profile");
     let own = project.join("Cargo.toml");
     let text = fs::read_to_string(&own).expect("cargo wrote it");
