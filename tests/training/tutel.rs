@@ -48,7 +48,7 @@ fn as_reference(run: &Run) -> moesaic::reference::Weights {
 fn layer_prints_what_tutel_prints() {
     let engine = quick::open("cpu", EngineOptions::default()).expect("a C compiler");
     for (n, (options, run)) in recorded().enumerate() {
-        let steps = if takes(n, 2) { 100 } else { 20 };
+        let steps = if takes(n, 4) { 100 } else { 20 };
         run.train(&engine, steps, 5, options);
     }
 }

@@ -12,18 +12,25 @@ use tempfile::TempDir;
 /// Flags behind the usual ones, with which kernels compile in a third of the time. A kernel is made
 /// of small functions that are inlined by force, some of them a dozen times; the second flag turns
 /// that attribute into one without effect, so that each is compiled once.
-const HURRIED: &str = "-Og -Dalways_inline=unused";
+const HURRIED: &str = "-Og -Dalways_inline=unused -fno-asynchronous-unwind-tables";
 
-/// A compiler with [`HURRIED`] flags.
+/// Further flags for libraries. What a kernel calls is in the process that loads it, so the linker
+/// need not read the C library for each.
+const LIBRARY: &str = "-nostdlib";
+
+/// A compiler with further flags, which its script adds.
 struct Quick<C> {
     compiler: C,
+    flags: String,
     _script: TempDir,
 }
 
 /// This machine's C compiler: one for all, so that its version is asked once.
 pub fn cpu() -> Arc<dyn Compiler> {
-    static QUICK: LazyLock<Arc<dyn Compiler>> =
-        LazyLock::new(|| of(&CpuCompiler::find(None).expect("a C compiler"), |c| c));
+    static QUICK: LazyLock<Arc<dyn Compiler>> = LazyLock::new(|| {
+        let usual = CpuCompiler::find(None).expect("a C compiler");
+        with_flags(&usual, format!("{HURRIED} {LIBRARY}"), |c| c)
+    });
     QUICK.clone()
 }
 
@@ -42,15 +49,24 @@ pub fn of<C: Compiler + 'static>(
     usual: &CpuCompiler,
     around: impl FnOnce(CpuCompiler) -> C,
 ) -> Arc<dyn Compiler> {
+    with_flags(usual, HURRIED.to_string(), around)
+}
+
+fn with_flags<C: Compiler + 'static>(
+    usual: &CpuCompiler,
+    flags: String,
+    around: impl FnOnce(CpuCompiler) -> C,
+) -> Arc<dyn Compiler> {
     let folder = tempfile::tempdir().unwrap();
     // Its name says what it compiles for.
     let script = folder.path().join(usual.program().file_name().unwrap());
     let program = usual.program().display();
-    let text = format!("#!/bin/sh\nexec '{program}' \"$@\" {HURRIED}\n");
+    let text = format!("#!/bin/sh\nexec '{program}' \"$@\" {flags}\n");
     std::fs::write(&script, text).unwrap();
     std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
     Arc::new(Quick {
         compiler: around(CpuCompiler::at(&script)),
+        flags,
         _script: folder,
     })
 }
@@ -65,7 +81,7 @@ impl<C: Compiler> Compiler for Quick<C> {
     }
 
     fn fingerprint(&self, target: Target) -> String {
-        format!("{} {HURRIED}", self.compiler.fingerprint(target))
+        format!("{} {}", self.compiler.fingerprint(target), self.flags)
     }
 
     fn targets(&self) -> Vec<Target> {

@@ -7,7 +7,7 @@ use moesaic_target::Compiler;
 use moesaic_toolchain::{Registry, ToolKind, install, nvrtc, rocm};
 
 /// Number of layers of which one kernel is compiled.
-const LAYERS: u64 = 150;
+const LAYERS: u64 = 80;
 
 /// Seeds of layers with kernels that a sweep found to spill, each with its
 /// target.
