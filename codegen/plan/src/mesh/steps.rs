@@ -162,7 +162,11 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     let dout = RowTensor {
         from: "dout",
         to: "dout",
-        payload: Payload::PerToken,
+        // Behind a norm a row's gradient has its own weight in it.
+        payload: match plan.tokens.spec.experts.output_norm_eps {
+            Some(_) => Payload::PerRow,
+            None => Payload::PerToken,
+        },
     };
     if let Some(shadows) = &plan.shadows {
         // Weights of shadows are not kept where hidden values are recomputed: the recomputation
