@@ -7,7 +7,8 @@ use moesaic_spec::{CapacityMode, Chooser, LayerSpec};
 
 /// Returns the experts of a spec as a layer whose ids come from outside: its tokens are those of
 /// one router, then those of the next. `None` if a call of all routers differs from a call of each:
-/// with a capacity, with decisions of the caller, with a latent projection, and with a norm of outputs.
+/// with a capacity, with decisions of the caller, with a latent projection, and with a norm of
+/// outputs.
 pub fn stacked(spec: &LayerSpec) -> Option<LayerSpec> {
     let mode = spec.capacity.mode;
     let drops = !matches!(mode, CapacityMode::Dropless | CapacityMode::MaxCount);

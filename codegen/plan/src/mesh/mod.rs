@@ -251,8 +251,8 @@ pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: RankCoords) -> LayerS
 
 fn expert_layer(spec: &LayerSpec, mesh: Parallel, place: RankCoords, experts: usize) -> LayerSpec {
     let mut elsewhere = spec.decided_elsewhere();
-    // The tokens' rank normalises outputs once the sums of all shards are there, and what comes back
-    // to the experts has the weights of rows in it.
+    // The tokens' rank normalises outputs once the sums of all shards are there, and the gradients
+    // that it sends back have the weights of rows in them.
     if elsewhere.experts.output_norm_eps.take().is_some() {
         elsewhere.router.weight_on = WeightSite::Input;
     }

@@ -273,7 +273,7 @@ impl Builder {
         // arrive.
         let normed = spec.experts.output_norm_eps.is_some();
         let parts = match self.part {
-            // The norm sums the gradient of a row's weight, here and at once.
+            // The norm sums the whole gradient of a row's weight, on the rank of its token.
             _ if normed => 1,
             Part::Tokens { parts } => parts,
             _ => self.parts(&grouped_gemm::dgrad::routed(spec, ExpertGemm::Down)),
