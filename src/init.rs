@@ -91,7 +91,9 @@ impl Init {
         match tensor.name.as_str() {
             "router.select_bias" => return Distribution::Constant(0.0),
             "router.load" => return Distribution::Constant(1.0 / columns(tensor)),
-            "latent.norm.weight" => return Distribution::Constant(1.0),
+            "latent.norm.weight" | "latent.input_norm.weight" | "expert_norm.weight" => {
+                return Distribution::Constant(1.0);
+            }
             name if name.ends_with("_scale") => return Distribution::Constant(1.0),
             _ => {}
         }

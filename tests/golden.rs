@@ -158,7 +158,8 @@ fn comm_cast_sources(target: &str) -> Vec<Emitted> {
     ON_THE_WIRE.into_iter().flat_map(of_layer).collect()
 }
 
-/// The norm of the routed experts' sum, and its backward pass.
+/// The norms of what routed experts read, of each output and of their sum, and their backward
+/// passes.
 fn norm_sources(target: &str) -> Vec<Emitted> {
     let parsed: Target = target.parse().expect("a known target");
     let mut spec = spec("deepseek-v3");
@@ -166,7 +167,10 @@ fn norm_sources(target: &str) -> Vec<Emitted> {
         dim: 3584,
         bias: false,
         norm_eps: Some(1e-5),
+        input_norm_eps: Some(1e-5),
     });
+    spec.experts.output_norm_eps = Some(1e-8);
+    spec.router.token_mask = true;
     let options = PlanOptions::training(Training::default());
     let plan = plan(&spec, parsed, &options).expect("it can be planned");
     let mut list = emitted("deepseek-v3.norm", &plan);

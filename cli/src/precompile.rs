@@ -281,7 +281,8 @@ impl PrecompileArgs {
         let stacks: Vec<LayerSpec> = specs.iter().filter_map(stacked).collect();
         if stacks.is_empty() {
             let message = "--multi-gate does nothing here: routers over experts with a capacity, \
-                           or with a latent projection, and routing from outside run one by one";
+                           a latent projection or a norm of outputs, and routing from outside run \
+                           one by one";
             return Err(Failure::input(message).hint("leave it out"));
         }
         Ok([specs, stacks].concat())

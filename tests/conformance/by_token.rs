@@ -29,7 +29,8 @@ fn specs() -> [String; 4] {
         "router = { score = \"sigmoid\", select_bias = true, renormalize = \"sum\", scale = 2.5 }\n\
          [[shared]]\nhidden_dim = 6",
         "router = { bias = true, token_mask = true }\nexperts.identity = 1",
-        "router = { kind = \"table\", table_rows = 9 }\nlatent = { dim = 9, norm_eps = 0.02 }",
+        "router = { kind = \"table\", table_rows = 9 }\nlatent = { dim = 9, norm_eps = 0.02 }\n\
+         experts.output_norm_eps = 0.05",
         "precision = { weights = \"bf16\", activations = \"bf16\" }\ncapacity.mode = \"max-count\"\n\
          router.weight_on = \"input\"",
     ]

@@ -339,6 +339,9 @@ pub fn specs() -> Vec<LayerSpec> {
         "shape = { model_dim = 24, hidden_dim = 16, experts = 8, top_k = 3 }
          experts = { identity = 2 }
          latent = { dim = 10, norm_eps = 0.05 }",
+        "shape = { model_dim = 24, hidden_dim = 12, experts = 8, top_k = 3 }
+         experts = { output_norm_eps = 0.05, bias = true }
+         latent = { dim = 10, input_norm_eps = 0.1 }",
     ]
     .map(spec)
     .into()

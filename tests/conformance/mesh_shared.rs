@@ -32,7 +32,7 @@ fn specs() -> Vec<LayerSpec> {
         // Projections around the routed experts alone.
         "shape = { model_dim = 24, hidden_dim = 12, experts = 8, top_k = 3 }
          experts = { identity = 2 }
-         latent = { dim = 10, norm_eps = 0.05 }
+         latent = { dim = 10, norm_eps = 0.05, input_norm_eps = 0.1 }
          shared = [{ hidden_dim = 12, gate = 'sigmoid' }, { hidden_dim = 24, bias = true }]",
         // A gate that weighs the routed experts, too.
         "shape = { model_dim = 20, hidden_dim = 12, experts = 4, top_k = 1 }

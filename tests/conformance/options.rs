@@ -72,6 +72,7 @@ fn latents() -> Vec<LayerSpec> {
             dim,
             bias,
             norm_eps: None,
+            input_norm_eps: None,
         })
     };
     let mut alone = small(24, 40, 6, 2);
@@ -107,6 +108,7 @@ fn latent_norms() -> Vec<LayerSpec> {
             dim,
             bias: dim > 16,
             norm_eps: Some(eps),
+            input_norm_eps: None,
         })
     };
     let mut alone = small(24, 40, 6, 2);
@@ -185,6 +187,7 @@ fn residuals() -> Vec<LayerSpec> {
         dim: 16,
         bias: true,
         norm_eps: Some(0.05),
+        input_norm_eps: None,
     });
     latent.experts.identity = 2;
     latent.shared = vec![shared(16, SharedGate::Residual, None)];
@@ -195,6 +198,65 @@ fn residuals() -> Vec<LayerSpec> {
     dropping.capacity.renormalize_after_drop = true;
     dropping.shared = vec![shared(16, SharedGate::Residual, None)];
     vec![plain, several, latent, dropping]
+}
+
+/// Norms of what experts read and of their outputs: alone and together, behind biases, of one
+/// element, of whole and of part packs, of layers that drop and mask.
+fn expert_norms() -> Vec<LayerSpec> {
+    let latent = |dim, input, sum| {
+        Some(Latent {
+            dim,
+            bias: dim > 16,
+            norm_eps: sum,
+            input_norm_eps: Some(input),
+        })
+    };
+    let mut spark = of_type(DType::Bf16, small(40, 24, 6, 2));
+    spark.latent = latent(72, 0.02, None);
+    spark.experts.output_norm_eps = Some(0.01);
+    let mut outputs = small(24, 40, 6, 3);
+    outputs.experts.output_norm_eps = Some(1e-3);
+    outputs.experts.bias = Biases::Down;
+    outputs.shape.output_dim = Some(33);
+    outputs.shared = vec![shared(16, SharedGate::Sigmoid, None)];
+    let mut inputs = of_type(DType::F16, small(64, 64, 6, 2));
+    inputs.latent = latent(33, 0.02, Some(0.05));
+    inputs.router.weight_on = WeightSite::Input;
+    inputs.router.token_mask = true;
+    let mut dropping = small(24, 16, 5, 3);
+    dropping.latent = latent(9, 0.5, Some(0.05));
+    dropping.experts.output_norm_eps = Some(0.2);
+    dropping.experts.identity = 2;
+    dropping.capacity.mode = CapacityMode::Fixed;
+    dropping.capacity.rows = Some(5);
+    dropping.capacity.renormalize_after_drop = true;
+    dropping.shared = vec![shared(16, SharedGate::Residual, None)];
+    let mut one = small(24, 16, 5, 2);
+    one.shape.output_dim = Some(1);
+    one.experts.output_norm_eps = Some(0.5);
+    one.experts.form = ExpertForm::Plain;
+    vec![spark, outputs, inputs, dropping, one]
+}
+
+/// No token, one, and one expert for all.
+#[test]
+fn norms_of_few_rows() {
+    for (i, mut spec) in expert_norms().into_iter().enumerate() {
+        let engines = [cpu(), open(SIMULATORS[i % 3])];
+        for engine in &engines {
+            for tokens in [0, 1] {
+                let case = Case::random(&spec, tokens, i as u64);
+                case.check(engine);
+                case.check_training(engine, MODES[(i + tokens) % 3]);
+            }
+        }
+        (spec.shape.experts, spec.shape.top_k) = (1, 1);
+        spec.experts.identity = 0;
+        let case = Case::random(&spec, 33, i as u64);
+        engines
+            .iter()
+            .for_each(|engine| case.check_training(engine, MODES[i % 3]));
+    }
 }
 
 /// More experts than the lanes of a warp hold scores of, with everything that
@@ -274,6 +336,7 @@ on_each!(
     biases,
     latents,
     latent_norms,
+    expert_norms,
     limits,
     residuals,
     many_experts

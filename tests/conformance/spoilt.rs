@@ -50,6 +50,7 @@ fn with_empty_tokens() -> Vec<LayerSpec> {
             dim: 7,
             bias: true,
             norm_eps: Some(0.1),
+            input_norm_eps: Some(0.1),
         })
     };
     let mut list = vec![
@@ -95,6 +96,7 @@ fn with_empty_tokens() -> Vec<LayerSpec> {
                 dim,
                 bias: false,
                 norm_eps: None,
+                input_norm_eps: None,
             });
         }),
     );
@@ -303,6 +305,7 @@ fn ranks_pass_over_padding() {
             dim: 7,
             bias: true,
             norm_eps: Some(0.1),
+            input_norm_eps: Some(0.1),
         });
     });
     let case = padded(&spec).expect("it has masked tokens");

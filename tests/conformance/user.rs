@@ -272,6 +272,8 @@ fn user_experts_run_backward() {
         linear.clone() + "renormalize = \"sum\"\n",
         linear.clone()
             + "[latent]\ndim = 7\nbias = true\n[[shared]]\nhidden_dim = 5\ngate = \"sigmoid\"\n",
+        linear.replace("\"relu\" }", "\"relu\", output_norm_eps = 0.05 }")
+            + "[latent]\ndim = 7\ninput_norm_eps = 0.1\n",
         linear
             + "score = \"sigmoid\"\nbias = true\n[[shared]]\nhidden_dim = 5\ngate = \"sigmoid\"\n",
     ] {
@@ -311,6 +313,8 @@ fn check_backward(engine: &Engine, spec: &str) {
         "shared.0.router.weight",
         "latent.down.weight",
         "latent.up.bias",
+        "latent.input_norm.weight",
+        "expert_norm.weight",
     ] {
         let Some(expected) = expected.weights.get(name) else {
             continue;

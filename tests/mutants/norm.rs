@@ -1,4 +1,4 @@
-//! Mistakes in the norm of the routed experts' sum.
+//! Mistakes in norms around routed experts.
 
 use super::Mutant;
 use super::list::{GFX942, MUTANT, SM_90A};
@@ -7,6 +7,13 @@ use super::list::{GFX942, MUTANT, SM_90A};
 const NORMED: Mutant = Mutant {
     layer: "shape = { model_dim = 24, hidden_dim = 24, experts = 5, top_k = 2 }
 latent = { dim = 40, norm_eps = 0.02 }",
+    ..MUTANT
+};
+
+/// The norm is of each output.
+const OUTPUTS: Mutant = Mutant {
+    layer: "shape = { model_dim = 24, hidden_dim = 24, experts = 5, top_k = 2, output_dim = 40 }
+experts = { output_norm_eps = 0.02 }",
     ..MUTANT
 };
 
@@ -39,5 +46,23 @@ pub const MUTANTS: &[Mutant] = &[
         caught: "shared memory",
         training: true,
         ..NORMED
+    },
+    Mutant {
+        mistake: "an output is divided before it is scaled",
+        kernel: "rms_norm_experts",
+        from: "const f32 scaled = to_f32(pack.at[j]) * scale.at[j];",
+        to: "const f32 scaled = to_f32(pack.at[j]);",
+        caught: "y of",
+        ..OUTPUTS
+    },
+    Mutant {
+        mistake: "the router's weight leaves the gradient of an output alone",
+        target: GFX942,
+        kernel: "rms_norm_bwd_experts",
+        from: "topk_weights[row_slots[index]] * inverse",
+        to: "inverse",
+        caught: "dx of",
+        training: true,
+        ..OUTPUTS
     },
 ];

@@ -1,6 +1,6 @@
 //! Layers around the routed experts: latent projections and shared experts.
 
-use crate::{Activation, Biases, Experts, LayerSpec};
+use crate::{Activation, Biases, Experts, LayerSpec, WeightSite};
 use serde::{Deserialize, Serialize};
 
 /// Projections around the routed experts (Nemotron-H). One takes tokens down to `dim` before the
@@ -18,6 +18,10 @@ pub struct Latent {
     /// `latent.norm.weight [l]` (Kimi-K3); without a norm when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub norm_eps: Option<f64>,
+    /// The ε of an RMS norm of the projected token before the experts read it, with
+    /// `latent.input_norm.weight [l]` (Muse Spark); without a norm when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub input_norm_eps: Option<f64>,
 }
 
 /// An expert that every token visits. It has the form, activation, clamp, soft cap, alpha and offset
@@ -42,6 +46,26 @@ pub struct SharedExpert {
 }
 
 impl LayerSpec {
+    /// Returns true if a row's weight also acts in the GEMMs of its expert: in backward, where it
+    /// multiplies the output. Behind a norm of the output it does not reach them.
+    pub fn weighs_gemms(&self) -> bool {
+        self.router.weight_on != WeightSite::Input && self.experts.output_norm_eps.is_none()
+    }
+
+    /// Returns the biases of a shared expert's projections.
+    ///
+    /// # Panics
+    /// If there is no shared expert `index`.
+    pub fn shared_bias(&self, index: usize) -> Biases {
+        self.shared[index].bias.unwrap_or(self.experts.bias)
+    }
+
+    /// Returns the index of the residual shared expert, whose gate also weights the routed experts.
+    pub fn residual(&self) -> Option<usize> {
+        let mut gates = self.shared.iter().map(|shared| shared.gate);
+        gates.position(|gate| gate == SharedGate::Residual)
+    }
+
     /// Returns the form and activation of a shared expert: those of the routed ones, with its own
     /// clamp and activation.
     ///

@@ -3,6 +3,9 @@
 use crate::{Biases, ExpertForm, LayerSpec, NoiseKind, RouterInput, RouterWeight, SharedGate};
 use moesaic_kernel::DType;
 
+/// The name of the weight of `experts.output_norm_eps`.
+const EXPERT_NORM: &str = "expert_norm.weight";
+
 /// A weight tensor that a layer expects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorSpec {
@@ -52,6 +55,15 @@ pub fn canonical_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
         output: spec.expert_output_dim(),
     };
     list.extend(expert_tensors(spec, "experts", &sizes, spec.experts.bias));
+    if spec.experts.output_norm_eps.is_some() {
+        // Not below `experts.`, where every tensor has a part for each expert.
+        list.push(TensorSpec {
+            name: EXPERT_NORM.to_string(),
+            dtype: DType::F32,
+            shape: vec![spec.expert_output_dim()],
+            meaning: "factor on each expert's output before it is normalised",
+        });
+    }
     list.extend(latent_tensors(spec));
     for (index, shared) in spec.shared.iter().enumerate() {
         let sizes = ExpertSizes {
@@ -192,10 +204,18 @@ fn latent_tensors(spec: &LayerSpec) -> Vec<TensorSpec> {
         list.push(of("down.bias", &[latent.dim], "bias of the way down"));
         list.push(of("up.bias", &[output], "bias of the way up"));
     }
-    if latent.norm_eps.is_some() {
+    let norms = [
+        (latent.norm_eps, "norm", "scale of the normalised sum"),
+        (
+            latent.input_norm_eps,
+            "input_norm",
+            "scale of the normalised input of experts",
+        ),
+    ];
+    for (_, norm, meaning) in norms.iter().filter(|(eps, _, _)| eps.is_some()) {
         list.push(TensorSpec {
             dtype: DType::F32,
-            ..of("norm.weight", &[latent.dim], "scale of the normalised sum")
+            ..of(&format!("{norm}.weight"), &[latent.dim], meaning)
         });
     }
     list

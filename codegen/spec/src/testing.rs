@@ -5,7 +5,7 @@
 mod around;
 
 use crate::*;
-use around::{biases, expression, latent, limits, own_activations, residual};
+use around::{biases, expression, latent, limits, norms, own_activations, residual};
 use moesaic_kernel::DType;
 
 /// A random generator that depends on a seed and a counter only, so a failing test needs to print
@@ -127,6 +127,7 @@ pub fn sample(seed: u64) -> LayerSpec {
     limits(seed, &mut spec);
     own_activations(seed, &mut spec);
     expert_gradients(seed, &mut spec.precision);
+    norms(seed, &mut spec);
     spec
 }
 

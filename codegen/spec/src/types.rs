@@ -5,7 +5,7 @@
 
 use crate::{
     Activation, Biases, Capacity, CapacityMode, ClampSite, Latent, Loss, RouterKind, SharedExpert,
-    SharedGate, WeightFormat,
+    WeightFormat,
 };
 use moesaic_kernel::DType;
 use serde::{Deserialize, Serialize};
@@ -460,6 +460,11 @@ pub struct Experts {
     /// Extra experts without weights that return zero (MoE++), so a token can use fewer experts
     /// than K.
     pub zero: usize,
+    /// The ε of an RMS norm of each expert's output row v before the router's weight multiplies it:
+    /// `u / sqrt(mean(u²) + ε)` of `u = v ⊙ s`, with one `expert_norm.weight [d_out]`, or `[l]`, as
+    /// s (Muse Spark); without a norm when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub output_norm_eps: Option<f64>,
 }
 
 impl Default for Experts {
@@ -476,6 +481,7 @@ impl Default for Experts {
             layout: GateLayout::Split,
             identity: 0,
             zero: 0,
+            output_norm_eps: None,
         }
     }
 }
@@ -547,20 +553,6 @@ impl LayerSpec {
     /// experts, then zero experts.
     pub fn routed_experts(&self) -> usize {
         self.shape.experts + self.experts.identity + self.experts.zero
-    }
-
-    /// Returns the biases of a shared expert's projections.
-    ///
-    /// # Panics
-    /// If there is no shared expert `index`.
-    pub fn shared_bias(&self, index: usize) -> Biases {
-        self.shared[index].bias.unwrap_or(self.experts.bias)
-    }
-
-    /// Returns the index of the residual shared expert, whose gate also weights the routed experts.
-    pub fn residual(&self) -> Option<usize> {
-        let mut gates = self.shared.iter().map(|shared| shared.gate);
-        gates.position(|gate| gate == SharedGate::Residual)
     }
 
     /// Returns true if experts have a gate projection.

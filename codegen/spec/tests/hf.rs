@@ -284,6 +284,26 @@ fn nothing_in_a_configuration_can_make_it_panic() {
     }
 }
 
+/// Muse Spark as transformers' configuration describes it without arguments.
+#[test]
+fn muse_spark_has_norms_around_experts_in_a_narrower_width() {
+    let got = import(r#"{"model_type": "muse_spark", "text_config": {}}"#, 61).unwrap();
+    let (spec, latent) = (&got.spec, got.spec.latent.clone().unwrap());
+    assert_eq!((spec.shape.model_dim, latent.dim), (8192, 4096));
+    assert_eq!((latent.input_norm_eps, latent.norm_eps), (Some(1e-5), None));
+    assert_eq!(spec.experts.output_norm_eps, Some(1e-8));
+    assert_eq!(spec.router.renormalize_eps, 1e-15);
+    let steps = |name: &str| {
+        let source = got.sources.iter().find(|source| source.name == name);
+        source.unwrap().alternatives[0].steps.clone()
+    };
+    let factor = TensorStep::Factor(0.1767766952966369);
+    assert_eq!(steps("router.weight"), [factor]);
+    for name in ["latent.input_norm.weight", "expert_norm.weight"] {
+        assert_eq!(steps(name), [TensorStep::Plus(1.0)], "{name}");
+    }
+}
+
 #[test]
 fn refused_families_name_what_they_do() {
     for (model, does) in refused_models() {

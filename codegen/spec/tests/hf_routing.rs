@@ -104,6 +104,7 @@ const DISAGREES: &[(&str, &str, &str)] = &[
     ("zero_expert_type", "longcat_flash", "\"constant\""),
     ("moe_latent_size", "deepseek_v3", "512"),
     ("routed_expert_hidden_size", "deepseek_v3", "512"),
+    ("moe_hidden_size", "mixtral", "512"),
     ("latent_moe_use_norm", "kimi_linear", "true"),
     ("swiglu_limit", "deepseek_v3", "7.0"),
     ("swiglu_limits", "mixtral", "[7.0]"),

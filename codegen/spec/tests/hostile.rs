@@ -179,7 +179,7 @@ fn spoil_size(spec: &mut LayerSpec, rng: &mut SampleRng) {
 fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let number = rng.pick(&[0.0, -0.0, 1.0, -1.0, 1e-50, 1e300, nan, inf, -inf]);
-    match rng.between(0, 12) {
+    match rng.between(0, 13) {
         0 => spec.router.scale = number,
         1 => spec.router.norm_order = number,
         2 => spec.router.renormalize_eps = number,
@@ -195,9 +195,11 @@ fn spoil_number(spec: &mut LayerSpec, rng: &mut SampleRng) {
             spec.latent = Some(Latent {
                 dim: 8,
                 bias: false,
-                norm_eps: Some(number),
+                norm_eps: rng.pick(&[None, Some(number)]),
+                input_norm_eps: rng.pick(&[None, Some(number)]),
             });
         }
+        12 => spec.experts.output_norm_eps = Some(number),
         _ => spec.experts.up_offset = number,
     }
 }

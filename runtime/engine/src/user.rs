@@ -17,7 +17,7 @@ use crate::training::DeviceSaved;
 use crate::user_expert::{Held, UserExpert, run_backward, run_forward};
 use moesaic_collectives::Call;
 use moesaic_plan::{SATURATED, Step, TensorId};
-use moesaic_spec::{LayerSpec, WeightSite};
+use moesaic_spec::LayerSpec;
 use moesaic_target::Buffer;
 use moesaic_tensor::{Element, Tensor, WeightSource};
 use std::fmt;
@@ -418,9 +418,9 @@ impl<E: UserExpert> UserLayer<E> {
         let offsets: Vec<i64> = self.read_raw("offsets", spec.shape.experts + 1, &find)?;
         let offsets: Vec<usize> = offsets.into_iter().map(|offset| offset as usize).collect();
         let rows = offsets.last().copied().unwrap_or(0);
-        // Only weights on the output are left to combine. Weights on the input are in `rows`
-        // already, so the expert's factor is 1 there.
-        let weights = if spec.router.weight_on == WeightSite::Output && rows > 0 {
+        // Weights on the input are in `rows` already, and behind a norm of outputs they are in
+        // `dout`, so the expert's factor is 1 there.
+        let weights = if spec.weighs_gemms() && rows > 0 {
             let slots: Vec<i32> = self.read_raw("row_slots", rows, &find)?;
             let all: Vec<f32> = self.read_raw("topk_weights", tokens * spec.shape.top_k, &find)?;
             slots.into_iter().map(|slot| all[slot as usize]).collect()

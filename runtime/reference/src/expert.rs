@@ -3,7 +3,7 @@
 use crate::activation::phi;
 use crate::math::{dot, sigmoid};
 use crate::place::kept;
-use crate::row_norm::normed;
+use crate::row_norm::{RowNorm, through};
 use crate::rows::QuantizedRows;
 use crate::{AssignmentPlaces, Input, Weights};
 use moesaic_spec::{Biases, ClampSite, ExpertForm, Experts, LayerSpec, SharedGate, WeightSite};
@@ -128,9 +128,16 @@ fn below(value: f64, limit: f64) -> f64 {
     if value > limit { limit } else { value }
 }
 
-/// Runs one row through one routed expert, unweighted. Identity experts return it, zero experts
-/// return zeros.
+/// Runs one row through one routed expert, unweighted, and normalises the output where the spec
+/// says so. Identity experts return the row, zero experts return zeros.
 pub fn expert_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64]) -> Vec<f64> {
+    let out = plain_row(spec, weights, expert, x);
+    let norm = RowNorm::of_output(spec).filter(|_| expert < spec.shape.experts);
+    through(norm, weights, out)
+}
+
+/// Does the same as [`expert_row`], without a norm.
+pub(crate) fn plain_row(spec: &LayerSpec, weights: &Weights, expert: usize, x: &[f64]) -> Vec<f64> {
     if expert >= spec.shape.experts + spec.experts.identity {
         return vec![0.0; spec.expert_output_dim()];
     }
@@ -233,8 +240,11 @@ pub fn combine(
     for t in 0..input.tokens {
         let x = &input.x[t * d..(t + 1) * d];
         let choices = Choices::of(t, k, topk_ids, placed);
-        let sum = choices.sum(spec, weights, &project_latent(spec, weights, "down", x));
-        let mut sum = project_latent(spec, weights, "up", &normed(spec, weights, &sum));
+        let read = project_latent(spec, weights, "down", x);
+        let read = through(RowNorm::of_input(spec), weights, read);
+        let sum = choices.sum(spec, weights, &read);
+        let sum = through(RowNorm::of_sum(spec), weights, sum);
+        let mut sum = project_latent(spec, weights, "up", &sum);
         let factor = residual_weights(spec, weights, x)[0];
         sum.iter_mut().for_each(|v| *v *= factor);
         for index in 0..spec.shared.len() {

@@ -59,6 +59,14 @@ impl<'a> Fits<'a> {
     }
 }
 
+/// Returns the number that a step adds to each element.
+fn added(step: &TensorStep) -> f64 {
+    match step {
+        TensorStep::Plus(number) => *number,
+        _ => 0.0,
+    }
+}
+
 impl<'a> Finder<'a, '_> {
     /// Returns the first alternative that exists and whose shape fits, and also its transposed twin
     /// if that fits too.
@@ -141,6 +149,7 @@ impl<'a> Finder<'a, '_> {
             parts,
             stacked,
             columns: self.columns(steps, shape)?,
+            plus: steps.iter().map(added).sum(),
             experts: table.then(|| self.spec.routed_experts()),
             allow_infinite: self.options.allow_infinite,
             tally: Mutex::default(),
@@ -326,7 +335,7 @@ impl<'a> Finder<'a, '_> {
         })
     }
 
-    /// Returns the product of all factors on each column, if there are any.
+    /// Returns the product of all factors on each column, if the recipe computes.
     fn columns(
         &self,
         steps: &[TensorStep],
@@ -337,6 +346,7 @@ impl<'a> Finder<'a, '_> {
         for step in steps {
             let factors = match step {
                 TensorStep::Factor(factor) => vec![*factor; width],
+                TensorStep::Plus(_) => vec![1.0; width],
                 TensorStep::MulColumns(name) => self.vector(name, width)?,
                 TensorStep::DivColumns(name) => {
                     self.nonzero(name, width)?.iter().map(|v| 1.0 / v).collect()

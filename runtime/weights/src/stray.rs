@@ -66,6 +66,8 @@ fn option(name: &str) -> Option<String> {
     let text = match parts.as_slice() {
         ["latent", "down" | "up", "weight"] => "a [latent] table".to_string(),
         ["latent", "norm", "weight"] => "`norm_eps` under [latent]".to_string(),
+        ["latent", "input_norm", "weight"] => "`input_norm_eps` under [latent]".to_string(),
+        ["expert_norm", "weight"] => "`output_norm_eps` under [experts]".to_string(),
         ["latent", "down" | "up", "bias"] => "`bias = true` under [latent]".to_string(),
         ["experts", "gate_up", "weight" | "bias"] | ["shared", _, "gate_up", "weight" | "bias"] => {
             FUSED.to_string()
@@ -124,8 +126,8 @@ mod tests {
             "router = { input = \"rms-scaled\", expert_scale = true }",
             "router = { kind = \"table\", table_rows = 4 }",
             "router = { kind = \"cosine\", projection_dim = 2 }",
-            "latent = { dim = 2, bias = true, norm_eps = 1e-5 }",
-            "experts = { bias = true }",
+            "latent = { dim = 2, bias = true, norm_eps = 1e-5, input_norm_eps = 1e-5 }",
+            "experts = { bias = true, output_norm_eps = 1e-5 }",
             "shared = [{ hidden_dim = 2, gate = \"sigmoid\", bias = true }]",
         ];
         let mut names = Vec::new();

@@ -67,7 +67,8 @@ impl Layout {
             TensorStep::Dequantize(_)
             | TensorStep::Factor(_)
             | TensorStep::MulColumns(_)
-            | TensorStep::DivColumns(_) => Ok(self),
+            | TensorStep::DivColumns(_)
+            | TensorStep::Plus(_) => Ok(self),
         }
     }
 

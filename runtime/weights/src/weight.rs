@@ -21,8 +21,10 @@ pub(crate) struct Weight<'a> {
     pub parts: Vec<Part<'a>>,
     /// Whether each part is one row of the first dimension; otherwise there is one part.
     pub stacked: bool,
-    /// The factor on each column, if there is any.
+    /// The factor on each column, if the recipe computes.
     pub columns: Option<Vec<f64>>,
+    /// The number added to each product.
+    pub plus: f64,
     /// The number of experts that ids of a table must stay below, if the weight is a table.
     pub experts: Option<usize>,
     /// Whether finite values may become infinite.
@@ -302,8 +304,8 @@ impl Weight<'_> {
             let pairs = values.iter().zip(out.chunks_exact_mut(size));
             for (i, (value, out)) in pairs.enumerate() {
                 let factor = factors[(first + before + i) % factors.len()];
-                // The product is formed in f64 and rounded once.
-                let value = f64::from(*value) * factor;
+                // The value is formed in f64 and rounded once.
+                let value = f64::from(*value) * factor + self.plus;
                 range.count(value, &mut lost);
                 write_float(wanted, value, out);
             }
@@ -335,7 +337,7 @@ impl Weight<'_> {
             if wanted.is_float() {
                 let column = |c: &Vec<f64>| c[(first + i) % c.len()];
                 let factor = self.columns.as_ref().map_or(1.0, column);
-                let value = read_float(found, b) * factor;
+                let value = read_float(found, b) * factor + self.plus;
                 range.count(value, &mut lost);
                 write_float(wanted, value, out);
             } else {

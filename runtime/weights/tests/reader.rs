@@ -206,7 +206,13 @@ fn columns_are_scaled_in_pieces_as_at_once() {
     let whole = TensorParts::One("router.bias".to_string());
     let scale = TensorStep::MulColumns("by".to_string());
     for (parts, steps, expected) in [
-        (whole, vec![scale.clone()], [2.0, 6.0, 15.0]),
+        (whole.clone(), vec![scale.clone()], [2.0, 6.0, 15.0]),
+        (whole.clone(), vec![TensorStep::Plus(0.5)], [1.5, 2.5, 3.5]),
+        (
+            whole,
+            vec![TensorStep::Plus(1.0), scale.clone()],
+            [3.0, 7.0, 16.0],
+        ),
         (
             per_expert,
             vec![TensorStep::Reshape(vec![]), scale],

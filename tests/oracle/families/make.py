@@ -5,8 +5,8 @@
 
 Each case is a model of two layers with random weights. Only the block is ever
 in memory: the model is built on the meta device, so that vision towers cost
-nothing. README.md says what the files hold. Made with transformers 5.23 and
-torch on the CPU, in f32.
+nothing. README.md says what the files hold. Made with torch on the CPU, in f32,
+and transformers 5.23, but for muse_spark, which is new in 5.24.
 """
 
 import json
@@ -70,6 +70,10 @@ class Case:
         grads = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in tensors.items()}
         if self.name == "cohere2_moe":
             grads["shared_experts.down_proj.weight"] /= 0.5**2
+        if self.name == "muse_spark":
+            grads["gate.weight"] /= MUSE_LOGITS**2
+            for name in ("pre_expert_norm.weight", "experts.post_expert_norm.weight"):
+                grads[name] -= 1  # a recipe that adds 1 adds it to the gradient, too
         if "router.scale" in tensors:
             vectors = ("router.scale", "pre_feedforward_layernorm_2.weight")
             scale, norm = (tensors[name].detach() for name in vectors)
@@ -242,6 +246,12 @@ DOTS_EYES = dict(
     **ADAPTER, **NARROW, **SPARSE, adapter_in_dim=16, hidden_size=16, num_hidden_layers=2,
     num_attention_heads=2, num_local_experts=5, num_experts_per_tok=3, router_scaling_factor=1.5,
 )
+MUSE_LOGITS = 0.7
+MUSE = dict(
+    **NARROW, **SPARSE, num_local_experts=8, num_experts_per_tok=3, moe_hidden_size=12,
+    output_multiplier=MUSE_LOGITS, routed_scaling_factor=2.5, rms_norm_eps=0.02, post_norm_eps=0.01,
+    head_dim=8,
+)
 OMNI = dict(
     thinker_config=dict(text_config=dict(**TINY, **E6)),
     talker_config=dict(
@@ -315,6 +325,7 @@ CASES = [
         **V3, layers_block_type=["mamba", "moe"], mlp_bias=True,
         moe_latent_size=12, moe_shared_expert_intermediate_size=10,
     ),
+    nested("muse_spark", "MuseSpark", MUSE, audio_config=dict(out_hidden_size=16)),
     # Several stacks, and routers of their own.
     Case(
         "diffusion_gemma", "DiffusionGemmaForBlockDiffusion", "DiffusionGemmaConfig",

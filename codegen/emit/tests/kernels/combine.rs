@@ -231,6 +231,7 @@ fn on(target: &str) {
             dim: 24,
             bias: false,
             norm_eps: None,
+            input_norm_eps: None,
         });
     });
     Sum::new(&latent, target, "combine_later").check_company();

@@ -10,6 +10,7 @@ mod cpu_compile;
 mod cpu_kernels;
 mod cpu_numbers;
 mod cpu_registers;
+mod expert_norm;
 mod gemm_amd;
 mod gemm_amd_bwd;
 mod gemm_decode;

@@ -11,12 +11,12 @@ use moesaic_reference::{Random, round_to};
 use moesaic_target::{Arg, Buffer, Device, Module};
 use std::sync::Arc;
 
-const EPS: f64 = 0.02;
-const TYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+pub const EPS: f64 = 0.02;
+pub const TYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 /// One column, parts of a vector, one more than a block of columns, and a row that a warp reads in
 /// several turns.
-const WIDTHS: [usize; 6] = [1, 7, 33, 40, 256, 1032];
+pub const WIDTHS: [usize; 6] = [1, 7, 33, 40, 256, 1032];
 const TOKENS: [usize; 5] = [0, 1, 5, 33, 70];
 
 /// The rows of a call, in the layer's type, with what they give in f64.
@@ -80,34 +80,45 @@ impl Rows {
 }
 
 /// A kernel, loaded on a device.
-struct Loaded {
+pub struct Loaded {
     module: Arc<dyn Module>,
     entries: Vec<Entry>,
 }
 
 /// The two kernels for rows of a width and type.
-struct Norm {
+pub struct Norm {
     device: Arc<dyn Device>,
-    forward: Loaded,
-    backward: Loaded,
-    dtype: DType,
+    pub forward: Loaded,
+    pub backward: Loaded,
+    pub dtype: DType,
     what: String,
 }
 
+/// Returns the two kernels' descs, for rows of tokens.
+fn of_tokens(width: usize, dtype: DType, clears: bool) -> (RmsNormDesc, RmsNormBwdDesc) {
+    let forward = RmsNormDesc {
+        width,
+        activations: dtype,
+        eps: EPS,
+        experts: 0,
+        top_k: 0,
+    };
+    let backward = RmsNormBwdDesc {
+        width,
+        activations: dtype,
+        eps: EPS,
+        experts: 0,
+        top_k: 0,
+        clears,
+    };
+    (forward, backward)
+}
+
 impl Norm {
-    fn new(target: Target, width: usize, dtype: DType) -> Norm {
+    pub fn new(target: Target, (forward, backward): (RmsNormDesc, RmsNormBwdDesc)) -> Norm {
         let (device, compile) = machine(target);
         let at = TileMachine::of(target, CacheClass::default());
-        let forward = RmsNormDesc {
-            width,
-            activations: dtype,
-            eps: EPS,
-        };
-        let backward = RmsNormBwdDesc {
-            width,
-            activations: dtype,
-            eps: EPS,
-        };
+        let (width, dtype) = (forward.width, forward.activations);
         let (tiles, tiles_back) = (forward.tiling(at), backward.tiling(at));
         let load = |name: &str, entries: Vec<Entry>, op| {
             let kernel = KernelPlan {
@@ -132,26 +143,29 @@ impl Norm {
         }
     }
 
-    fn buffer(&self, dtype: DType, values: &[f64]) -> Buffer {
-        let bytes = memory::to_bytes(dtype, values);
+    pub fn buffer(&self, dtype: DType, values: &[f64]) -> Buffer {
+        self.upload(&memory::to_bytes(dtype, values))
+    }
+
+    pub fn upload(&self, bytes: &[u8]) -> Buffer {
         let buffer = self.device.alloc(bytes.len().max(64)).unwrap();
-        self.device.upload(&bytes, &buffer, 0).unwrap();
+        self.device.upload(bytes, &buffer, 0).unwrap();
         buffer
     }
 
     /// Memory for results, full of NaN: what a kernel leaves out shows.
-    fn poisoned(&self, dtype: DType, count: usize) -> Buffer {
+    pub fn poisoned(&self, dtype: DType, count: usize) -> Buffer {
         self.buffer(dtype, &vec![f64::NAN; count])
     }
 
-    fn read(&self, dtype: DType, buffer: &Buffer, count: usize) -> Vec<f64> {
+    pub fn read(&self, dtype: DType, buffer: &Buffer, count: usize) -> Vec<f64> {
         let mut bytes = vec![0; count * dtype.size()];
         self.device.synchronize().unwrap();
         self.device.download(buffer, 0, &mut bytes).unwrap();
         memory::from_bytes(dtype, &bytes)
     }
 
-    fn launch(&self, kernel: &Loaded, symbol: &str, buffers: &[&Buffer], scalars: &[i64]) {
+    pub fn launch(&self, kernel: &Loaded, symbol: &str, buffers: &[&Buffer], scalars: &[i64]) {
         let entry = kernel.entries.iter().find(|e| e.symbol == symbol).unwrap();
         let pointers = buffers.iter().map(|buffer| Arg::Ptr(buffer.ptr()));
         let args: Vec<Arg> = pointers
@@ -204,7 +218,7 @@ impl Norm {
         self.close("grad.weight", &found.dweight, &want.dweight, 4e-6);
     }
 
-    fn close(&self, name: &str, found: &[f64], want: &[f64], tolerance: f64) {
+    pub fn close(&self, name: &str, found: &[f64], want: &[f64], tolerance: f64) {
         assert_eq!(found.len(), want.len());
         let largest = want
             .iter()
@@ -234,9 +248,24 @@ impl Norm {
         let all = found.dweight.iter().all(|value| value.is_nan());
         assert!(all, "grad.weight of {}: {:?}", self.what, found.dweight);
     }
+
+    /// A row that holds NaN, and whose gradient is zeros, adds nothing.
+    fn check_padding(&self, width: usize) {
+        let mut rows = Rows::random(self.dtype, width, 9);
+        let padding = 4 * width..5 * width;
+        rows.dy[padding.clone()].fill(0.0);
+        let clean = self.run(&rows, 1);
+        rows.x[padding.clone()].fill(f64::NAN);
+        let found = self.run(&rows, 1);
+        assert_eq!(clean.dx, found.dx, "dx of {}", self.what);
+        assert_eq!(clean.dweight, found.dweight, "grad.weight of {}", self.what);
+        let zeros = found.dx[padding].iter().all(|value| *value == 0.0);
+        assert!(zeros, "dx of {}", self.what);
+    }
 }
 
-/// Every width and every type with some other, `turn` deciding which; all with `--thorough`.
+/// Every width and every type with some other, `turn` deciding which; all with `--thorough`. Half
+/// of the kernels pass over padding.
 fn run(target: &str, turn: usize) {
     let target: Target = target.parse().unwrap();
     for (n, &width) in WIDTHS.iter().enumerate() {
@@ -244,11 +273,14 @@ fn run(target: &str, turn: usize) {
             if !thorough::takes(n + m + turn, TYPES.len()) {
                 continue;
             }
-            let norm = Norm::new(target, width, dtype);
+            let norm = Norm::new(target, of_tokens(width, dtype, (n + m) % 2 == 1));
             for tokens in TOKENS {
                 norm.check(tokens, width);
             }
             norm.check_nan(width);
+            if (n + m) % 2 == 1 {
+                norm.check_padding(width);
+            }
         }
     }
 }

@@ -6,6 +6,7 @@ use super::{Builder, Recompute, Step};
 use crate::Op;
 use crate::ops::combine::CombineBwd;
 use crate::ops::grouped_gemm::{ExpertGemm, LATENT_DOWN, dgrad};
+use crate::ops::rms_norm::INPUT_NORM;
 use moesaic_kernel::DType::{self, F32};
 use moesaic_kernel::Size;
 use moesaic_spec::{Chooser, LayerSpec, RouterInput, canonical_tensors, gradient_dtype};
@@ -84,12 +85,13 @@ fn token_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     ]
 }
 
-fn latent_tensors(spec: &LayerSpec) -> [TensorPlan; 6] {
+fn latent_tensors(spec: &LayerSpec) -> [TensorPlan; 7] {
     [
         ("drouted", spec.output_dim()),
         ("latent.dsum", spec.expert_output_dim()),
         ("latent.dnormed", spec.expert_output_dim()),
         ("latent.dx", spec.expert_input_dim()),
+        ("latent.dprojected", spec.expert_input_dim()),
         ("latent.drows", spec.shape.model_dim),
         ("latent.rows", spec.shape.model_dim),
     ]
@@ -121,6 +123,9 @@ fn row_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
         of("dgate", activations, shape.hidden_dim),
         of("dup", activations, shape.hidden_dim),
         of("drows", activations, spec.expert_input_dim()),
+        of("dnormed", activations, spec.expert_output_dim()),
+        of("expert_norm.factors", F32, 2),
+        of("expert_norm.dweights", F32, 1),
     ]
 }
 
@@ -205,8 +210,8 @@ impl Builder {
                     has_rows
                 }
                 // Dispatch reads what this projection makes, so it runs again with it instead of
-                // being kept.
-                _ => kernel.name == LATENT_DOWN,
+                // being kept. So does the norm behind it.
+                _ => [LATENT_DOWN, INPUT_NORM].contains(&kernel.name.as_str()),
             };
             if again {
                 self.plan.backward.push(step);

@@ -109,12 +109,18 @@ fn expert_tensors(spec: &LayerSpec) -> Vec<TensorPlan> {
     let mut list = vec![
         scratch("hidden", &rows, constant(spec.shape.hidden_dim)),
         scratch("out", &rows, constant(spec.expert_output_dim())),
+        scratch("normed", &rows, constant(spec.expert_output_dim())),
         scratch("rows", &rows, constant(spec.expert_input_dim())),
         tensor(
             "row_weights",
             F32,
             std::slice::from_ref(&rows),
             TensorRole::Scratch,
+        ),
+        scratch(
+            "latent.projected",
+            &tokens,
+            constant(spec.expert_input_dim()),
         ),
         scratch("latent.x", &tokens, constant(spec.expert_input_dim())),
         scratch("latent.sum", &tokens, constant(spec.expert_output_dim())),

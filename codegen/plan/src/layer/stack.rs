@@ -7,13 +7,15 @@ use moesaic_spec::{CapacityMode, Chooser, LayerSpec};
 
 /// Returns the experts of a spec as a layer whose ids come from outside: its tokens are those of
 /// one router, then those of the next. `None` if a call of all routers differs from a call of each:
-/// with a capacity, with decisions of the caller, and with a latent projection.
+/// with a capacity, with decisions of the caller, with a latent projection, and with a norm of
+/// outputs.
 pub fn stacked(spec: &LayerSpec) -> Option<LayerSpec> {
     let mode = spec.capacity.mode;
     let drops = !matches!(mode, CapacityMode::Dropless | CapacityMode::MaxCount);
     let rescales = spec.capacity.renormalize_after_drop;
     let external = spec.router.kind.chooser() == Chooser::Caller;
-    if drops || rescales || external || spec.latent.is_some() {
+    let normed = spec.experts.output_norm_eps.is_some();
+    if drops || rescales || external || normed || spec.latent.is_some() {
         return None;
     }
     Some(spec.decided_elsewhere())

@@ -254,6 +254,7 @@ fn gradients_have_their_dtypes() {
             dim: 12,
             bias: false,
             norm_eps: Some(1e-5),
+            input_norm_eps: None,
         });
     });
     let gradients = plan.tensors.iter();

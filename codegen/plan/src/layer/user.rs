@@ -17,7 +17,8 @@ pub struct UserPlan {
     pub evaluation_at: usize,
     /// Before this step of the backward pass the caller turns `dout`, the
     /// gradient of what was added to each token, into `drows` and column 0 of
-    /// `dweight_parts`.
+    /// `dweight_parts`. Where outputs are normalised, `dout` is that of `out`,
+    /// and there is no `dweight_parts`.
     pub backward_at: usize,
 }
 

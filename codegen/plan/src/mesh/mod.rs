@@ -86,8 +86,8 @@ impl<'p> Sharing<'p> {
     ///
     /// A plan packs neither weights that ranks gather nor those of shadows. Where ranks return sums,
     /// experts weight their outputs as with `weight_on = "activation"`, also where the spec has
-    /// `combine` weight them: the same function up to rounding. The outputs of identity experts are
-    /// weighted by `combine` alone, so a layer with some stays as it is.
+    /// `combine` weight them: the same function up to rounding. The outputs of identity experts and
+    /// normalised ones are weighted by `combine` alone, so a layer with some stays as it is.
     #[must_use]
     pub fn by(self, form: PlanForm) -> Sharing<'p> {
         Sharing { form, ..self }
@@ -213,7 +213,8 @@ pub fn plan_rank<'p>(
 
 /// Returns the spec with weights that act inside the experts, where they can instead of on outputs.
 fn weighted_by_experts(spec: &LayerSpec) -> Cow<'_, LayerSpec> {
-    if spec.router.weight_on != WeightSite::Output || spec.experts.identity > 0 {
+    let own = spec.experts.identity > 0 || spec.experts.output_norm_eps.is_some();
+    if spec.router.weight_on != WeightSite::Output || own {
         return Cow::Borrowed(spec);
     }
     let mut spec = spec.clone();
@@ -249,6 +250,12 @@ pub fn experts_of(spec: &LayerSpec, mesh: Parallel, place: RankCoords) -> LayerS
 }
 
 fn expert_layer(spec: &LayerSpec, mesh: Parallel, place: RankCoords, experts: usize) -> LayerSpec {
+    let mut elsewhere = spec.decided_elsewhere();
+    // The tokens' rank normalises outputs once the sums of all shards are there, and the gradients
+    // that it sends back have the weights of rows in them.
+    if elsewhere.experts.output_norm_eps.take().is_some() {
+        elsewhere.router.weight_on = WeightSite::Input;
+    }
     LayerSpec {
         shape: Shape {
             model_dim: spec.expert_input_dim(),
@@ -260,11 +267,11 @@ fn expert_layer(spec: &LayerSpec, mesh: Parallel, place: RankCoords, experts: us
         experts: Experts {
             identity: 0,
             zero: 0,
-            ..spec.experts.clone()
+            ..elsewhere.experts.clone()
         },
         latent: None,
         shared: Vec::new(),
-        ..spec.decided_elsewhere()
+        ..elsewhere
     }
 }
 
@@ -284,6 +291,7 @@ pub fn shared_shards(spec: &LayerSpec, mesh: Parallel) -> LayerSpec {
         experts: Experts {
             identity: 0,
             zero: 0,
+            output_norm_eps: None,
             ..spec.experts.clone()
         },
         latent: None,

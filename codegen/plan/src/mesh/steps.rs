@@ -162,7 +162,11 @@ fn backward(plan: &RankPlan, at: usize) -> Vec<RankStep> {
     let dout = RowTensor {
         from: "dout",
         to: "dout",
-        payload: Payload::PerToken,
+        // Behind a norm a row's gradient has its own weight in it.
+        payload: match plan.tokens.spec.experts.output_norm_eps {
+            Some(_) => Payload::PerRow,
+            None => Payload::PerToken,
+        },
     };
     if let Some(shadows) = &plan.shadows {
         // Weights of shadows are not kept where hidden values are recomputed: the recomputation
@@ -453,11 +457,16 @@ mod tests {
     use moesaic_dist::Parallel;
 
     /// Returns the payload of each exchange of rows by name, where the router's weights apply at
-    /// one place.
-    fn payloads(weight_on: &str) -> Vec<(String, Payload)> {
+    /// one place: behind a norm of outputs with `normed`.
+    fn payloads(place: &str) -> Vec<(String, Payload)> {
+        let (weight_on, norm) = match place {
+            "normed" => ("output", "experts = { output_norm_eps = 0.1 }"),
+            place => (place, ""),
+        };
         let text = format!(
             "shape = {{ model_dim = 8, hidden_dim = 16, experts = 8, top_k = 2 }}
-             router = {{ weight_on = '{weight_on}' }}"
+             router = {{ weight_on = '{weight_on}' }}
+             {norm}"
         );
         let spec = LayerSpec::from_toml(&text).unwrap();
         let mesh = Parallel {
@@ -478,17 +487,21 @@ mod tests {
 
     #[test]
     fn the_place_of_weights_decides_what_rows_are() {
-        let find = |weight_on: &str, name: &str| {
-            let all = payloads(weight_on);
+        let find = |place: &str, name: &str| {
+            let all = payloads(place);
             let found = all.into_iter().find(|(known, _)| known == name);
             found.map(|(_, payload)| payload)
         };
-        let wide = |weight_on| ["rows", "out", "dout", "drows"].map(|name| find(weight_on, name));
+        let wide = |place| ["rows", "out", "dout", "drows"].map(|name| find(place, name));
         let (token, row) = (Some(Payload::PerToken), Some(Payload::PerRow));
         let sums = Some(Payload::PartialSums);
         assert_eq!(wide("output"), [token, row, token, sums]);
         assert_eq!(wide("activation"), [token, sums, token, sums]);
         assert_eq!(wide("input"), [row, sums, token, row]);
+        assert_eq!(wide("normed"), [token, row, row, sums]);
+        for stays in ["row_weights", "dweight_parts"] {
+            assert_eq!(find("normed", stays), None);
+        }
         assert_eq!(find("activation", "row_weights"), Some(Payload::Scalars));
         assert_eq!(find("activation", "dweight_parts"), Some(Payload::Scalars));
     }

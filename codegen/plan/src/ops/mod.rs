@@ -14,7 +14,7 @@ pub(crate) mod gate_topk;
 pub(crate) mod grouped_gemm;
 mod machine;
 mod params;
-mod rms_norm;
+pub(crate) mod rms_norm;
 pub(crate) mod route;
 mod shared;
 

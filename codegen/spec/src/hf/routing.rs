@@ -216,7 +216,11 @@ const TABLE: &[Keys] = &[
         rule: Rule::Same(|s| s.value == "identity" || s.spec.experts.identity == 0),
     },
     Keys {
-        names: &["moe_latent_size", "routed_expert_hidden_size"],
+        names: &[
+            "moe_latent_size",
+            "routed_expert_hidden_size",
+            "moe_hidden_size",
+        ],
         about: "the width that experts work in",
         rule: Rule::Same(|s| {
             let dim = s.spec.latent.as_ref().map(|latent| latent.dim as u64);

@@ -103,6 +103,8 @@ pub enum TensorStep {
     MulColumns(String),
     /// Divides each row by the named vector, element by element.
     DivColumns(String),
+    /// Adds the number to each element, after all factors.
+    Plus(f64),
 }
 
 impl TensorParts {

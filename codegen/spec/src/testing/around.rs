@@ -69,7 +69,20 @@ pub(super) fn latent(seed: u64, spec: &mut LayerSpec) {
         bias: rng.one_in(2),
         // Large, because rounding alone decides the norm of a sum that is next to nothing.
         norm_eps: rng.one_in(2).then(|| rng.pick(&[0.05, 1.0])),
+        input_norm_eps: None,
     });
+}
+
+/// Normalises what experts read in every other layer with projections, and the outputs of experts
+/// in one of six layers whose weights act on outputs.
+pub(super) fn norms(seed: u64, spec: &mut LayerSpec) {
+    let rng = &mut SampleRng::new(seed ^ 0x4e0f_2a1d);
+    if let Some(latent) = &mut spec.latent {
+        latent.input_norm_eps = rng.one_in(2).then(|| rng.pick(&[0.05, 1.0]));
+    }
+    if spec.router.weight_on == WeightSite::Output && rng.one_in(6) {
+        spec.experts.output_norm_eps = Some(rng.pick(&[0.05, 1.0]));
+    }
 }
 
 /// Gives some projections biases and others none, without disturbing the other draws.

@@ -10,6 +10,7 @@ pub(super) fn check(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     numbers(spec, problems);
     plain(spec, problems);
     identity(spec, problems);
+    output_norm(spec, problems);
     shared(spec, problems);
 }
 
@@ -119,6 +120,25 @@ fn identity(spec: &LayerSpec, problems: &mut Vec<Problem>) {
             with_value: count.to_string(),
             because: "an identity expert has only an output",
             change: "use weight_on = \"output\", or remove `identity`".to_string(),
+        };
+        problems.push(conflict.problem());
+    }
+}
+
+/// Refuses a norm of outputs behind the router's weight, which it would divide away.
+fn output_norm(spec: &LayerSpec, problems: &mut Vec<Problem>) {
+    let Some(eps) = spec.experts.output_norm_eps else {
+        return;
+    };
+    Real::Positive.check("experts.output_norm_eps", eps, problems);
+    if spec.router.weight_on != WeightSite::Output {
+        let conflict = Conflict {
+            key: "router.weight_on",
+            value: quoted(&spec.router.weight_on),
+            with: "experts.output_norm_eps",
+            with_value: format!("{eps:?}"),
+            because: "the weight multiplies the normalised output",
+            change: "use weight_on = \"output\", or remove `output_norm_eps`".to_string(),
         };
         problems.push(conflict.problem());
     }

@@ -77,6 +77,9 @@ fn latent(spec: &LayerSpec, problems: &mut Vec<Problem>) {
     if let Some(eps) = latent.norm_eps {
         Real::Positive.check("latent.norm_eps", eps, problems);
     }
+    if let Some(eps) = latent.input_norm_eps {
+        Real::Positive.check("latent.input_norm_eps", eps, problems);
+    }
     let wide = spec.shape.model_dim.max(spec.output_dim());
     let sane = wide <= crate::MAX_DIM && latent.dim <= crate::MAX_DIM;
     if sane && latent.dim.saturating_mul(wide) > MAX_MATRIX {

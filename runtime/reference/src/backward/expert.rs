@@ -3,8 +3,9 @@
 use super::{Pass, add, all_zero, dot};
 use crate::activate;
 use crate::activation::phi;
-use crate::expert::{biased, limited_gate, limited_up, residual_weights};
+use crate::expert::{biased, limited_gate, limited_up, plain_row, residual_weights};
 use crate::math::sigmoid;
+use crate::row_norm::RowNorm;
 use moesaic_spec::{Biases, Experts, SharedGate};
 
 /// One set of expert weights.
@@ -26,7 +27,7 @@ fn range(set: &Set, rows: usize, columns: usize) -> std::ops::Range<usize> {
 }
 
 impl Pass<'_> {
-    /// Returns the output of a routed expert for `x`, and the gradient of `x`. Identity experts
+    /// Returns the output of a routed expert for `x`, normalised where the spec says so, and the gradient of `x`. Identity experts
     /// return their input, zero experts return zeros.
     pub(super) fn expert(
         &mut self,
@@ -47,7 +48,13 @@ impl Pass<'_> {
             biases: self.spec.experts.bias,
             experts: self.spec.experts.clone(),
         };
-        self.set(&set, x, dout)
+        let Some(norm) = RowNorm::of_output(self.spec) else {
+            return self.set(&set, x, dout);
+        };
+        let out = plain_row(self.spec, self.weights, expert, x);
+        let dplain = self.norm_back(Some(norm), &out, dout.to_vec());
+        let (_, dx) = self.set(&set, x, &dplain);
+        (norm.of(self.weights, &out), dx)
     }
 
     /// Runs the shared experts of every token backward.

@@ -10,7 +10,7 @@ use crate::expert::{Choices, project_latent, residual_weights, transposed_latent
 use crate::formula::WeightGradients;
 use crate::math::{add, dot};
 use crate::place::{AssignmentPlaces, kept};
-use crate::row_norm::{self, normed, normed_back};
+use crate::row_norm::{RowNorm, through};
 use crate::{Decision, GateOutput, Input, Tensor, Weights, gate as decide, scan};
 use moesaic_spec::{LayerSpec, WeightSite, canonical_tensors};
 use std::collections::BTreeMap;
@@ -131,13 +131,11 @@ impl<'a> Pass<'a> {
         let shares = residual_weights(spec, weights, x);
         let whole = dy;
         let dy: Vec<f64> = dy.iter().map(|v| shares[0] * v).collect();
-        let read = project_latent(spec, weights, "down", x);
+        let projected = project_latent(spec, weights, "down", x);
+        let read = through(RowNorm::of_input(spec), weights, projected.clone());
         let sum = routed.sum(spec, weights, &read);
         let dnormed = transposed_latent(spec, weights, &dy);
-        let (dsum, dweight) = normed_back(spec, weights, &sum, &dnormed);
-        if let Some(dweight) = dweight {
-            add(self.of(row_norm::WEIGHT), &dweight, 1.0);
-        }
+        let dsum = self.norm_back(RowNorm::of_sum(spec), &sum, dnormed);
         let mut row = Row {
             dx: vec![0.0; read.len()],
             x: read,
@@ -151,13 +149,25 @@ impl<'a> Pass<'a> {
             _ => 0.0,
         };
         let dweights = slots.map(of).collect();
-        let normed = normed(spec, weights, &sum);
+        let normed = through(RowNorm::of_sum(spec), weights, sum);
         let raised = project_latent(spec, weights, "up", &normed);
         self.lean(t, -dot(&raised, whole) * shares[0] * shares[1]);
         self.project_latent_back("up", &normed, &dy);
-        let dx = self.project_latent_back("down", x, &row.dx);
+        // Padding must add nothing, even if x is NaN.
+        let norm = RowNorm::of_input(spec).filter(|_| !all_zero(&row.dx));
+        let dprojected = self.norm_back(norm, &projected, row.dx);
+        let dx = self.project_latent_back("down", x, &dprojected);
         self.add_to_token(t, &dx, 1.0);
         dweights
+    }
+
+    /// Runs a norm backward: adds the gradient of its weight, returns that of the row. Without a norm
+    /// the gradient stays.
+    fn norm_back(&mut self, norm: Option<RowNorm>, x: &[f64], dout: Vec<f64>) -> Vec<f64> {
+        let Some(norm) = norm else { return dout };
+        let gradients = norm.back(self.weights, x, &dout);
+        add(self.of(norm.weight), &gradients.weight, 1.0);
+        gradients.x
     }
 
     /// Runs one assignment backward. Returns the gradient of its weight.

@@ -139,7 +139,10 @@ pub(super) fn computes(alternative: &Alternative) -> bool {
     alternative.steps.iter().any(|step| {
         matches!(
             step,
-            TensorStep::Factor(_) | TensorStep::MulColumns(_) | TensorStep::DivColumns(_)
+            TensorStep::Factor(_)
+                | TensorStep::MulColumns(_)
+                | TensorStep::DivColumns(_)
+                | TensorStep::Plus(_)
         )
     })
 }

@@ -72,7 +72,8 @@ fn desc(spec: &LayerSpec, parts: usize, shared_parts: &[usize]) -> CombineBwdDes
         weights: spec.precision.weights,
         weight_on: spec.router.weight_on,
         // A weight on the input does not multiply the bias, which then has no part in its gradient.
-        bias: spec.experts.bias.down() && spec.router.weight_on != WeightSite::Input,
+        // Behind a norm the bias is a part of the row.
+        bias: spec.experts.bias.down() && spec.weighs_gemms(),
         parts,
         renormalized: spec
             .capacity
@@ -270,7 +271,10 @@ impl Builder {
         let shared = self.shared_parts();
         // Experts on another rank are tiled as their rank's plan says, and that many columns
         // arrive.
+        let normed = spec.experts.output_norm_eps.is_some();
         let parts = match self.part {
+            // The norm sums the whole gradient of a row's weight, on the rank of its token.
+            _ if normed => 1,
             Part::Tokens { parts } => parts,
             _ => self.parts(&grouped_gemm::dgrad::routed(spec, ExpertGemm::Down)),
         };
@@ -283,15 +287,16 @@ impl Builder {
         let rows = Size::Tokens * spec.shape.top_k as u64;
         // Declared here and not with all tensors, because their widths follow from the tilings of
         // other kernels.
-        self.declare_parts("dweight_parts", rows, parts);
+        if !normed {
+            self.declare_parts("dweight_parts", rows, parts);
+        }
         self.declare_shared_parts(&shared);
         // In the reverse order of forward: what was added last goes back first.
         let later = later.map(|desc| self.combine_bwd_first("combine_bwd_later", desc));
         self.latent_up_bwd();
-        CombineBwd {
-            routed: self.combine_bwd_first("combine_bwd", routed),
-            later,
-        }
+        let routed = self.combine_bwd_first("combine_bwd", routed);
+        self.expert_norm_bwd();
+        CombineBwd { routed, later }
     }
 
     /// Declares the parts of the gradient of each shared expert's weight.
@@ -322,6 +327,7 @@ impl Builder {
         let mut names = self.shared_names(0);
         if self.plan.kernels[kernel].name == "combine_bwd" {
             names.extend(owned(&self.around()));
+            names.extend(owned(self.normed_rows()));
         }
         names
     }

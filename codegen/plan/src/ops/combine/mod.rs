@@ -244,6 +244,8 @@ impl Builder {
         if self.plan.spec.latent.is_some() {
             bind.extend(owned(&self.around()));
         }
+        self.expert_norm();
+        bind.extend(owned(self.normed_rows()));
         self.launch("combine", desc, &borrowed(&bind));
         self.latent_up();
         if self.plan.spec.latent.is_some() && adds_later(&self.plan.spec) {

@@ -60,6 +60,7 @@ fn few_tokens_have_blocks_for_many_multiprocessors() {
             dim,
             bias: false,
             norm_eps: None,
+            input_norm_eps: None,
         });
         let entries = combines(&spec, "cuda:sm_90a", &PlanOptions::default());
         assert_eq!(entries.len(), if latent.is_some() { 2 } else { 1 });

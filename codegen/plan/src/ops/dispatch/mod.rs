@@ -61,7 +61,7 @@ fn desc(spec: &LayerSpec) -> DispatchDesc {
 pub(crate) fn rows_have_weights(spec: &LayerSpec, trains: bool) -> bool {
     match spec.router.weight_on {
         WeightSite::Activation => true,
-        WeightSite::Output => trains,
+        WeightSite::Output => trains && spec.weighs_gemms(),
         WeightSite::Input => false,
     }
 }

@@ -7,7 +7,7 @@ use crate::ops::params::{edges, entry, per_slot, some, when};
 use crate::ops::{Core, Operator, TileMachine};
 use moesaic_kernel::DType::{self, F32, I32, I64};
 use moesaic_kernel::{CpuIsa, Entry, Param, Size};
-use moesaic_spec::{LayerSpec, SharedGate, WeightFormat, WeightSite};
+use moesaic_spec::{LayerSpec, SharedGate, WeightFormat};
 use serde::{Deserialize, Serialize};
 
 /// `grouped_gemm_dgrad`: gradients of the inputs of a half.
@@ -98,7 +98,7 @@ impl GroupedGemmDgradDesc {
 
 /// Returns the dgrad of a routed half.
 pub(crate) fn routed(spec: &LayerSpec, half: ExpertGemm) -> GroupedGemmDgradDesc {
-    let weighted = half == ExpertGemm::Down && spec.router.weight_on != WeightSite::Input;
+    let weighted = half == ExpertGemm::Down && spec.weighs_gemms();
     of(&desc::routed(spec, half), spec, weighted)
 }
 

@@ -2,8 +2,8 @@
 //!
 //! With projections the layer inside them has the width of its experts and reads `latent.x` for x,
 //! `latent.sum` for y, `latent.dsum` for dy and `latent.dx` for dx, so its kernels are the same
-//! with these names. A norm between the sum and the projection behind it has names of its own. A layer whose routed experts have a weight reads `routed` for y and `drouted`
-//! for dy.
+//! with these names. Norms between a projection and the experts have names of their own. A layer
+//! whose routed experts have a weight reads `routed` for y and `drouted` for dy.
 
 use super::{ExpertGemm, desc, dgrad, wgrad};
 use crate::layer::{Bind, Builder, owned};
@@ -31,7 +31,9 @@ impl Builder {
 
     pub(crate) fn latent_down(&mut self) {
         if self.plan.spec.latent.is_some() {
-            self.project(DOWN, ExpertGemm::Down, "x", "latent.x");
+            let [to, _] = self.written_by_projection();
+            self.project(DOWN, ExpertGemm::Down, "x", to);
+            self.input_norm();
         }
     }
 
@@ -79,7 +81,9 @@ impl Builder {
     /// Adds the steps from the gradient of the routed experts' input to that of tokens.
     pub(crate) fn latent_down_bwd(&mut self) {
         if self.plan.spec.latent.is_some() {
-            self.project_bwd(ExpertGemm::Down, "latent.dx", "x", "latent.drows");
+            self.input_norm_bwd();
+            let [_, dout] = self.written_by_projection();
+            self.project_bwd(ExpertGemm::Down, dout, "x", "latent.drows");
         }
     }
 

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! so that no kernel needs an expert's output again: the gradient of `<dout, a · downᵀ>` moves to
-//! the left operand.
+//! the left operand. Behind a norm of outputs `dout` has w in it, and the norm gives `dw`.
 
 mod config;
 mod decode;
@@ -30,3 +30,4 @@ pub use dgrad::GroupedGemmDgradDesc;
 pub(crate) use entries::expert_axis;
 pub(crate) use latent::DOWN as LATENT_DOWN;
 pub use wgrad::GroupedGemmWgradDesc;
+pub(crate) use wgrad::has_empty_tokens;

@@ -50,7 +50,7 @@ pub struct GroupedGemmWgradDesc {
 /// Returns the wgrad of a routed half.
 pub(crate) fn routed(spec: &LayerSpec, half: ExpertGemm) -> GroupedGemmWgradDesc {
     let plain = half == ExpertGemm::Up && spec.router.weight_on != WeightSite::Input;
-    let weighted = half == ExpertGemm::Down && spec.router.weight_on != WeightSite::Input;
+    let weighted = half == ExpertGemm::Down && spec.weighs_gemms();
     GroupedGemmWgradDesc {
         plain_rows: plain,
         weighted_bias: weighted && spec.experts.bias.down(),
@@ -140,7 +140,7 @@ pub(crate) fn latent(spec: &LayerSpec, way: ExpertGemm) -> GroupedGemmWgradDesc 
 
 /// Returns whether a call may have tokens that no routed expert computes anything for: masked ones,
 /// and those whose assignments are all dropped.
-fn has_empty_tokens(spec: &LayerSpec) -> bool {
+pub(crate) fn has_empty_tokens(spec: &LayerSpec) -> bool {
     use CapacityMode::{Dropless, MaxCount};
     let r = &spec.router;
     // A caller may mask a slot by a negative id, and a table masks token ids that it does not have.

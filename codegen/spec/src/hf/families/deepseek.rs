@@ -383,6 +383,7 @@ fn kimi_linear(c: &Config, layer: usize) -> Result<Draft, HfError> {
             dim,
             bias: false,
             norm_eps: norms.then_some(eps),
+            input_norm_eps: None,
         });
         d.plain("latent.norm.weight", &["routed_expert_norm.weight"]);
         for part in ["down", "up"] {

@@ -20,12 +20,6 @@ const FAMILIES: &[Refused] = &[
         has: "one score per expert, and experts of matrices",
     },
     Refused {
-        names: &["muse_spark", "muse_spark_text"],
-        does: "each expert's output is normalised before its weight, between projections to and \
-               from a narrower width with a norm",
-        has: "a norm of the experts' sum alone, `latent.norm_eps`",
-    },
-    Refused {
         names: &["vitpose", "vitpose_backbone"],
         does: "experts are a part of the second projection of a dense block, chosen by the data \
                set of an image",

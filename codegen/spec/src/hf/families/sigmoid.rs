@@ -12,6 +12,9 @@ use super::layers::{self, Layers, depth};
 use crate::{BiasedValues, ExpertForm, Latent, Score, SharedGate, WeightSite};
 use serde_json::Value;
 
+/// The factor on Muse Spark's logits, `1 / sqrt(hidden_size / 256)` of the published model.
+const MUSE_LOGITS: f64 = 0.176_776_695_296_636_9;
+
 /// The families of this file.
 pub(super) const FAMILIES: &[Family] = &[
     Family {
@@ -28,6 +31,11 @@ pub(super) const FAMILIES: &[Family] = &[
         names: &["minimax_m2"],
         layers: |c| layers::every(c, 62),
         build: minimax_m2,
+    },
+    Family {
+        names: &["muse_spark", "muse_spark_text"],
+        layers: |c| layers::typed(c, 0, 62),
+        build: muse_spark,
     },
     Family {
         names: &["lfm2_moe"],
@@ -115,6 +123,7 @@ fn nemotron(c: &Config, layer: usize) -> Result<Draft, HfError> {
             dim,
             bias,
             norm_eps: None,
+            input_norm_eps: None,
         });
         for (part, leaf) in [("down", "fc1_latent_proj"), ("up", "fc2_latent_proj")] {
             for kind in ["weight", "bias"] {
@@ -163,6 +172,34 @@ fn minimax_m2(c: &Config, layer: usize) -> Result<Draft, HfError> {
     let mut d = plain(c, layer, sizes(c, WIDE, [3072, 1536, 256, 8])?)?;
     d.sigmoid(BIAS);
     d.renormalize(true, 0.0);
+    Ok(d)
+}
+
+/// Builds Muse Spark, whose experts work between norms in a narrower width. Its norms multiply by
+/// 1 + w.
+fn muse_spark(c: &Config, layer: usize) -> Result<Draft, HfError> {
+    let mut d = plain(c, layer, sizes(c, NARROW, [8192, 4096, 256, 8])?)?;
+    d.sigmoid(BIAS);
+    d.renormalize(true, 1e-15);
+    d.spec.router.scale = c.number(&["routed_scaling_factor"], 1.0)?;
+    // The same key also scales the model's logits; the router's are linear in its weight.
+    let factor = c.number(&["output_multiplier"], MUSE_LOGITS)?;
+    d.then("router.weight", TensorStep::Factor(factor));
+    d.spec.latent = Some(Latent {
+        dim: c.size(&["moe_hidden_size"], 4096)?,
+        bias: false,
+        norm_eps: None,
+        input_norm_eps: Some(c.number(&["rms_norm_eps"], 1e-5)?),
+    });
+    d.spec.experts.output_norm_eps = Some(c.number(&["post_norm_eps"], 1e-8)?);
+    d.plain("latent.down.weight", &["pre_expert_proj.weight"]);
+    d.plain("latent.up.weight", &["post_expert_proj.weight"]);
+    for (name, own) in [
+        ("latent.input_norm.weight", "pre_expert_norm.weight"),
+        ("expert_norm.weight", "experts.post_expert_norm.weight"),
+    ] {
+        d.stepped(name, &[own], &[TensorStep::Plus(1.0)]);
+    }
     Ok(d)
 }
 
