@@ -161,6 +161,7 @@ const ENGINE: &[&str] = &[
     "shared",
     "pass",
     "device_layer",
+    "layer_tensor",
     "router",
     "addresses",
     "host",

@@ -34,6 +34,7 @@ mod into;
 mod jit;
 mod launch;
 mod layer;
+mod layer_tensor;
 mod memory;
 mod mesh;
 mod multi_gate;
@@ -63,6 +64,7 @@ pub use engine::{Engine, LoadedKernel};
 pub use error::{DifferentWeight, EngineError};
 pub use jit::{EngineParts, EngineStats};
 pub use layer::{Layer, LayerOptions, PassTime, Saved, StrategyTuner, TunedCall};
+pub use layer_tensor::{LayerCall, LayerTensor, LayerTensorRole, TensorDim, layer_tensors};
 pub use mesh::{
     Mesh, ProcessGroup, Ranks, Shard, Timestamp, joined, joined_placed, part_of, part_of_placed,
     part_shape, part_shape_placed,
