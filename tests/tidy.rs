@@ -161,7 +161,7 @@ const ENGINE: &[&str] = &[
     "shared",
     "pass",
     "device_layer",
-    "layer_tensor",
+    "tensor_list",
     "router",
     "addresses",
     "host",

@@ -34,7 +34,6 @@ mod into;
 mod jit;
 mod launch;
 mod layer;
-mod layer_tensor;
 mod memory;
 mod mesh;
 mod multi_gate;
@@ -49,6 +48,7 @@ mod row_bytes;
 mod shared;
 mod stack;
 mod statistics;
+mod tensor_list;
 mod texts;
 mod trace;
 mod training;
@@ -64,7 +64,6 @@ pub use engine::{Engine, LoadedKernel};
 pub use error::{DifferentWeight, EngineError};
 pub use jit::{EngineParts, EngineStats};
 pub use layer::{Layer, LayerOptions, PassTime, Saved, StrategyTuner, TunedCall};
-pub use layer_tensor::{LayerCall, LayerTensor, LayerTensorRole, TensorDim, layer_tensors};
 pub use mesh::{
     Mesh, ProcessGroup, Ranks, Shard, Timestamp, joined, joined_placed, part_of, part_of_placed,
     part_shape, part_shape_placed,
@@ -74,6 +73,7 @@ pub use precompile::{KernelOutcome, KernelRow, MeshJob, PrecompileEvent, Precomp
 pub use precompile::{compile_all, precompile, precompile_on};
 pub use reason::{InputReason, OutputReason, SaveReason, SpecReason, WeightReason};
 pub use statistics::{Record, Statistics};
+pub use tensor_list::{LayerCall, LayerTensor, LayerTensorRole, TensorDim, layer_tensors};
 pub use trace::{Activity, Lane, Recorded, Recorder, Trace, chrome_trace};
 pub use tuned::{TunedPlans, TunedTimes, Untuned};
 pub use user::{UserLayer, UserSaved};

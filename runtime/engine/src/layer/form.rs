@@ -3,8 +3,8 @@
 use crate::call::{CallInput, RngKey, StepTime};
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
-use crate::layer_tensor::{LayerTensor, of_one, over_ranks, saturated};
 use crate::mesh::{Mesh, RankLayer, Timestamp};
+use crate::tensor_list::{LayerTensor, of_one, over_ranks, saturated};
 use crate::trace::Recorder;
 use moesaic_kernel::Target;
 use moesaic_plan::{LayerPlan, RankPlan, Tilings};

@@ -111,8 +111,10 @@ impl TensorDim {
         matches!(self, TensorDim::PerToken(_))
     }
 
-    /// Returns the size of a plan, which for what callers see is fixed or a multiple of the tokens.
+    /// Returns a size of a plan.
     fn of(size: &Size) -> TensorDim {
+        // Plans have more formulas than these, for scratch. A caller sees sizes that are fixed or a
+        // multiple of the tokens, and two counts tell these apart, however they are written.
         match (size.eval(0), size.eval(1)) {
             (none, one) if none == one => TensorDim::Fixed(none as usize),
             (_, one) => TensorDim::PerToken(one as usize),
@@ -210,6 +212,7 @@ impl LayerTensor {
     ) -> LayerTensor {
         // An output of the same name holds old numbers before the call.
         let given = matches!(role, LayerTensorRole::Input | LayerTensorRole::Weight);
+        // A plan for inference has ports of training passes all the same: those of evaluation.
         let trains = plan.training.is_some();
         LayerTensor {
             name: tensor.name.clone(),
@@ -234,8 +237,9 @@ impl fmt::Display for LayerTensor {
 /// device, so you learn which weights to bring. With `training` the list has what the calls of a
 /// layer that trains take and return.
 ///
-/// On a GPU the weights of experts that the spec has as codes are the numbers that they stand for,
-/// so the names of weights may depend on the target.
+/// If experts of the spec are codes, a layer on a GPU holds the numbers that they stand for, and
+/// these are listed. You bring the codes there, too:
+/// [`canonical_tensors`](moesaic_spec::canonical_tensors) lists them.
 ///
 /// # Errors
 /// [`EngineError::Spec`], and [`EngineError::Plan`] for options that the target cannot have.
@@ -266,6 +270,8 @@ pub(crate) fn over_ranks<'t>(
 ) -> Vec<LayerTensor> {
     let plan = dispatch.plan();
     let mut calls = of_calls(plan, &dispatch.ports, &dispatch.saved);
+    // It is there under every strategy, zero where nothing is cast, so that code that asks for it
+    // need not know the strategy.
     calls.push(saturated(plan));
     in_order(calls, plan, held)
 }
@@ -329,6 +335,7 @@ fn in_order<'t>(
             _ => continue,
         });
     }
+    // A stable sort: tensors of one role stay in the plan's order, weights in the canonical one.
     listed.sort_by_key(|tensor| tensor.role);
     listed
 }
