@@ -179,13 +179,13 @@ impl LayerTensor {
     /// # Errors
     /// [`TensorError`], whose text belongs after the tensor's name.
     pub fn check(&self, found: TensorKind<'_>, tokens: usize) -> Result<(), TensorError> {
-        // Compared without a list of sizes first, because decode calls are checked so.
+        // Compared without a list first, which would be an allocation for each tensor of a decode
+        // call.
         let sizes = self.sizes(tokens);
         if found.dtype == self.dtype && found.shape.iter().copied().eq(sizes) {
             return Ok(());
         }
-        let shape = &self.shape(tokens);
-        let dtype = self.dtype;
+        let (dtype, shape) = (self.dtype, &*self.shape(tokens));
         check_kind(found, TensorKind { dtype, shape })
     }
 
@@ -289,34 +289,18 @@ pub(crate) fn saturated(plan: &LayerPlan) -> LayerTensor {
 
 /// Returns the inputs and results of calls; `saved` are the tensors that backward reads.
 fn of_calls(plan: &LayerPlan, ports: &[Ports; 4], saved: &[TensorId]) -> Vec<LayerTensor> {
-    let mut listed = Vec::new();
-    for (at, tensor) in plan.tensors.iter().enumerate() {
-        let id = TensorId(at);
-        let in_pass = |call: LayerCall, of: fn(&Ports) -> &[TensorId]| match call.pass() {
-            Some(pass) => of(&ports[pass as usize]).contains(&id),
-            None => saved.contains(&id),
+    let each = plan.tensors.iter().enumerate();
+    let listed = each.filter_map(|(at, tensor)| {
+        let (id, role) = (TensorId(at), role(tensor)?);
+        let has = |call: LayerCall| match (role, call.pass().map(|pass| &ports[pass as usize])) {
+            (LayerTensorRole::Input, Some(ports)) => ports.inputs.contains(&id),
+            (LayerTensorRole::Output, Some(ports)) => ports.outputs.contains(&id),
+            (LayerTensorRole::Input | LayerTensorRole::Output, None) => saved.contains(&id),
+            (_, ports) => ports.is_none(),
         };
-        let backward = |call| call == LayerCall::Backward;
-        listed.push(match tensor.role {
-            TensorRole::Input => {
-                let has = |call| in_pass(call, |ports| &ports.inputs);
-                LayerTensor::new(tensor, LayerTensorRole::Input, plan, has)
-            }
-            TensorRole::Output => {
-                let has = |call| in_pass(call, |ports| &ports.outputs);
-                LayerTensor::new(tensor, LayerTensorRole::Output, plan, has)
-            }
-            // Other parts of a layer over ranks bring the other gradients of a dispatch part.
-            TensorRole::OutputGradient if tensor.name == "dy" => {
-                LayerTensor::new(tensor, LayerTensorRole::OutputGradient, plan, backward)
-            }
-            TensorRole::InputGradient => {
-                LayerTensor::new(tensor, LayerTensorRole::InputGradient, plan, backward)
-            }
-            _ => continue,
-        });
-    }
-    listed
+        (!is_held(role)).then(|| LayerTensor::new(tensor, role, plan, has))
+    });
+    listed.collect()
 }
 
 /// Adds weights and their gradients to the tensors of calls, and orders all by role.
@@ -325,17 +309,34 @@ fn in_order<'t>(
     plan: &LayerPlan,
     held: impl IntoIterator<Item = &'t TensorPlan>,
 ) -> Vec<LayerTensor> {
-    for tensor in held {
-        listed.push(match tensor.role {
-            TensorRole::Weight => LayerTensor::new(tensor, LayerTensorRole::Weight, plan, |_| true),
-            TensorRole::WeightGradient => {
-                let backward = |call| call == LayerCall::Backward;
-                LayerTensor::new(tensor, LayerTensorRole::WeightGradient, plan, backward)
-            }
-            _ => continue,
-        });
-    }
+    listed.extend(held.into_iter().filter_map(|tensor| {
+        let role = role(tensor).filter(|role| is_held(*role))?;
+        let has = |call| role == LayerTensorRole::Weight || call == LayerCall::Backward;
+        Some(LayerTensor::new(tensor, role, plan, has))
+    }));
     // A stable sort: tensors of one role stay in the plan's order, weights in the canonical one.
     listed.sort_by_key(|tensor| tensor.role);
     listed
+}
+
+/// Returns the role of a tensor of a plan; `None` for those that are the layer's own affair.
+fn role(tensor: &TensorPlan) -> Option<LayerTensorRole> {
+    Some(match tensor.role {
+        TensorRole::Input => LayerTensorRole::Input,
+        TensorRole::Weight => LayerTensorRole::Weight,
+        TensorRole::Output => LayerTensorRole::Output,
+        // Other parts of a layer over ranks bring the other gradients of a dispatch part.
+        TensorRole::OutputGradient if tensor.name == "dy" => LayerTensorRole::OutputGradient,
+        TensorRole::InputGradient => LayerTensorRole::InputGradient,
+        TensorRole::WeightGradient => LayerTensorRole::WeightGradient,
+        TensorRole::OutputGradient | TensorRole::Packed | TensorRole::Scratch => return None,
+    })
+}
+
+/// Returns whether the layer holds the tensor from call to call.
+fn is_held(role: LayerTensorRole) -> bool {
+    matches!(
+        role,
+        LayerTensorRole::Weight | LayerTensorRole::WeightGradient
+    )
 }
