@@ -29,6 +29,7 @@
 //! | to | start at |
 //! |---|---|
 //! | make a layer and call it | [`Engine`], [`LayerSpec`], [`Tensors`], [`Layer`], [`Input`] |
+//! | learn names, types and shapes of a layer's tensors | [`layer_tensors`], [`Layer::tensors`] |
 //! | have rustc check shapes | [`layer!`], [`typed`] |
 //! | load a model's layer | [`Engine::layer_from_hf`], [`weights`] |
 //! | pass memory of a device instead of slices | [`RawCall`], [`Device`], [`Buffer`], [`Ptr`] |

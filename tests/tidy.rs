@@ -161,6 +161,7 @@ const ENGINE: &[&str] = &[
     "shared",
     "pass",
     "device_layer",
+    "tensor_list",
     "router",
     "addresses",
     "host",

@@ -4,10 +4,12 @@ mod compiling;
 mod errors;
 mod ranks;
 mod running;
+mod tensors;
 mod training;
 
 pub use compiling::*;
 pub use errors::*;
 pub use ranks::*;
 pub use running::*;
+pub use tensors::*;
 pub use training::*;

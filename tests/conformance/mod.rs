@@ -26,6 +26,7 @@ mod global_loss;
 mod gradient_dtype;
 mod handles;
 mod killed;
+mod layer_tensors;
 pub mod layers;
 pub mod mesh;
 mod mesh_adaptive_r;

@@ -234,6 +234,7 @@ fn user_experts_count_what_is_too_large_for_f16() {
             };
             let layer = engine().user_layer(&case.spec, &others(&case), own, options);
             let layer = layer.unwrap();
+            assert!(layer.layer().tensor(SATURATED).is_some(), "it is listed");
             let twice = [(); 2].map(|()| {
                 let output = layer.forward(case.input().reading(&["y", SATURATED]));
                 longs(&output.unwrap(), SATURATED)[0]

@@ -105,7 +105,7 @@ impl<T> A<T> {
     assert_eq!(found, ["AB", "EG", "EJ", "AO"]);
 }
 
-/// Pages and examples for users use what has a page.
+/// Pages, examples, and the bindings for other languages use what has a page.
 #[test]
 fn users_are_shown_public_paths_alone() {
     let facade = read(&root().join("src/lib.rs"));
@@ -118,6 +118,10 @@ fn users_are_shown_public_paths_alone() {
     assert!(hidden.len() > 10, "{hidden:?}");
     let mut shown = files(&root().join("examples"), &[".rs"]);
     shown.extend(files(&root().join("src"), &[".rs"]));
+    for door in ["c", "candle", "python"] {
+        let sources = root().join("interop").join(door).join("src");
+        shown.extend(files(&sources, &[".rs"]));
+    }
     for page in [
         "README",
         "docs/ADAPTIVE",

@@ -392,7 +392,7 @@ impl RunArgs {
             built,
             ran: started.elapsed(),
             trace: trace.map_or(Vec::new(), |trace| trace.events(0)),
-            limited: layer.plan().tensor("capacity").is_some(),
+            limited: layer.tensor("capacity").is_some(),
             workspace: layer.workspace_bytes(),
         })
     }

@@ -138,7 +138,7 @@ impl PassArgs {
         recorded: bool,
     ) -> Result<Tensors<'static>> {
         let (input, mut names) = (tokens.input(), self.outputs(layer));
-        if !recorded && layer.plan().tensor("capacity").is_none() {
+        if !recorded && layer.tensor("capacity").is_none() {
             names.retain(|name| *name != "locations");
         }
         let output = match (self.training().is_some(), self.routing_only) {

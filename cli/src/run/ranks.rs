@@ -363,7 +363,7 @@ impl SharedLayer {
             outputs,
             built,
             ran,
-            limited: layer.plan().tensor("capacity").is_some(),
+            limited: layer.tensor("capacity").is_some(),
             workspace: layer.workspace_bytes(),
             trace,
         }))

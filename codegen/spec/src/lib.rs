@@ -42,7 +42,7 @@ pub use biases::Biases;
 pub use capacity::{Capacity, CapacityMode, CapacityOrder, FactorError};
 pub use diagnostic::{Problem, Related, SpecError};
 pub use expression::{Expression, ExpressionError};
-pub use indices::IndexError;
+pub use indices::{IndexError, IndexRange};
 pub use limits::*;
 pub use loss::*;
 pub use router_kind::{

@@ -1,13 +1,12 @@
 //! Calls of layers on memory of the caller's.
 
-use crate::info::Role;
 use crate::layer::Layer;
 use crate::pointers::{Out, borrow, free, slice};
 use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor, check_tokens};
 use moesaic::Ptr;
-use moesaic::plan::{LayerPlan, Step};
-use moesaic::{Buffer, RawBackward, RawCall, RngKey as Key};
+use moesaic::{Buffer, LayerCall, LayerTensor, LayerTensorRole as Role};
+use moesaic::{RawBackward, RawCall, RngKey as Key};
 use std::ffi::c_int;
 
 /// A call. Tensors are on the layer's device: host memory for a CPU.
@@ -71,25 +70,6 @@ impl Prepared<'_> {
     }
 }
 
-/// A forward pass, by the function that runs it.
-#[derive(Clone, Copy, PartialEq)]
-enum Pass {
-    Evaluate,
-    Route,
-    Train,
-}
-
-impl Pass {
-    /// Returns the steps of the pass.
-    fn steps(self, plan: &LayerPlan) -> &[Step] {
-        match self {
-            Pass::Evaluate => plan.evaluation_steps(),
-            Pass::Route => plan.routing_of(plan.evaluation_steps()),
-            Pass::Train => &plan.steps,
-        }
-    }
-}
-
 /// Returns whether a call writes tensors of a role.
 fn is_written(role: Role) -> bool {
     !matches!(role, Role::Input | Role::OutputGradient)
@@ -117,7 +97,7 @@ impl Layer {
         };
         for given in &given {
             let tensor = self.find(given.name)?;
-            given.check(tensor.dtype, &tensor.shape(tokens))?;
+            given.check(tensor, tokens)?;
         }
         self.check_apart(&given)?;
         for given in given {
@@ -132,7 +112,7 @@ impl Layer {
             }
             let written = is_written(role);
             if !written {
-                self.check_ids(&given)?;
+                self.check_ids(tensor, &given)?;
             }
             // With an external router the layer may rescale these in place.
             let written = written || name == "topk_weights";
@@ -164,24 +144,18 @@ impl Layer {
 
     /// Refuses a tensor that the pass would neither read nor write, so that no caller waits for a
     /// result that never comes.
-    fn check_pass(&self, pass: Pass, given: &[Given<'_>]) -> Result<(), Failure> {
-        let plan = self.layer.plan();
+    fn check_pass(&self, call: LayerCall, given: &[Given<'_>]) -> Result<(), Failure> {
         for given in given {
-            let role = self.find(given.name)?.role;
-            if matches!(role, Role::OutputGradient | Role::InputGradient) {
+            let tensor = self.find(given.name)?;
+            if matches!(tensor.role, Role::OutputGradient | Role::InputGradient) {
                 let problem = "is no tensor of a forward pass: name it in moesaic_backward";
                 return Err(Failure::tensor(given.name, problem));
             }
-            let known = plan.id(given.name).filter(|_| role == Role::Output);
-            // With a router of the caller's, a routing call returns its weights.
-            let Some(id) = known.filter(|_| given.name != "topk_weights") else {
-                continue;
-            };
-            let in_steps = |steps: &[Step]| steps.iter().any(|step| step.tensors().contains(&id));
-            // A rank's plan may leave steps to those of a strategy.
-            let steps = pass.steps(plan);
-            if in_steps(Pass::Train.steps(plan)) && !steps.is_empty() && !in_steps(steps) {
-                let function = match in_steps(Pass::Evaluate.steps(plan)) {
+            // Training has every output, or the layer does not train, of which the engine has an
+            // error.
+            let known = call == LayerCall::ForwardTrain || tensor.is_of(call);
+            if tensor.role == Role::Output && !known {
+                let function = match tensor.is_of(LayerCall::Forward) {
                     true => "moesaic_forward",
                     false => "moesaic_forward_train",
                 };
@@ -197,17 +171,17 @@ impl Layer {
         &self,
         tokens: usize,
         named: &[(&str, Ptr)],
-        is_read: impl Fn(&str, Role) -> bool,
+        is_read: impl Fn(&LayerTensor) -> bool,
     ) -> Result<(), Failure> {
         let is_named = |name: &str| named.iter().any(|(known, _)| *known == name);
         let mut tensors = self.tensors().iter();
-        match tensors.find(|one| !is_named(one.name()) && is_read(one.name(), one.role)) {
+        match tensors.find(|one| is_read(one) && !is_named(&one.name)) {
             None => Ok(()),
             Some(missing) => {
                 let (dtype, shape) = (missing.dtype, missing.shape(tokens));
                 let problem =
                     format!("is missing: name it in the call, {dtype} of shape {shape:?}");
-                Err(Failure::tensor(missing.name(), problem))
+                Err(Failure::tensor(&missing.name, problem))
             }
         }
     }
@@ -244,9 +218,9 @@ impl Layer {
         let is_bound = |name: &str| bound.iter().any(|(known, _)| known == name);
         let tensors = self.tensors().iter();
         let mut needed = tensors.filter(|tensor| needed.contains(&tensor.role));
-        if let Some(tensor) = needed.find(|tensor| !is_bound(tensor.name())) {
+        if let Some(tensor) = needed.find(|tensor| !is_bound(&tensor.name)) {
             let problem = "is not bound: give it to moesaic_layer_bind";
-            return Err(Failure::tensor(tensor.name(), problem));
+            return Err(Failure::tensor(&tensor.name, problem));
         }
         all.extend(
             bound
@@ -262,7 +236,7 @@ impl Layer {
     /// The call is valid, and its memory stays so as [`RawCall::new`] asks.
     unsafe fn pass<T>(
         &self,
-        pass: Pass,
+        kind: LayerCall,
         call: &Call,
         run: impl FnOnce(RawCall<'_>) -> Result<T, moesaic::EngineError>,
     ) -> Result<(T, Vec<Buffer>), Failure> {
@@ -271,22 +245,16 @@ impl Layer {
             let tensors = slice(call.tensors, call.tensor_count, "tensors")?;
             Given::read_all(tensors)?
         };
-        self.check_pass(pass, &given)?;
+        self.check_pass(kind, &given)?;
         // SAFETY: as above.
         let prepared = unsafe { self.prepare(call.tokens, given) }?;
-        let plan = self.layer.plan();
-        let steps = pass.steps(plan);
-        self.check_complete(call.tokens, &prepared.tensors, |name, role| {
-            // Over ranks the parts of the layer have inputs of their own.
-            let own = role == Role::Input && self.layer.mesh().is_none();
-            let id = plan.id(name).filter(|_| own);
-            id.is_some_and(|id| steps.iter().any(|step| step.tensors().contains(&id)))
-        })?;
+        let is_read = |tensor: &LayerTensor| tensor.role == Role::Input && tensor.is_of(kind);
+        self.check_complete(call.tokens, &prepared.tensors, is_read)?;
         let bound = self.bound();
         let bound = bound.as_ref().map(|bound| bound.as_slice());
         let tensors = self.with_bound(&prepared.tensors, bound, &[Role::Weight])?;
         let capacity_factor = (call.capacity_factor != 0.0).then_some(call.capacity_factor);
-        // SAFETY: the tensors have the sizes of the plan and ids are in range.
+        // SAFETY: the tensors have the sizes of the layer's list and ids are in range.
         let raw = unsafe { RawCall::new(call.tokens, &tensors) };
         let result = run(raw.with_capacity_factor(capacity_factor))?;
         Ok((result, prepared.finish()))
@@ -322,7 +290,7 @@ pub unsafe extern "C" fn moesaic_forward(layer: *const Layer, call: *const Call)
         // SAFETY: the caller vouches for its pointers.
         let (layer, call) = unsafe { (borrow(layer, "layer")?, borrow(call, "call")?) };
         // SAFETY: as above.
-        unsafe { layer.pass(Pass::Evaluate, call, |raw| layer.layer.forward(raw)) }?;
+        unsafe { layer.pass(LayerCall::Forward, call, |raw| layer.layer.forward(raw)) }?;
         Ok(())
     })
 }
@@ -339,7 +307,7 @@ pub unsafe extern "C" fn moesaic_route(layer: *const Layer, call: *const Call) -
         // SAFETY: the caller vouches for its pointers.
         let (layer, call) = unsafe { (borrow(layer, "layer")?, borrow(call, "call")?) };
         // SAFETY: as above.
-        unsafe { layer.pass(Pass::Route, call, |raw| layer.layer.route(raw)) }?;
+        unsafe { layer.pass(LayerCall::Route, call, |raw| layer.layer.route(raw)) }?;
         Ok(())
     })
 }
@@ -367,7 +335,7 @@ pub unsafe extern "C" fn moesaic_forward_train(
         };
         // SAFETY: as in `moesaic_forward`.
         let ((_, saved), copies) = unsafe {
-            layer.pass(Pass::Train, call, |raw| {
+            layer.pass(LayerCall::ForwardTrain, call, |raw| {
                 layer.layer.forward_train(raw, key.into())
             })
         }?;
@@ -405,15 +373,14 @@ pub unsafe extern "C" fn moesaic_backward(
         };
         // SAFETY: as above.
         let prepared = unsafe { layer.prepare(saved.saved.tokens(), given) }?;
-        layer.check_complete(saved.saved.tokens(), &prepared.tensors, |name, role| {
-            // A layer over ranks has gradients of its own making beside.
-            name == "dy" && role == Role::OutputGradient
+        layer.check_complete(saved.saved.tokens(), &prepared.tensors, |tensor| {
+            tensor.role == Role::OutputGradient
         })?;
         let bound = layer.bound();
         let bound = bound.as_ref().map(|bound| bound.as_slice());
         let needed = [Role::Weight, Role::WeightGradient];
         let tensors = layer.with_bound(&prepared.tensors, bound, &needed)?;
-        // SAFETY: the tensors have the sizes of the plan.
+        // SAFETY: the tensors have the sizes of the layer's list.
         let call = unsafe { RawBackward::new(&tensors) };
         layer.layer.backward(&saved.saved, call, accumulate != 0)?;
         prepared.finish();

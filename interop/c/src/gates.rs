@@ -2,8 +2,7 @@
 
 use crate::calls::{Call, RngKey};
 use crate::engine::Engine;
-use crate::info::{Described, Role};
-use crate::layer::{Layer, check_ids, check_trained, copy_gradient, described};
+use crate::layer::{Layer, check_ids, check_trained, copy_gradient};
 use crate::options::LayerOptions;
 use crate::pointers::{Out, borrow, free, slice, text};
 use crate::spec::Spec;
@@ -11,6 +10,7 @@ use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor, check_tokens, read_weights};
 use moesaic::experts::{MultiGate as Gates, MultiSaved as Kept, SavedByToken};
 use moesaic::{Bytes, DType, EngineError, Input, Output, Tensors};
+use moesaic::{LayerTensor, LayerTensorRole as Role};
 use std::ffi::{c_char, c_int};
 
 /// Makes a layer whose routed experts are those of `bank`, in the same memory. Router, projections
@@ -73,8 +73,6 @@ pub struct TensorList {
 /// the same tokens, in one pass over the experts where moesaic_multi_gate_in_one_pass says so.
 pub struct MultiGate {
     gates: Gates,
-    /// The tensors of one of the layers.
-    tensors: Vec<Described>,
 }
 
 /// The state that a training call of a moesaic_multi_gate keeps for backward.
@@ -105,8 +103,13 @@ impl MultiGate {
         self.gates.layers().len()
     }
 
-    fn find(&self, name: &str) -> Result<&Described, Failure> {
-        let found = self.tensors.iter().find(|tensor| tensor.name() == name);
+    /// Returns the tensors of a layer, which all layers have.
+    fn tensors(&self) -> &[LayerTensor] {
+        self.gates.layers()[0].tensors()
+    }
+
+    fn find(&self, name: &str) -> Result<&LayerTensor, Failure> {
+        let found = self.tensors().iter().find(|tensor| tensor.name == name);
         found.ok_or_else(|| Failure::tensor(name, "is none of the layers'"))
     }
 
@@ -119,7 +122,7 @@ impl MultiGate {
 
     /// Returns the shape of a tensor that each layer has: the layers', then its own. Where each
     /// token runs by one layer, there is one.
-    fn shape(&self, tensor: &Described, tokens: usize, by_token: bool) -> Vec<usize> {
+    fn shape(&self, tensor: &LayerTensor, tokens: usize, by_token: bool) -> Vec<usize> {
         let mut shape = match by_token {
             true => Vec::new(),
             false => vec![self.count()],
@@ -147,7 +150,7 @@ impl MultiGate {
         let router_ids = match ids.first() {
             None => None,
             Some(ids) => {
-                ids.check(DType::I32, &[tokens])?;
+                ids.check_kind(DType::I32, &[tokens])?;
                 // SAFETY: the caller vouches for it.
                 Some(unsafe { ids.host() }?.to_vec().unwrap_or_default())
             }
@@ -157,14 +160,14 @@ impl MultiGate {
             let tensor = self.find(given.name)?;
             match tensor.role {
                 Role::Input => {
-                    given.check(tensor.dtype, &tensor.shape(tokens))?;
-                    check_ids(self.gates.layers()[0].spec(), &given)?;
+                    given.check(tensor, tokens)?;
+                    check_ids(tensor, &given)?;
                     // SAFETY: the caller vouches for it.
                     input.insert(given.name, unsafe { given.host() }?);
                 }
                 Role::Output => {
                     let shape = self.shape(tensor, tokens, router_ids.is_some());
-                    given.check(tensor.dtype, &shape)?;
+                    given.check_kind(tensor.dtype, &shape)?;
                     given.check_distinct()?;
                     results.push(given);
                 }
@@ -250,8 +253,7 @@ pub unsafe extern "C" fn moesaic_multi_gate_open(
         let gates = engine
             .engine
             .multi_gate(&spec.spec, &weights, &routers, options)?;
-        let tensors = described(&gates.layers()[0]);
-        out.give(MultiGate { gates, tensors });
+        out.give(MultiGate { gates });
         Ok(())
     })
 }
@@ -397,7 +399,7 @@ pub unsafe extern "C" fn moesaic_multi_gate_backward(
                 return Err(Failure::tensor(one.name, "is not of a backward pass"));
             }
             let by_token = matches!(saved.saved, By::Token(_));
-            one.check(tensor.dtype, &gates.shape(tensor, saved.tokens, by_token))?;
+            one.check_kind(tensor.dtype, &gates.shape(tensor, saved.tokens, by_token))?;
         }
         let (dy, results): (Vec<_>, Vec<_>) = given.into_iter().partition(|one| one.name == "dy");
         let dy = dy
@@ -451,7 +453,7 @@ pub unsafe extern "C" fn moesaic_multi_gate_gradient(
         // SAFETY: the caller vouches for its pointers.
         let (gates, name) = unsafe { (borrow(gates, "gates")?, text(name, "name")?) };
         let layer = gates.gate(gate)?;
-        check_trained(&gates.tensors, name)?;
+        check_trained(gates.tensors(), name)?;
         let gradient = layer.gradient(name)?.to_f32();
         // SAFETY: the caller vouches for the room.
         unsafe { copy_gradient(&gradient, data, count) }

@@ -1,9 +1,8 @@
 //! Descriptions of tensors, for callers that allocate them.
 
 use crate::tensors::{Dtype, MAX_DIMS};
-use moesaic::DType;
-use moesaic::kernel::Size;
-use std::ffi::{CString, c_char};
+use moesaic::{DType, LayerTensorRole};
+use std::ffi::{CStr, c_char};
 
 /// The owner of a tensor, and its readers.
 #[repr(C)]
@@ -39,43 +38,31 @@ pub struct TensorInfo {
     pub shape: [i64; MAX_DIMS],
 }
 
-/// A tensor whose sizes may depend on the number of tokens.
-pub(crate) struct Described {
-    name: CString,
-    pub dtype: DType,
-    pub role: Role,
-    shape: Vec<Size>,
-}
-
-impl Described {
-    pub(crate) fn new(name: &str, dtype: DType, role: Role, shape: Vec<Size>) -> Described {
-        Described {
-            name: CString::new(name).unwrap_or_default(),
-            dtype,
-            role,
-            shape,
+impl From<LayerTensorRole> for Role {
+    fn from(role: LayerTensorRole) -> Role {
+        match role {
+            LayerTensorRole::Input => Role::Input,
+            LayerTensorRole::Weight => Role::Weight,
+            LayerTensorRole::Output => Role::Output,
+            LayerTensorRole::OutputGradient => Role::OutputGradient,
+            LayerTensorRole::InputGradient => Role::InputGradient,
+            LayerTensorRole::WeightGradient => Role::WeightGradient,
         }
     }
+}
 
-    pub fn name(&self) -> &str {
-        self.name.to_str().unwrap_or_default()
-    }
-
-    pub fn shape(&self, tokens: usize) -> Vec<usize> {
-        let sizes = self.shape.iter().map(|size| size.eval(tokens as u64));
-        sizes.map(|size| size as usize).collect()
-    }
-
-    pub fn info(&self, tokens: usize) -> TensorInfo {
-        let (own, mut shape) = (self.shape(tokens), [0; MAX_DIMS]);
-        for (to, from) in shape.iter_mut().zip(&own) {
+impl TensorInfo {
+    /// Describes a tensor, whose name must live as long as the spec or the layer.
+    pub(crate) fn new(name: &CStr, dtype: DType, role: Role, sizes: &[usize]) -> TensorInfo {
+        let mut shape = [0; MAX_DIMS];
+        for (to, from) in shape.iter_mut().zip(sizes) {
             *to = *from as i64;
         }
         TensorInfo {
-            name: self.name.as_ptr(),
-            dtype: self.dtype.into(),
-            role: self.role,
-            dims: own.len(),
+            name: name.as_ptr(),
+            dtype: dtype.into(),
+            role,
+            dims: sizes.len(),
             shape,
         }
     }

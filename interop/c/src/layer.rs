@@ -2,17 +2,16 @@
 //! is here and in `calls.rs`.
 
 use crate::engine::Engine;
-use crate::info::{Described, Role, TensorInfo};
+use crate::info::TensorInfo;
 use crate::options::LayerOptions;
 use crate::pointers::{Out, borrow, free, slice, text};
 use crate::spec::Spec;
 use crate::status::{Failure, Status, guard};
 use crate::tensors::{Given, Tensor, check_tokens, read_weights};
-use moesaic::plan::{TensorPlan, TensorRole as Owner};
-use moesaic::spec::canonical_tensors;
 use moesaic::{Device, Ptr};
-use moesaic::{Layer as RustLayer, LayerSpec, Strategy, Target, Training};
-use std::ffi::{c_char, c_int};
+use moesaic::{Layer as RustLayer, LayerTensor, LayerTensorRole as Role};
+use moesaic::{Strategy, Target, Training};
+use std::ffi::{CString, c_char, c_int};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 /// A compiled layer, or one rank's part of a layer over ranks. Calls of several threads take turns.
@@ -22,45 +21,21 @@ pub struct Layer {
     pub(crate) target: Target,
     /// The weights and gradients of a layer without weights, by address.
     bound: Option<RwLock<Vec<(String, Ptr)>>>,
-    tensors: Vec<Described>,
+    /// The names of the layer's tensors, as C takes them.
+    names: Vec<CString>,
 }
 
-/// Returns the owner of a tensor of a plan, if callers have to do with it.
-fn role(owner: Owner) -> Option<Role> {
-    Some(match owner {
-        Owner::Input => Role::Input,
-        Owner::Weight => Role::Weight,
-        Owner::Output => Role::Output,
-        Owner::OutputGradient => Role::OutputGradient,
-        Owner::InputGradient => Role::InputGradient,
-        Owner::WeightGradient => Role::WeightGradient,
-        Owner::Packed | Owner::Scratch => return None,
-    })
-}
-
-/// Returns the tensors of a layer that a caller may name: those of calls, and this rank's weights
-/// with their gradients.
-pub(crate) fn described(layer: &RustLayer) -> Vec<Described> {
-    let one = |tensor: &TensorPlan, role| {
-        Described::new(&tensor.name, tensor.dtype, role, tensor.shape.clone())
-    };
-    let is_port = |role| !matches!(role, Role::Weight | Role::WeightGradient);
-    let ports = layer.plan().tensors.iter();
-    let ports = ports.filter_map(|tensor| Some((tensor, role(tensor.role)?)));
-    let ports = ports.filter(|(_, role)| is_port(*role));
-    let mut all: Vec<Described> = ports.map(|(tensor, role)| one(tensor, role)).collect();
-    for weight in canonical_tensors(layer.spec()) {
-        let names = [weight.name.clone(), format!("grad.{}", weight.name)];
-        let found = names.iter().filter_map(|name| layer.weight_plan(name));
-        all.extend(found.filter_map(|tensor| Some(one(tensor, role(tensor.role)?))));
-    }
-    all
+fn names(layer: &RustLayer) -> Vec<CString> {
+    let names = layer.tensors().iter().map(|tensor| &*tensor.name);
+    names
+        .map(|name| CString::new(name).unwrap_or_default())
+        .collect()
 }
 
 impl Layer {
     pub(crate) fn new(engine: &Engine, layer: RustLayer) -> Layer {
         Layer {
-            tensors: described(&layer),
+            names: names(&layer),
             layer,
             device: engine.engine.device().clone(),
             target: engine.engine.target(),
@@ -84,17 +59,37 @@ impl Layer {
         Some(bound.read().unwrap_or_else(PoisonError::into_inner))
     }
 
-    pub(crate) fn tensors(&self) -> &[Described] {
-        &self.tensors
+    pub(crate) fn tensors(&self) -> &[LayerTensor] {
+        self.layer.tensors()
     }
 
-    pub(crate) fn find(&self, name: &str) -> Result<&Described, Failure> {
-        let found = self.tensors.iter().find(|tensor| tensor.name() == name);
-        found.ok_or_else(|| {
-            let names: Vec<&str> = self.tensors.iter().map(Described::name).collect();
-            let problem = format!("is none of the layer's; it has: {}", names.join(", "));
-            Failure::tensor(name, problem)
-        })
+    pub(crate) fn find(&self, name: &str) -> Result<&LayerTensor, Failure> {
+        Ok(&self.tensors()[self.number(name)?])
+    }
+
+    /// Returns the number of the tensor of a name.
+    fn number(&self, name: &str) -> Result<usize, Failure> {
+        let mut tensors = self.tensors().iter();
+        tensors
+            .position(|tensor| tensor.name == name)
+            .ok_or_else(|| {
+                let names = self.tensors().iter().map(|tensor| &*tensor.name);
+                let names: Vec<&str> = names.collect();
+                let problem = format!("is none of the layer's; it has: {}", names.join(", "));
+                Failure::tensor(name, problem)
+            })
+    }
+
+    /// Describes a tensor by its number.
+    fn info(&self, number: usize, tokens: usize) -> Result<TensorInfo, Failure> {
+        let found = self.tensors().get(number).zip(self.names.get(number));
+        let (tensor, name) = found.ok_or_else(|| {
+            let problem = format!("is {number}, the layer has {} tensors", self.names.len());
+            Failure::argument("number", problem)
+        })?;
+        check_tokens(tokens)?;
+        let (role, shape) = (tensor.role.into(), tensor.shape(tokens));
+        Ok(TensorInfo::new(name, tensor.dtype, role, &shape))
     }
 
     fn bind(&self, tensors: &[Given<'_>]) -> Result<(), Failure> {
@@ -112,8 +107,8 @@ impl Layer {
             if given.strides.is_some() {
                 return Err(Failure::tensor(given.name, "has strides: bind it packed"));
             }
-            given.check(tensor.dtype, &tensor.shape(0))?;
-            self.check_ids(given)?;
+            given.check(tensor, 0)?;
+            self.check_ids(tensor, given)?;
         }
         let mut bound = bound.write().unwrap_or_else(PoisonError::into_inner);
         for given in tensors {
@@ -124,23 +119,23 @@ impl Layer {
     }
 
     /// Checks the numbers that kernels take for indices, where the host can read them.
-    pub(crate) fn check_ids(&self, given: &Given<'_>) -> Result<(), Failure> {
+    pub(crate) fn check_ids(&self, tensor: &LayerTensor, given: &Given<'_>) -> Result<(), Failure> {
         match self.on_host() {
-            true => check_ids(self.layer.spec(), given),
+            true => check_ids(tensor, given),
             false => Ok(()),
         }
     }
 }
 
 /// Checks the numbers of a tensor on the host that kernels take for indices.
-pub(crate) fn check_ids(spec: &LayerSpec, given: &Given<'_>) -> Result<(), Failure> {
-    if !spec.has_indices(given.name) {
+pub(crate) fn check_ids(tensor: &LayerTensor, given: &Given<'_>) -> Result<(), Failure> {
+    if tensor.indices().is_none() {
         return Ok(());
     }
     // SAFETY: the caller of the interface vouches for type and shape, which were checked against
     // the layer's.
     let ids = unsafe { given.host() }?.to_vec::<i32>().unwrap_or_default();
-    let checked = spec.check_indices(given.name, &ids);
+    let checked = tensor.check_indices(&ids);
     checked.map_err(|error| Failure::tensor(given.name, error))
 }
 
@@ -295,7 +290,7 @@ pub unsafe extern "C" fn moesaic_layer_handle(layer: *const Layer, out: *mut *mu
         }
         let handle = layer.layer.handle();
         out.give(Layer {
-            tensors: described(&handle),
+            names: names(&handle),
             layer: handle,
             device: layer.device.clone(),
             target: layer.target,
@@ -327,7 +322,7 @@ pub unsafe extern "C" fn moesaic_layer_spec(layer: *const Layer, out: *mut *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn moesaic_layer_tensor_count(layer: *const Layer) -> usize {
     // SAFETY: the caller vouches for it.
-    unsafe { layer.as_ref() }.map_or(0, |layer| layer.tensors.len())
+    unsafe { layer.as_ref() }.map_or(0, |layer| layer.names.len())
 }
 
 /// Writes name, type, owner and shape of a tensor by its number, for a call of `tokens` tokens.
@@ -344,12 +339,7 @@ pub unsafe extern "C" fn moesaic_layer_tensor(
     guard(|| {
         // SAFETY: the caller vouches for its pointers.
         let (out, layer) = unsafe { (Out::new(out, "out")?, borrow(layer, "layer")?) };
-        let tensor = layer.tensors.get(number).ok_or_else(|| {
-            let problem = format!("is {number}, the layer has {} tensors", layer.tensors.len());
-            Failure::argument("number", problem)
-        })?;
-        check_tokens(tokens)?;
-        out.set(tensor.info(tokens));
+        out.set(layer.info(number, tokens)?);
         Ok(())
     })
 }
@@ -371,8 +361,7 @@ pub unsafe extern "C" fn moesaic_layer_find(
             let out = Out::new(out, "out")?;
             (out, borrow(layer, "layer")?, text(name, "name")?)
         };
-        check_tokens(tokens)?;
-        out.set(layer.find(name)?.info(tokens));
+        out.set(layer.info(layer.number(name)?, tokens)?);
         Ok(())
     })
 }
@@ -431,15 +420,13 @@ pub unsafe extern "C" fn moesaic_layer_gradient(
 
 /// Refuses a name that is no weight's, or that of a weight without gradient, by names that one may
 /// ask for.
-pub(crate) fn check_trained(tensors: &[Described], name: &str) -> Result<(), Failure> {
+pub(crate) fn check_trained(tensors: &[LayerTensor], name: &str) -> Result<(), Failure> {
     let gradients = tensors
         .iter()
         .filter(|one| one.role == Role::WeightGradient);
-    let trained: Vec<&str> = gradients
-        .filter_map(|one| one.name().strip_prefix("grad."))
-        .collect();
+    let trained: Vec<&str> = gradients.filter_map(LayerTensor::weight).collect();
     // A layer made for inference, and frozen weights, have errors of their own.
-    let is_weight = |one: &Described| one.role == Role::Weight && one.name() == name;
+    let is_weight = |one: &LayerTensor| one.role == Role::Weight && one.name == name;
     if trained.is_empty() || trained.contains(&name) || tensors.iter().any(is_weight) {
         return Ok(());
     }

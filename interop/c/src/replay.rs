@@ -33,7 +33,7 @@ pub unsafe extern "C" fn moesaic_record_open(
             let problem = format!("has shape {:?}, expected [tokens, layers, K]", given.shape);
             return Err(Failure::tensor(given.name, problem));
         };
-        given.check(DType::I32, &[tokens, layers, top_k])?;
+        given.check_kind(DType::I32, &[tokens, layers, top_k])?;
         // SAFETY: as above.
         let ids = unsafe { given.host() }?.to_vec().unwrap_or_default();
         let shape = RecordShape {

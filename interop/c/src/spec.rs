@@ -1,10 +1,9 @@
 //! Specs of layers.
 
-use crate::info::{Described, Role, TensorInfo};
+use crate::info::{Role, TensorInfo};
 use crate::pointers::{Out, borrow, free, text};
 use crate::status::{Failure, Status, guard};
 use moesaic::LayerSpec;
-use moesaic::kernel::Size;
 use moesaic::spec::{TensorSpec, canonical_tensors, hf};
 use std::ffi::{CString, c_char};
 use std::path::PathBuf;
@@ -13,14 +12,20 @@ use std::path::PathBuf;
 pub struct Spec {
     pub(crate) spec: LayerSpec,
     toml: CString,
-    weights: Vec<Described>,
+    weights: Vec<Weight>,
+}
+
+/// A weight, with its name as C takes it.
+struct Weight {
+    name: CString,
+    tensor: TensorSpec,
 }
 
 impl Spec {
     pub(crate) fn new(spec: LayerSpec) -> Spec {
-        let weight = |tensor: TensorSpec| {
-            let sizes = tensor.shape.iter().map(|size| Size::Const(*size as u64));
-            Described::new(&tensor.name, tensor.dtype, Role::Weight, sizes.collect())
+        let weight = |tensor: TensorSpec| Weight {
+            name: CString::new(&*tensor.name).unwrap_or_default(),
+            tensor,
         };
         Spec {
             toml: CString::new(spec.to_toml()).unwrap_or_default(),
@@ -137,7 +142,13 @@ pub unsafe extern "C" fn moesaic_spec_weight(
             let problem = format!("is {number}, the spec has {} weights", spec.weights.len());
             Failure::argument("number", problem)
         })?;
-        out.set(weight.info(0));
+        let Weight { name, tensor } = weight;
+        out.set(TensorInfo::new(
+            name,
+            tensor.dtype,
+            Role::Weight,
+            &tensor.shape,
+        ));
         Ok(())
     })
 }

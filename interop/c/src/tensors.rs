@@ -3,7 +3,7 @@
 use crate::pointers::{slice, text};
 use crate::status::Failure;
 use moesaic::spec::check_weight_name;
-use moesaic::{Bytes, DType, LayerSpec, TensorKind, check_kind};
+use moesaic::{Bytes, DType, LayerSpec, LayerTensor, TensorKind, check_kind};
 use std::ffi::{c_char, c_int, c_void};
 
 /// The type of a tensor's elements.
@@ -163,14 +163,23 @@ impl<'a> Given<'a> {
         self.elements() * self.dtype.size()
     }
 
-    /// Checks type and sizes against those that the layer needs.
-    pub fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), Failure> {
-        let found = TensorKind {
+    /// Checks type and sizes against those of a layer's tensor in a call.
+    pub fn check(&self, tensor: &LayerTensor, tokens: usize) -> Result<(), Failure> {
+        let checked = tensor.check(self.kind(), tokens);
+        checked.map_err(|problem| Failure::tensor(self.name, problem))
+    }
+
+    /// Checks type and sizes against others.
+    pub fn check_kind(&self, dtype: DType, shape: &[usize]) -> Result<(), Failure> {
+        let checked = check_kind(self.kind(), TensorKind { dtype, shape });
+        checked.map_err(|problem| Failure::tensor(self.name, problem))
+    }
+
+    fn kind(&self) -> TensorKind<'_> {
+        TensorKind {
             dtype: self.dtype,
             shape: &self.shape,
-        };
-        let checked = check_kind(found, TensorKind { dtype, shape });
-        checked.map_err(|problem| Failure::tensor(self.name, problem))
+        }
     }
 
     /// Returns the elements on the host, borrowed if they lie packed, else as a packed copy.

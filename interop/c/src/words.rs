@@ -2,8 +2,8 @@
 //! method or feature have other texts here; all others keep their own.
 
 use moesaic::collectives::{CollectiveError, SetupError};
-use moesaic::plan::{PlanError, StrategyError};
-use moesaic::{CompileError, DeviceError, UnavailableReason};
+use moesaic::mesh::StrategyError;
+use moesaic::{CompileError, DeviceError, PlanError, UnavailableReason};
 use moesaic::{EngineError, InputReason, OpenError, WeightReason};
 
 /// Returns the text of an error.

@@ -5,6 +5,7 @@ mod common;
 use common::*;
 use moesaic_c::calls::*;
 use moesaic_c::engine::*;
+use moesaic_c::info::Role;
 use moesaic_c::layer::*;
 use moesaic_c::options::LayerOptions;
 use moesaic_c::ranks::*;
@@ -43,6 +44,21 @@ fn train(layer: *const Layer, tensors: &[Tensor], out: &mut *mut Saved) {
     let call = call_of(T, tensors);
     // SAFETY: the tensors are valid and outlive the state.
     ok(unsafe { moesaic_forward_train(layer, &call, null(), out) });
+}
+
+/// Returns the names of a layer's tensors of a role.
+fn names_of(layer: *const Layer, role: Role) -> Vec<String> {
+    // SAFETY: the layer is live, and names end in NUL.
+    let tensor = |number| unsafe {
+        let mut info = std::mem::MaybeUninit::uninit();
+        ok(moesaic_layer_tensor(layer, number, T, info.as_mut_ptr()));
+        let info = info.assume_init();
+        let name = CStr::from_ptr(info.name).to_str().unwrap();
+        (info.role == role).then(|| name.to_string())
+    };
+    // SAFETY: the layer is live.
+    let count = unsafe { moesaic_layer_tensor_count(layer) };
+    (0..count).filter_map(tensor).collect()
 }
 
 fn layer_of(
@@ -143,7 +159,10 @@ fn a_layer_over_ranks_says_where_its_gradients_are() {
         ..LayerOptions::default()
     };
     ok(layer_of(&opened, opened.spec, &options, &mut layer));
+    assert_eq!(names_of(layer, Role::OutputGradient), ["dy"]);
+    assert!(names_of(layer, Role::Output).contains(&"comm_cast.saturated".to_string()));
     let (mut x, mut y, mut dy) = (rows("x", 0), rows("y", 1), rows("dy", 2));
+    refused(forward(layer, T, &[y.c()]), "`x` is missing");
     let mut saved = null_mut();
     train(layer, &[x.c(), y.c()], &mut saved);
     let mut gradient = Owned::new("grad.router.weight", &[4, 8], 0);

@@ -141,7 +141,7 @@ impl InferenceLayer {
     /// An input is missing, misshapen, of another type, or one that the layer does not read.
     pub fn forward_with(&self, inputs: &Inputs) -> Result<Tensor> {
         let spec = self.layer.spec();
-        inputs.lend(self.layer.plan(), |input| {
+        inputs.lend(&self.layer, |input| {
             let sizes = [inputs.leading(), &[spec.output_dim()]].concat();
             match self.dtype() {
                 DType::F16 => self.evaluate_to::<f16>(input, sizes),

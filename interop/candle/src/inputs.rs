@@ -2,8 +2,8 @@
 
 use crate::host::{candle_type, copied, lend, named, wrong_type};
 use candle_core::{Device, Error, Result, Tensor};
-use moesaic::plan::{LayerPlan, TensorPlan, TensorRole};
-use moesaic::{Input, Tensor as HostTensor, Tensors};
+use moesaic::{Input, Layer, LayerTensor, LayerTensorRole};
+use moesaic::{Tensor as HostTensor, TensorDim, Tensors};
 use std::collections::BTreeMap;
 
 /// The tokens of a call and the further inputs of its layer's spec. Tensors
@@ -101,15 +101,15 @@ impl Inputs {
     /// An input is missing, misshapen, of another type, or one that the layer would not read.
     pub(crate) fn lend<R>(
         &self,
-        plan: &LayerPlan,
+        layer: &Layer,
         run: impl FnOnce(&Input<'_>) -> Result<R>,
     ) -> Result<R> {
-        let dtype = plan.spec.precision.activations;
+        let dtype = layer.spec().precision.activations;
         let (given, wanted) = (self.x.dtype(), candle_type(dtype));
         if given != wanted {
             return Err(wrong_type(given, wanted));
         }
-        let tensors = self.hosts(plan)?;
+        let tensors = self.hosts(layer)?;
         lend(&self.x, dtype, &[self.tokens(), self.width()], |x| {
             let mut input = Input {
                 tokens: self.tokens(),
@@ -123,29 +123,26 @@ impl Inputs {
 
     /// Returns everything but `x` in the engine's form. An input that the layer
     /// would not read is an error: its spec lacks the option that reads it.
-    fn hosts(&self, plan: &LayerPlan) -> Result<Tensors<'static>> {
-        let tensors = plan.tensors.iter();
-        let inputs: Vec<&TensorPlan> = tensors.filter(|t| t.role == TensorRole::Input).collect();
+    fn hosts(&self, layer: &Layer) -> Result<Tensors<'static>> {
+        let is_input = |tensor: &&LayerTensor| tensor.role == LayerTensorRole::Input;
         let host = |(name, tensor): (&&'static str, &Tensor)| {
-            let Some(plan) = inputs.iter().find(|plan| plan.name == **name) else {
-                let known: Vec<&str> = inputs.iter().map(|plan| plan.name.as_str()).collect();
+            let Some(input) = layer.tensor(name).filter(is_input) else {
+                let inputs = layer.tensors().iter().filter(is_input);
+                let known: Vec<&str> = inputs.map(|input| input.name.as_str()).collect();
                 candle_core::bail!("the layer reads no `{name}`, only {}", known.join(", "))
             };
-            let host = self.host(tensor, plan).map_err(|e| named(name, e))?;
+            let host = self.host(tensor, input).map_err(|e| named(name, e))?;
             Ok((name.to_string(), host))
         };
         self.others.iter().map(host).collect()
     }
 
-    fn host(&self, tensor: &Tensor, plan: &TensorPlan) -> Result<HostTensor<'static>> {
-        let sizes = plan.shape.iter();
-        let shape: Vec<usize> = sizes
-            .map(|size| size.eval(self.tokens() as u64) as usize)
-            .collect();
-        let per_token = plan.shape.first() == Some(&moesaic::kernel::Size::Tokens);
-        let leading = per_token.then(|| [self.leading(), &shape[1..]].concat());
+    fn host(&self, tensor: &Tensor, input: &LayerTensor) -> Result<HostTensor<'static>> {
+        let shape = input.shape(self.tokens());
+        let by_token = input.dims.first() == Some(&TensorDim::PerToken(1));
+        let leading = by_token.then(|| [self.leading(), &shape[1..]].concat());
         if tensor.dims() == shape || Some(tensor.dims()) == leading.as_deref() {
-            copied(tensor, plan.dtype, &shape)
+            copied(tensor, input.dtype, &shape)
         } else {
             let wanted = leading.unwrap_or(shape);
             let problem = format!("has shape {:?}, expected {wanted:?}", tensor.dims());

@@ -263,7 +263,7 @@ impl MoeLayer {
         run: impl FnOnce(&Input<'_>) -> std::result::Result<R, EngineError>,
     ) -> Result<R> {
         let layer = &self.inner.layer;
-        inputs.lend(layer.plan(), |input| {
+        inputs.lend(layer, |input| {
             let inner = &self.inner;
             let _turn = lock(&inner.turn);
             let reading = inner.weights.hand_over(layer)?;
@@ -281,7 +281,7 @@ impl MoeLayer {
             .weights()
             .chain(decided.map(|(name, tensor)| (*name, tensor)));
         let learns = |(name, tensor): &(&str, &Tensor)| {
-            tensor.track_op() && layer.weight_plan(&format!("grad.{name}")).is_some()
+            tensor.track_op() && layer.tensor(&format!("grad.{name}")).is_some()
         };
         let tied: Vec<(&str, &Tensor)> = all.filter(learns).collect();
         let call = Arc::new(Call {

@@ -7,8 +7,7 @@ use crate::spec::Spec;
 use crate::states::{self, State};
 use crate::tensors::{Given, Ids, check};
 use moesaic::Ptr;
-use moesaic::plan::{LayerPlan, TensorRole};
-use moesaic::{Layer as EngineLayer, RawBackward, RawCall};
+use moesaic::{Layer as EngineLayer, LayerCall, LayerTensorRole, RawBackward, RawCall};
 use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 use std::sync::{Arc, OnceLock};
@@ -78,15 +77,14 @@ impl BoundLayer {
     fn new(of: &Layer, given: &[Given], mut names: Vec<String>) -> Result<BoundLayer, Failure> {
         let Layer { spec, place } = of;
         let (held, layer) = Held::new(&spec.spec, &spec.text, place)?;
-        let plan = layer.plan();
         let weights = check(&layer, 0, given)?.tensors;
-        if let Some(name) = names.iter().find(|name| plan.tensor(name).is_none()) {
+        if let Some(name) = names.iter().find(|name| layer.tensor(name).is_none()) {
             return Err(Failure::tensor(name, "is none of the layer's"));
         }
         let brought = names.len();
         names.extend(weights.iter().map(|(name, _)| name.to_string()));
         let ids = names.iter().enumerate();
-        let ids = ids.filter_map(|(at, name)| Ids::new(plan, at, plan.tensor(name)?));
+        let ids = ids.filter_map(|(at, name)| Ids::new(&layer, at, layer.tensor(name)?));
         Ok(BoundLayer {
             ids: ids.collect(),
             weights: weights.into_iter().map(|(_, address)| address).collect(),
@@ -133,7 +131,7 @@ impl BoundLayer {
         capacity_factor: Option<f64>,
     ) -> Result<(), Failure> {
         let tensors = self.tensors(tokens, addresses)?;
-        // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds their
+        // SAFETY: the tensors have the sizes of the layer's list and ids are in range; Python holds their
         // memory until this returns. A CPU's call is over then; torch gives memory of a GPU away in
         // the order of the stream that the call is on.
         let call = unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
@@ -154,7 +152,7 @@ impl BoundLayer {
         let call = unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
         let (_, saved) = layer.forward_train(call, key.0)?;
         Ok(State {
-            needed: self.needed(layer.plan()),
+            needed: self.needed(&layer),
             layer,
             place: self.place.clone(),
             saved,
@@ -180,8 +178,8 @@ impl BoundLayer {
         }
         let tensors = self.tensors(tokens, addresses)?;
         let needed = state.needed.iter();
-        let gradients = layer.plan().tensors.iter();
-        let gradients = gradients.filter(|tensor| tensor.role == TensorRole::WeightGradient);
+        let gradients = layer.tensors().iter();
+        let gradients = gradients.filter(|tensor| tensor.role == LayerTensorRole::WeightGradient);
         // Without these, backward would read and write where forward's tensors once were.
         let mut needed = needed.chain(gradients.map(|tensor| &tensor.name));
         if let Some(missing) = needed.find(|name| !self.has(name)) {
@@ -198,12 +196,13 @@ impl BoundLayer {
     }
 
     /// Returns the names of what backward reads where forward was given it.
-    fn needed(&self, plan: &LayerPlan) -> Arc<[String]> {
+    fn needed(&self, layer: &EngineLayer) -> Arc<[String]> {
         let find = || {
-            let kept = plan.saved().into_iter().map(|id| &plan[id]);
-            let needed = kept.filter(|tensor| {
-                matches!(tensor.role, TensorRole::Weight) || self.has(&tensor.name)
+            let kept = layer.tensors().iter().filter(|tensor| {
+                let of_forward = [LayerTensorRole::Input, LayerTensorRole::Output];
+                of_forward.contains(&tensor.role) && tensor.is_of(LayerCall::Backward)
             });
+            let needed = kept.filter(|tensor| self.has(&tensor.name));
             needed.map(|tensor| tensor.name.clone()).collect()
         };
         self.needed.get_or_init(find).clone()

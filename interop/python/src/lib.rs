@@ -1,7 +1,7 @@
 //! moesaic layers for Python: the extension module `moesaic._native`.
 //!
 //! The Python files of the package know torch, this crate does not. They pass tensors as names,
-//! addresses, dtypes and shapes, which [`tensors`] checks against the layer's plan. Arrays of other
+//! addresses, dtypes and shapes, which [`tensors`] checks against the layer's list. Arrays of other
 //! libraries come and go by DLPack ([`dlpack`]).
 //!
 //! A layer of [`layer`] has no weights of its own: it is bound to the caller's, once, and each call

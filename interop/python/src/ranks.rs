@@ -133,16 +133,8 @@ impl Mesh {
 
     /// Returns the shape of this rank's part of a weight.
     fn part_shape(&self, name: &str, whole: Vec<usize>) -> PyResult<Vec<usize>> {
-        let (parallel, place) = (self.0.parallel(), self.0.place());
-        let shape = moesaic::engine::part_shape(parallel, place, name, &whole);
-        Ok(shape.ok_or_else(|| {
-            let moesaic::Parallel { ep, expert_tp, .. } = parallel;
-            let problem = format!(
-                "of shape {whole:?} cannot be shared by {ep} groups of experts with \
-                 expert_tp = {expert_tp} shards of each"
-            );
-            Failure::tensor(name, problem)
-        })?)
+        let shape = self.0.part_shape(name, &whole);
+        Ok(shape.map_err(Failure::from)?)
     }
 
     /// Returns whether every rank has the same values of a weight.
@@ -241,8 +233,8 @@ impl RankLayer {
     ) -> PyResult<()> {
         without_gil(py, || {
             let layer = self.layer()?;
-            let checked = check_given(layer.plan(), tokens, &tensors)?;
-            // SAFETY: the tensors have the sizes of the plan and ids are in range; Python holds
+            let checked = check_given(&layer, tokens, &tensors)?;
+            // SAFETY: the tensors have the sizes of the layer's list and ids are in range; Python holds
             // their memory until this returns, and a CPU's call is over then.
             let call = unsafe { RawCall::new(tokens, &checked.tensors) }
                 .with_capacity_factor(capacity_factor);
@@ -263,7 +255,7 @@ impl RankLayer {
     ) -> PyResult<RankState> {
         let saved = without_gil(py, || {
             let layer = self.layer()?;
-            let checked = check_given(layer.plan(), tokens, &tensors)?;
+            let checked = check_given(&layer, tokens, &tensors)?;
             // SAFETY: as in `forward`; the Python side keeps the tensors with the state.
             let call = unsafe { RawCall::new(tokens, &checked.tensors) }
                 .with_capacity_factor(capacity_factor);
@@ -286,7 +278,7 @@ impl RankLayer {
         let saved = &state.get().0;
         without_gil(py, || {
             let layer = self.layer()?;
-            let checked = check_given(layer.plan(), saved.tokens(), &tensors)?;
+            let checked = check_given(&layer, saved.tokens(), &tensors)?;
             // SAFETY: as in `forward`.
             let call = unsafe { RawBackward::new(&checked.tensors) };
             layer.backward(saved, call, false)?;

@@ -3,12 +3,11 @@
 use crate::dlpack::{Array, Imported};
 use crate::errors::{Failure, without_gil};
 use crate::sources;
-use moesaic::kernel::Size;
-use moesaic::plan::{TensorRole, plan};
 use moesaic::spec::{CapacityOrder, Select, canonical_tensors, hf};
 use moesaic::train::replay::{RecordShape, Replay, RoutedExperts};
 use moesaic::weights::{Checkpoint, LayerReader, LoadOptions};
-use moesaic::{DType, Distribution, Init, LayerSpec, PlanOptions, Target, Tensors, Training};
+use moesaic::{DType, Distribution, Init, LayerSpec, LayerTensor, LayerTensorRole};
+use moesaic::{Target, TensorDim, Tensors, Training, layer_tensors};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -45,27 +44,19 @@ impl Spec {
 
     /// Returns the names of the inputs that calls take, in training or not.
     pub fn input_names(&self) -> Result<Vec<String>, Failure> {
-        let inputs = self.planned(TensorRole::Input)?.into_iter();
-        Ok(inputs.map(|(name, ..)| name).collect())
+        let inputs = self.tensors(LayerTensorRole::Input)?.into_iter();
+        Ok(inputs.map(|tensor| tensor.name).collect())
     }
 
-    /// Returns the tensors with a role in the layer's training plan. Names and shapes are those of
-    /// every target.
-    fn planned(&self, role: TensorRole) -> Result<Vec<Described>, Failure> {
+    /// Returns the tensors with a role in the layer, of training where it can train. Their names and
+    /// shapes are those of every target.
+    fn tensors(&self, role: LayerTensorRole) -> Result<Vec<LayerTensor>, Failure> {
         let target: Target = "cpu:portable".parse().expect("it is a target");
-        let options = PlanOptions::training(Training::default());
-        let plan = plan(&self.spec, target, &options);
-        let plan = plan.map_err(|error| Failure::Invalid(error.to_string()))?;
-        let found = plan.tensors.iter().filter(|tensor| tensor.role == role);
-        let size = |size: &Size| match size {
-            Size::Tokens => -1,
-            fixed => fixed.eval(0) as i64,
-        };
-        let described = found.map(|tensor| {
-            let shape = tensor.shape.iter().map(size).collect();
-            (tensor.name.clone(), tensor.dtype.to_string(), shape)
-        });
-        Ok(described.collect())
+        // Activations that experts round to codes have no gradients.
+        let trains = self.spec.precision.expert_activations.is_none();
+        let training = trains.then(Training::default);
+        let tensors = layer_tensors(&self.spec, target, training)?.into_iter();
+        Ok(tensors.filter(|tensor| tensor.role == role).collect())
     }
 }
 
@@ -239,18 +230,25 @@ impl Spec {
     /// The inputs of a call: name, element type and shape, in which -1 is the number of tokens.
     #[getter]
     fn inputs(&self) -> PyResult<Vec<Described>> {
-        Ok(self.planned(TensorRole::Input)?)
+        let size = |dim: &TensorDim| match dim {
+            TensorDim::Fixed(size) => *size as i64,
+            TensorDim::PerToken(_) => -1,
+        };
+        let inputs = self.tensors(LayerTensorRole::Input)?.into_iter();
+        let described = inputs.map(|tensor| {
+            let shape = tensor.dims.iter().map(size).collect();
+            (tensor.name, tensor.dtype.to_string(), shape)
+        });
+        Ok(described.collect())
     }
 
     /// The weights that have gradients: name, and element type of the gradient.
     #[getter]
     fn trained(&self) -> PyResult<Vec<(String, String)>> {
-        let gradients = self.planned(TensorRole::WeightGradient)?.into_iter();
-        let weight = |(name, dtype, _): Described| {
-            let name = name.strip_prefix("grad.")?.to_string();
-            Some((name, dtype))
-        };
-        Ok(gradients.filter_map(weight).collect())
+        let gradients = self.tensors(LayerTensorRole::WeightGradient)?;
+        let weight =
+            |tensor: &LayerTensor| Some((tensor.weight()?.to_string(), tensor.dtype.to_string()));
+        Ok(gradients.iter().filter_map(weight).collect())
     }
 
     fn __repr__(&self) -> String {

@@ -1,9 +1,9 @@
-//! Tensors of a call, at addresses of the caller, checked against the layer's plan.
+//! Tensors of a call, at addresses of the caller, checked against the layer's list.
 
 use crate::errors::Failure;
 use moesaic::Ptr;
-use moesaic::plan::{LayerPlan, TensorPlan, TensorRole};
-use moesaic::{Bytes, DType, Layer, LayerSpec, Target, Tensor, TensorKind, check_kind};
+use moesaic::{Bytes, DType, Layer, LayerTensor, LayerTensorRole};
+use moesaic::{Target, Tensor, TensorError, TensorKind, check_kind};
 use pyo3::prelude::*;
 
 /// A tensor of a call: a contiguous row-major one on the layer's device.
@@ -27,13 +27,12 @@ impl Given {
     }
 
     /// Checks element type and sizes.
-    fn check(&self, dtype: DType, shape: &[usize]) -> Result<(), Failure> {
-        let (found, sizes) = (self.dtype()?, self.shape());
-        let found = TensorKind {
-            dtype: found,
-            shape: &sizes,
-        };
-        let checked = check_kind(found, TensorKind { dtype, shape });
+    fn check(
+        &self,
+        check: impl FnOnce(TensorKind<'_>) -> Result<(), TensorError>,
+    ) -> Result<(), Failure> {
+        let (dtype, shape) = (self.dtype()?, &*self.shape());
+        let checked = check(TensorKind { dtype, shape });
         checked.map_err(|problem| Failure::tensor(&self.0, problem))
     }
 
@@ -73,7 +72,8 @@ impl Given {
     /// # Safety
     /// The memory is valid, and nobody else uses it.
     pub unsafe fn write(&self, from: &Tensor<'_>) -> Result<(), Failure> {
-        self.check(from.dtype, &from.shape)?;
+        let (dtype, shape) = (from.dtype, &*from.shape);
+        self.check(|found| check_kind(found, TensorKind { dtype, shape }))?;
         let Given(_, address, ..) = self;
         let to = std::ptr::with_exposed_provenance_mut::<u8>(*address as usize);
         // SAFETY: the caller vouches for as many bytes.
@@ -99,11 +99,11 @@ impl Checked<'_> {
 /// # Errors
 /// The name of the tensor, what it is and what it should be.
 pub fn check<'g>(layer: &Layer, tokens: usize, given: &'g [Given]) -> Result<Checked<'g>, Failure> {
-    let checked = check_given(layer.plan(), tokens, given)?;
+    let checked = check_given(layer, tokens, given)?;
     // The engine refuses a launch without an address, but with the name of a kernel.
-    let weights = layer.plan().tensors.iter();
+    let weights = layer.tensors().iter();
     let missing = weights
-        .filter(|tensor| tensor.role == TensorRole::Weight)
+        .filter(|tensor| tensor.role == LayerTensorRole::Weight)
         .find(|tensor| !checked.has(&tensor.name));
     match missing {
         Some(tensor) => Err(Failure::Invalid(format!("no weight `{}`", tensor.name))),
@@ -116,20 +116,18 @@ pub fn check<'g>(layer: &Layer, tokens: usize, given: &'g [Given]) -> Result<Che
 /// # Errors
 /// As [`check`].
 pub fn check_given<'g>(
-    layer: &LayerPlan,
+    layer: &Layer,
     tokens: usize,
     given: &'g [Given],
 ) -> Result<Checked<'g>, Failure> {
     let mut tensors = Vec::with_capacity(given.len());
-    for tensor in given {
-        let Given(name, address, ..) = tensor;
-        let Some(plan) = layer.tensor(name) else {
+    for one in given {
+        let Given(name, address, ..) = one;
+        let Some(tensor) = layer.tensor(name) else {
             return Err(Failure::tensor(name, "is none of the layer's"));
         };
-        let sizes = plan.shape.iter().map(|size| size.eval(tokens as u64));
-        let sizes: Vec<usize> = sizes.map(|size| size as usize).collect();
-        tensor.check(plan.dtype, &sizes)?;
-        if let Some(ids) = Ids::new(layer, tensors.len(), plan) {
+        one.check(|found| tensor.check(found, tokens))?;
+        if let Some(ids) = Ids::new(layer, tensors.len(), tensor) {
             // SAFETY: the Python side passes the address of a tensor that it holds for the call,
             // of the type and shape that were just checked.
             unsafe { ids.check(tokens, Ptr(*address))? };
@@ -143,22 +141,18 @@ pub fn check_given<'g>(
 pub struct Ids {
     /// Its place among the tensors of the call.
     pub at: usize,
-    plan: TensorPlan,
-    spec: LayerSpec,
+    tensor: LayerTensor,
 }
 
 impl Ids {
     /// Returns what is known of a tensor with ids; `None` of any other, and of one on a GPU, where
     /// looking would be waiting.
-    pub fn new(layer: &LayerPlan, at: usize, plan: &TensorPlan) -> Option<Ids> {
-        // An output of the same name has old numbers in it.
-        let input = matches!(plan.role, TensorRole::Input | TensorRole::Weight);
-        let on_host = matches!(layer.target, Target::Cpu(_));
-        let has_ids = on_host && input && layer.spec.has_indices(&plan.name);
+    pub fn new(layer: &Layer, at: usize, tensor: &LayerTensor) -> Option<Ids> {
+        let on_host = matches!(layer.target(), Target::Cpu(_));
+        let has_ids = on_host && tensor.indices().is_some();
         has_ids.then(|| Ids {
             at,
-            plan: plan.clone(),
-            spec: layer.spec.clone(),
+            tensor: tensor.clone(),
         })
     }
 
@@ -168,12 +162,10 @@ impl Ids {
     /// The first that is out of range.
     ///
     /// # Safety
-    /// A tensor of the plan's type and size for so many tokens must lie at the address.
+    /// A tensor of the layer's type and size for so many tokens must lie at the address.
     pub unsafe fn check(&self, tokens: usize, Ptr(address): Ptr) -> Result<(), Failure> {
-        let Ids { plan, spec, .. } = self;
-        let name = &plan.name;
-        let count = plan.shape.iter().map(|size| size.eval(tokens as u64));
-        let count = count.product::<u64>() as usize;
+        let name = &self.tensor.name;
+        let count = self.tensor.bytes(tokens) / size_of::<i32>();
         if count == 0 {
             return Ok(());
         }
@@ -187,7 +179,7 @@ impl Ids {
                 count,
             )
         };
-        let checked = spec.check_indices(name, ids);
+        let checked = self.tensor.check_indices(ids);
         checked.map_err(|error| Failure::tensor(name, error))
     }
 }

@@ -1,8 +1,8 @@
 //! Errors behind the extension, in words that a Python caller can act on. Those that name a Rust
 //! type, method or feature, or an option of the command line, have other texts here.
 
-use moesaic::plan::{PlanError, StrategyError};
-use moesaic::{DeviceError, UnavailableReason};
+use moesaic::mesh::StrategyError;
+use moesaic::{DeviceError, PlanError, UnavailableReason};
 use moesaic::{EngineError, InputReason};
 
 /// Returns the text of an error of an engine.

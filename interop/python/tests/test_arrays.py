@@ -18,6 +18,26 @@ def test_new_weights_have_a_distribution_each():
     assert initial["experts.down.weight"] == ("uniform", pytest.approx(20**-0.5))
 
 
+def test_a_spec_lists_what_calls_read():
+    options = """
+        router = { kind = "table", table_rows = 3, active_k = true }
+        losses = [{ kind = "sequence", coefficient = 0.1 }]"""
+    spec = moesaic.Spec(SPEC + options)
+    assert sorted(spec.inputs) == [
+        ("active_k", "i32", [1]),
+        ("sequence_ids", "i32", [-1]),
+        ("token_ids", "i32", [-1]),
+        ("x", "f32", [-1, 12]),
+    ]
+    assert ("router.weight", "f32") in spec.trained
+    # Rows that are rounded to codes have no gradients, and so no layer that trains.
+    rounded = moesaic.Spec(
+        """shape = { model_dim = 32, hidden_dim = 32, experts = 4, top_k = 2 }
+        precision = { experts = "mxfp4", expert_activations = "int8" }"""
+    )
+    assert rounded.inputs == [("x", "f32", [-1, 32])] and rounded.trained == []
+
+
 def weights(seed=0):
     rng = np.random.default_rng(seed)
     return {

@@ -17,6 +17,7 @@ pub struct Input<'a> {
     pub tokens: usize,
     /// The tensors: `x [T, d]`; `token_ids [T]` i32 for a table router;
     /// `topk_ids [T, K]` i32 and `topk_weights [T, K]` f32 for an external one.
+    /// [`Layer::tensors`](crate::Layer::tensors) lists those of a layer.
     pub tensors: Tensors<'a>,
     /// The capacity factor of this call instead of the spec's, by the same
     /// formula; for modes `factor` and `bounded`.
@@ -288,6 +289,7 @@ impl<'a> RawCall<'a> {
     /// Makes a call for `tokens` tokens. `tensors` are the addresses of inputs and outputs by name:
     /// `x` and `y` at least. Outputs that you do not name stay in the layer's memory. With an
     /// external router and `renormalize_after_drop` the layer rescales `topk_weights` in place.
+    /// [`Layer::tensors`](crate::Layer::tensors) has the type and the size of each.
     ///
     /// # Safety
     /// Every address must be valid on the layer's device for the tensor's size at `tokens` tokens

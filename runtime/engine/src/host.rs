@@ -175,11 +175,11 @@ impl DeviceLayer {
         }
         check_counts(&tensor.name, host, input.tokens)?;
         let spec = &self.plan().spec;
-        if !spec.has_indices(&tensor.name) {
+        let Some(range) = spec.indices(&tensor.name) else {
             return Ok(host.lend());
-        }
+        };
         let ids: Vec<i32> = host.to_vec().unwrap_or_default();
-        spec.check_indices(&tensor.name, &ids).map_err(|error| {
+        range.check(&ids).map_err(|error| {
             let reason = InputReason::Range {
                 found: error.found,
                 at: error.at,

@@ -48,6 +48,7 @@ mod row_bytes;
 mod shared;
 mod stack;
 mod statistics;
+mod tensor_list;
 mod texts;
 mod trace;
 mod training;
@@ -72,6 +73,7 @@ pub use precompile::{KernelOutcome, KernelRow, MeshJob, PrecompileEvent, Precomp
 pub use precompile::{compile_all, precompile, precompile_on};
 pub use reason::{InputReason, OutputReason, SaveReason, SpecReason, WeightReason};
 pub use statistics::{Record, Statistics};
+pub use tensor_list::{LayerCall, LayerTensor, LayerTensorRole, TensorDim, layer_tensors};
 pub use trace::{Activity, Lane, Recorded, Recorder, Trace, chrome_trace};
 pub use tuned::{TunedPlans, TunedTimes, Untuned};
 pub use user::{UserLayer, UserSaved};

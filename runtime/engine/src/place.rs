@@ -374,7 +374,10 @@ pub(crate) fn checked_table(
     first: usize,
 ) -> Result<Tensor<'static>, EngineError> {
     let ids: Vec<i32> = rows.to_vec().unwrap_or_default();
-    match spec.check_indices(TABLE, &ids) {
+    match spec
+        .indices(TABLE)
+        .map_or(Ok(()), |range| range.check(&ids))
+    {
         Ok(()) => Ok(Tensor::owned(&rows.shape, ids)),
         Err(error) => {
             let reason = WeightReason::NoExpert {

@@ -133,7 +133,10 @@ impl Engine {
             forward: around(&steps.steps, plan.forward_at)?,
             evaluation: around(steps.evaluation_steps(), plan.evaluation_at)?,
             backward: around(&steps.backward, plan.backward_at)?,
-            layer: Layer::of_one(layer),
+            layer: match ranks {
+                None => Layer::of_one(layer),
+                Some(_) => Layer::of_one(layer).counting_saturated(),
+            },
             experts,
             ranks,
         })

@@ -430,7 +430,7 @@ pub fn update_mesh<O: Optimizer>(
     let names: Vec<String> = gradients.keys().cloned().collect();
     let norm = optimizer.step(parameters, gradients, scaling)?;
     for name in names {
-        let weight = layer.weight_plan(&name);
+        let weight = layer.tensor(&name);
         let dtype = weight.map_or(DType::F32, |tensor| tensor.dtype);
         let values = floats(&name, &parameters[&name])?;
         let rounded = Tensor::rounded(dtype, &parameters[&name].shape, &values);

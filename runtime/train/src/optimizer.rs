@@ -75,7 +75,7 @@ pub fn update(
     let gradients = layer.gradients()?;
     optimizer.step(parameters, &gradients)?;
     for name in gradients.keys() {
-        let dtype = layer.plan().tensor(name).map_or(DType::F32, |t| t.dtype);
+        let dtype = layer.tensor(name).map_or(DType::F32, |t| t.dtype);
         let values = floats(name, &parameters[name])?;
         let shape = &parameters[name].shape;
         layer.set_weight(name, &Tensor::rounded(dtype, shape, &values))?;

@@ -4,7 +4,9 @@ use crate::call::{CallInput, RngKey, StepTime};
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::mesh::{Mesh, RankLayer, Timestamp};
+use crate::tensor_list::{LayerTensor, of_one, over_ranks, saturated};
 use crate::trace::Recorder;
+use moesaic_kernel::Target;
 use moesaic_plan::{LayerPlan, RankPlan, Tilings};
 use moesaic_spec::LayerSpec;
 use moesaic_tensor::WeightSource;
@@ -24,6 +26,7 @@ use std::sync::Arc;
 pub struct Layer {
     pub(super) form: Form,
     pub(super) tuner: Option<Arc<dyn StrategyTuner>>,
+    tensors: Arc<[LayerTensor]>,
 }
 
 /// The two kinds of layers.
@@ -96,6 +99,7 @@ impl PassTime {
 impl Layer {
     pub(crate) fn of_one(layer: DeviceLayer) -> Layer {
         Layer {
+            tensors: of_one(&layer).into(),
             form: Form::One(Box::new(layer)),
             tuner: None,
         }
@@ -103,8 +107,20 @@ impl Layer {
 
     pub(super) fn over_ranks(layer: RankLayer) -> Layer {
         Layer {
+            tensors: over_ranks(layer.replicated(), layer.held_tensors()).into(),
             form: Form::Ranks(Box::new(layer)),
             tuner: None,
+        }
+    }
+
+    /// Returns the layer, whose caller counts the values that casts between ranks saturate.
+    pub(crate) fn counting_saturated(self) -> Layer {
+        let counted = std::iter::once(saturated(self.plan()));
+        let mut tensors: Vec<LayerTensor> = self.tensors.iter().cloned().chain(counted).collect();
+        tensors.sort_by_key(|tensor| tensor.role);
+        Layer {
+            tensors: tensors.into(),
+            ..self
         }
     }
 
@@ -147,6 +163,7 @@ impl Layer {
         Layer {
             form,
             tuner: self.tuner.clone(),
+            tensors: Arc::clone(&self.tensors),
         }
     }
 
@@ -156,6 +173,7 @@ impl Layer {
         Ok(Layer {
             form: Form::Ranks(Box::new(layer.with_router(router)?)),
             tuner: self.tuner.clone(),
+            tensors: Arc::clone(&self.tensors),
         })
     }
 
@@ -167,9 +185,27 @@ impl Layer {
         }
     }
 
+    /// Returns the target of the kernels.
+    pub fn target(&self) -> Target {
+        self.plan().target
+    }
+
     /// Returns the spec of the whole layer.
     pub fn spec(&self) -> &LayerSpec {
         &self.plan().spec
+    }
+
+    /// Returns every tensor that calls take or return, then weights and their gradients: name,
+    /// element type, role, and the sizes for any number of tokens. The list is made with the layer.
+    /// Over ranks the calls' tensors are those of this rank's tokens, and weights are this rank's
+    /// part. [`layer_tensors`](crate::layer_tensors) lists them before there is a layer.
+    pub fn tensors(&self) -> &[LayerTensor] {
+        &self.tensors
+    }
+
+    /// Returns the tensor of this name among [`Layer::tensors`].
+    pub fn tensor(&self, name: &str) -> Option<&LayerTensor> {
+        self.tensors.iter().find(|tensor| tensor.name == name)
     }
 
     /// Returns the plan with the inputs and outputs of a call; over ranks the dispatch part's.

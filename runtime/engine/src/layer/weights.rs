@@ -5,7 +5,7 @@ use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
 use crate::mesh::part_of;
 use crate::router::is_of_router;
-use moesaic_plan::{Parallel, RankCoords, TensorPlan};
+use moesaic_plan::{Parallel, RankCoords};
 use moesaic_spec::canonical_tensors;
 use moesaic_target::Ptr;
 use moesaic_tensor::{Tensor, Tensors, WeightSource};
@@ -25,13 +25,6 @@ impl Layer {
             Form::One(layer) => vec![layer],
             Form::Ranks(layer) => layer.parts().collect(),
         }
-    }
-
-    /// Returns dtype and shape of a weight, over ranks those of this rank's part; `None` for a name
-    /// that the layer does not have.
-    #[doc(hidden)]
-    pub fn weight_plan(&self, name: &str) -> Option<&TensorPlan> {
-        self.part(name).plan().tensor(name)
     }
 
     /// Replaces a weight, over ranks this rank's part of it, when no call of any [`Layer::handle`]

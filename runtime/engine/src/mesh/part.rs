@@ -39,6 +39,19 @@ impl Mesh {
         part_of_placed(placed, self.place(), source, name)
     }
 
+    /// Returns the shape of this rank's part of a tensor, by the shape of the whole.
+    ///
+    /// # Errors
+    /// [`EngineError::Weight`] for sizes that the mesh cannot share.
+    pub fn part_shape(&self, name: &str, whole: &[usize]) -> Result<Vec<usize>, EngineError> {
+        checked_part_shape(
+            (self.parallel(), self.placement()),
+            self.place(),
+            name,
+            whole,
+        )
+    }
+
     /// Returns the rows of this rank's part of a tensor to count where all ranks' parts are counted
     /// once: all rows, or the owned ones of replicated experts. `rows` is the part's first
     /// dimension.
@@ -126,6 +139,25 @@ pub fn part_shape_placed(
     Some(shape)
 }
 
+/// Does the same as [`part_shape_placed`], with the reason as an error.
+fn checked_part_shape(
+    (mesh, placement): (Parallel, Option<&Placement>),
+    place: RankCoords,
+    name: &str,
+    whole: &[usize],
+) -> Result<Vec<usize>, EngineError> {
+    let own = part_shape_placed((mesh, placement), place, name, whole);
+    own.ok_or_else(|| {
+        let Parallel { ep, expert_tp, .. } = mesh;
+        let reason = WeightReason::NotShareable {
+            shape: whole.to_vec(),
+            ep,
+            expert_tp,
+        };
+        EngineError::weight(name, reason)
+    })
+}
+
 /// Returns the part that the rank at some coordinates holds of a whole tensor, by the tensor's
 /// name: [`ProcessGroup::of`] returns the group that shares it.
 ///
@@ -155,15 +187,7 @@ pub fn part_of_placed(
     let (dtype, shape) =
         described.ok_or_else(|| EngineError::weight(name, WeightReason::PartMissing))?;
     let share = Sharding::of(mesh, name);
-    let Some(own) = part_shape_placed((mesh, placement), place, name, &shape) else {
-        let Parallel { ep, expert_tp, .. } = mesh;
-        let reason = WeightReason::NotShareable {
-            shape,
-            ep,
-            expert_tp,
-        };
-        return Err(EngineError::weight(name, reason));
-    };
+    let own = checked_part_shape((mesh, placement), place, name, &shape)?;
     if !holds(mesh, place, name) {
         return Ok(Tensor::zeros(dtype, &own)); // the first shard has it
     }

@@ -8,7 +8,7 @@ use super::sharding::Sharding;
 use crate::call::shape_for;
 use crate::device_layer::DeviceLayer;
 use crate::error::EngineError;
-use moesaic_plan::{LayerPlan, TensorId, TensorRole};
+use moesaic_plan::{LayerPlan, TensorId, TensorPlan, TensorRole};
 use moesaic_spec::canonical_tensors;
 use moesaic_target::Buffer;
 use moesaic_tensor::{Tensors, WeightSource};
@@ -117,6 +117,17 @@ impl RankLayer {
             })
         });
         Ok(held.collect())
+    }
+
+    /// Returns this rank's part of each weight, and its gradient where it has one.
+    pub fn held_tensors(&self) -> Vec<&TensorPlan> {
+        let weights = canonical_tensors(self.replicated().spec()).into_iter();
+        let held = weights.flat_map(|weight| {
+            let plan = self.weight_layer(&weight.name).plan();
+            let names = [format!("grad.{}", weight.name), weight.name];
+            names.map(|name| plan.tensor(&name))
+        });
+        held.flatten().collect()
     }
 
     /// Returns the part that holds a weight.
