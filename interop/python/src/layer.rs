@@ -131,9 +131,9 @@ impl BoundLayer {
         capacity_factor: Option<f64>,
     ) -> Result<(), Failure> {
         let tensors = self.tensors(tokens, addresses)?;
-        // SAFETY: the tensors have the sizes of the layer's list and ids are in range; Python holds their
-        // memory until this returns. A CPU's call is over then; torch gives memory of a GPU away in
-        // the order of the stream that the call is on.
+        // SAFETY: the tensors have the sizes of the layer's list, and ids are in range; Python
+        // holds their memory until this returns. A CPU's call is over then; torch gives memory of a
+        // GPU away in the order of the stream that the call is on.
         let call = unsafe { RawCall::new(tokens, &tensors) }.with_capacity_factor(capacity_factor);
         self.layer()?.forward(call)?;
         Ok(())

@@ -234,8 +234,8 @@ impl RankLayer {
         without_gil(py, || {
             let layer = self.layer()?;
             let checked = check_given(&layer, tokens, &tensors)?;
-            // SAFETY: the tensors have the sizes of the layer's list and ids are in range; Python holds
-            // their memory until this returns, and a CPU's call is over then.
+            // SAFETY: the tensors have the sizes of the layer's list, and ids are in range; Python
+            // holds their memory until this returns, and a CPU's call is over then.
             let call = unsafe { RawCall::new(tokens, &checked.tensors) }
                 .with_capacity_factor(capacity_factor);
             layer.forward(call)?;
