@@ -92,8 +92,8 @@ fn test() -> Result<(), String> {
     beside.finish().and(done)
 }
 
-/// [`interop`] in a process of its own. Many a test waits for something else than a processor; this
-/// has work for it then.
+/// [`interop`] in a process of its own, which yields to all others. Many a test waits for something
+/// else than a processor; this has work for it then.
 struct Beside {
     process: Child,
     /// What it prints.
@@ -104,7 +104,9 @@ impl Beside {
     fn start(log: &Path) -> Result<Beside, String> {
         let failed = |error| format!("tests of interop cannot be started: {error}");
         let file = File::create(log).map_err(failed)?;
-        let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+        let mut command = Command::new("nice");
+        command.args(["-n", "19"]);
+        command.arg(std::env::current_exe().map_err(failed)?);
         command.args(["test", "--interop"]);
         command.stdout(file.try_clone().map_err(failed)?);
         let process = command.stderr(file).spawn().map_err(failed)?;
