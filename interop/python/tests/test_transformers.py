@@ -212,11 +212,3 @@ def test_models_without_a_spec_are_refused_by_name():
     experts.act_fn = torch.nn.Softplus()
     with pytest.raises(moesaic.InvalidError, match="MixtralExperts.*Softplus"):
         ours(torch.ones(1, 3, dtype=torch.long))
-
-
-def test_models_that_normalise_outputs_are_refused_by_name():
-    _, ours = models("Mixtral")
-    experts = next(m for m in ours.modules() if hasattr(m, "gate_up_proj"))
-    experts.has_post_expert_norm = True  # as Muse Spark's are
-    with pytest.raises(moesaic.InvalidError, match="MixtralExperts.*has_post_expert_norm"):
-        ours(torch.ones(1, 3, dtype=torch.long))

@@ -150,12 +150,6 @@ def _plan(experts: torch.nn.Module, top_k: int) -> _Plan:
 
 
 def _new_plan(experts: torch.nn.Module, top_k: int) -> _Plan:
-    if getattr(experts, "has_post_expert_norm", False):
-        raise InvalidError(
-            f"{_name(experts)} normalises each expert's output (has_post_expert_norm): run this "
-            'model with experts_implementation="eager", or its block as a layer of moesaic, whose '
-            "spec `--hf` reads from config.json"
-        )
     form = _form(experts)
     count, first, second = experts.down_proj.shape
     model, hidden = (second, first) if experts.is_transposed else (first, second)
