@@ -1,6 +1,6 @@
 //! `gpu-smoke`: a folder for a machine that has a GPU, its driver and nothing else.
 
-use super::{CARGO, archive, run, target};
+use super::{CARGO, archive, root, run, target};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -38,7 +38,7 @@ struct Options {
 
 /// Makes the folder.
 pub fn folder(arguments: impl Iterator<Item = String>) -> Result<(), String> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let root = root();
     let root = root.canonicalize().map_err(|error| error.to_string())?;
     let options = Options::parse(arguments, &root)?;
     let program = match &options.program {

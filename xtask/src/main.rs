@@ -79,7 +79,7 @@ fn main() -> ExitCode {
 /// is the one that is tested: alone it would be built with other features, and all below it
 /// twice.
 fn test() -> Result<(), String> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let root = root();
     std::thread::scope(|scope| {
         // Fetching leaves the processor to the compiler.
         scope.spawn(install_packages);
@@ -96,7 +96,7 @@ fn test() -> Result<(), String> {
 /// else than a processor; this has work for it then.
 struct Beside {
     process: Child,
-    /// What it prints.
+    /// The file that its output goes to.
     log: PathBuf,
 }
 
@@ -129,7 +129,7 @@ impl Beside {
 
 /// The tests of C, candle and Python.
 fn interop() -> Result<(), String> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let root = root();
     outside(&["test", "--locked", "--package", "moesaic-candle"], &[])?;
     c::test(&root)?;
     python::test(&root)
@@ -138,7 +138,7 @@ fn interop() -> Result<(), String> {
 /// Runs cargo on the workspace of interop. It builds in the main workspace's folder, where crates
 /// of the registry that both need are there already.
 fn outside(before: &[&str], after: &[&str]) -> Result<(), String> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let root = root();
     let folder = target(&root).display().to_string();
     let own = ["--manifest-path", INTEROP, "--target-dir", &folder];
     cargo(&[before, &own, after].concat())
@@ -317,6 +317,11 @@ fn silent(args: &[&str]) -> Result<(), String> {
     } else {
         Err(said.into_owned())
     }
+}
+
+/// The folder of the workspace.
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
 /// The folder that cargo builds in.

@@ -1,10 +1,8 @@
 //! The norm of experts' outputs and its gradients, alone: on this CPU's instruction sets and on
 //! simulators, against a plain f64 loop.
 
-use crate::rms_norm::{EPS, Norm, TYPES, WIDTHS};
-use moesaic_harness::thorough;
-use moesaic_kernel::CpuIsa::{Avx2, Avx512, Avx512Bf16, Neon, NeonBf16, Portable};
-use moesaic_kernel::{DType, Target};
+use crate::rms_norm::{EPS, Norm, RowKind, on_cpus, on_simulators};
+use moesaic_kernel::DType;
 use moesaic_plan::{RmsNormBwdDesc, RmsNormDesc};
 use moesaic_reference::{Random, round_to};
 use moesaic_target::Buffer;
@@ -106,7 +104,7 @@ fn descs(width: usize, activations: DType) -> (RmsNormDesc, RmsNormBwdDesc) {
 
 /// Runs forward, then backward twice, the second time adding to the gradient of the scale. Memory
 /// behind the last row is full of NaN.
-fn run_norm(norm: &Norm, rows: &Rows) -> Results {
+fn run(norm: &Norm, rows: &Rows) -> Results {
     let (count, all) = (rows.slots.len(), rows.tokens * TOP_K);
     let behind = vec![f64::NAN; (all - count) * rows.width];
     let [x, dy] = [&rows.x, &rows.dy].map(|values| {
@@ -145,48 +143,31 @@ fn run_norm(norm: &Norm, rows: &Rows) -> Results {
     }
 }
 
-/// Every width and every type with some other, `turn` deciding which; all with `--thorough`.
-fn run(target: &str, turn: usize) {
-    let target: Target = target.parse().unwrap();
-    for (n, &width) in WIDTHS.iter().enumerate() {
-        for (m, dtype) in TYPES.into_iter().enumerate() {
-            if !thorough::takes(n + m + turn, TYPES.len()) {
-                continue;
-            }
-            let norm = Norm::new(target, descs(width, dtype));
-            for call in CALLS {
-                let rows = Rows::random(dtype, width, call);
-                let (found, mut want) = (run_norm(&norm, &rows), rows.expected());
-                want.dscale.iter_mut().for_each(|sum| *sum *= 2.0);
-                let stored = match dtype {
-                    DType::F32 => 2e-6,
-                    DType::F16 => 1e-3,
-                    _ => 6e-3,
-                };
-                norm.close("y", &found.y, &want.y, stored);
-                norm.close("dx", &found.dx, &want.dx, stored);
-                norm.close("dweight_parts", &found.dweights, &want.dweights, 4e-6);
-                norm.close("grad.weight", &found.dscale, &want.dscale, 4e-6);
-            }
-        }
+fn check(kind: RowKind) {
+    let RowKind { width, dtype, .. } = kind;
+    let norm = Norm::new(kind.target, descs(width, dtype));
+    for call in CALLS {
+        let rows = Rows::random(dtype, width, call);
+        let (found, mut want) = (run(&norm, &rows), rows.expected());
+        want.dscale.iter_mut().for_each(|sum| *sum *= 2.0);
+        let stored = match dtype {
+            DType::F32 => 2e-6,
+            DType::F16 => 1e-3,
+            _ => 6e-3,
+        };
+        norm.close("y", &found.y, &want.y, stored);
+        norm.close("dx", &found.dx, &want.dx, stored);
+        norm.close("dweight_parts", &found.dweights, &want.dweights, 4e-6);
+        norm.close("grad.weight", &found.dscale, &want.dscale, 4e-6);
     }
 }
 
 #[test]
 fn norms_of_outputs_on_cpus_are_those_of_a_plain_loop() {
-    let isas = [Portable, Avx2, Avx512, Avx512Bf16, Neon, NeonBf16];
-    let isas = isas.into_iter().filter(|isa| moesaic_cpu::host_runs(*isa));
-    for (turn, isa) in isas.enumerate() {
-        run(&Target::Cpu(isa).to_string(), turn);
-    }
+    on_cpus(check);
 }
 
 #[test]
 fn norms_of_outputs_on_simulated_gpus_are_those_of_a_plain_loop() {
-    for (turn, target) in ["sim:gfx942", "sim:gfx1100", "sim:sm_80", "sim:sm_90a"]
-        .into_iter()
-        .enumerate()
-    {
-        run(target, turn);
-    }
+    on_simulators(check);
 }

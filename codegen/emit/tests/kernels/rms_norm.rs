@@ -12,11 +12,11 @@ use moesaic_target::{Arg, Buffer, Device, Module};
 use std::sync::Arc;
 
 pub const EPS: f64 = 0.02;
-pub const TYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+const TYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 /// One column, parts of a vector, one more than a block of columns, and a row that a warp reads in
 /// several turns.
-pub const WIDTHS: [usize; 6] = [1, 7, 33, 40, 256, 1032];
+const WIDTHS: [usize; 6] = [1, 7, 33, 40, 256, 1032];
 const TOKENS: [usize; 5] = [0, 1, 5, 33, 70];
 
 /// The rows of a call, in the layer's type, with what they give in f64.
@@ -264,42 +264,69 @@ impl Norm {
     }
 }
 
-/// Every width and every type with some other, `turn` deciding which; all with `--thorough`. Half
-/// of the kernels pass over padding.
-fn run(target: &str, turn: usize) {
-    let target: Target = target.parse().unwrap();
+/// A width and a type of a kernel for rows.
+pub struct RowKind {
+    pub target: Target,
+    pub width: usize,
+    pub dtype: DType,
+    /// Of two neighbours in width or in type, one is odd.
+    odd: bool,
+}
+
+/// Calls `check` with every width and every type with some other, `turn` deciding which; with all
+/// of both with `--thorough`.
+fn each_kind(target: Target, turn: usize, check: impl Fn(RowKind)) {
     for (n, &width) in WIDTHS.iter().enumerate() {
         for (m, dtype) in TYPES.into_iter().enumerate() {
-            if !thorough::takes(n + m + turn, TYPES.len()) {
-                continue;
-            }
-            let norm = Norm::new(target, of_tokens(width, dtype, (n + m) % 2 == 1));
-            for tokens in TOKENS {
-                norm.check(tokens, width);
-            }
-            norm.check_nan(width);
-            if (n + m) % 2 == 1 {
-                norm.check_padding(width);
+            if thorough::takes(n + m + turn, TYPES.len()) {
+                let odd = (n + m) % 2 == 1;
+                check(RowKind {
+                    target,
+                    width,
+                    dtype,
+                    odd,
+                });
             }
         }
     }
 }
 
-#[test]
-fn norms_on_cpus_are_those_of_a_plain_loop() {
+/// Calls `check` with widths and types on each instruction set of this CPU.
+pub fn on_cpus(check: fn(RowKind)) {
     let isas = [Portable, Avx2, Avx512, Avx512Bf16, Neon, NeonBf16];
     let isas = isas.into_iter().filter(|isa| moesaic_cpu::host_runs(*isa));
     for (turn, isa) in isas.enumerate() {
-        run(&Target::Cpu(isa).to_string(), turn);
+        each_kind(Target::Cpu(isa), turn, check);
+    }
+}
+
+/// Calls `check` with widths and types on a simulator of each kind of GPU.
+pub fn on_simulators(check: fn(RowKind)) {
+    let targets = ["sim:gfx942", "sim:gfx1100", "sim:sm_80", "sim:sm_90a"];
+    for (turn, target) in targets.into_iter().enumerate() {
+        each_kind(target.parse().unwrap(), turn, check);
+    }
+}
+
+/// Half of the kernels pass over padding.
+fn check(kind: RowKind) {
+    let RowKind { width, dtype, .. } = kind;
+    let norm = Norm::new(kind.target, of_tokens(width, dtype, kind.odd));
+    for tokens in TOKENS {
+        norm.check(tokens, width);
+    }
+    norm.check_nan(width);
+    if kind.odd {
+        norm.check_padding(width);
     }
 }
 
 #[test]
+fn norms_on_cpus_are_those_of_a_plain_loop() {
+    on_cpus(check);
+}
+
+#[test]
 fn norms_on_simulated_gpus_are_those_of_a_plain_loop() {
-    for (turn, target) in ["sim:gfx942", "sim:gfx1100", "sim:sm_80", "sim:sm_90a"]
-        .into_iter()
-        .enumerate()
-    {
-        run(target, turn);
-    }
+    on_simulators(check);
 }
