@@ -86,6 +86,29 @@ pub use error::{Error, Result};
 pub use init::{Distribution, Init};
 pub use layers::Engine;
 #[cfg(feature = "macros")]
+/// Generates typed layers from their specs, in files or written in place.
+///
+/// ```
+/// moesaic::layer! {
+///     /// A small layer, its spec written as TOML.
+///     pub struct Tiny {
+///         [shape]
+///         model_dim = 64
+///         hidden_dim = 128
+///         experts = 8
+///         top_k = 2
+///
+///         [router]
+///         renormalize = "sum"
+///     }
+///
+///     /// A layer whose spec is a file, relative to the folder of Cargo.toml.
+///     pub struct Mixtral = "examples/specs/mixtral-8x7b.toml";
+/// }
+///
+/// assert_eq!(Tiny::MODEL_DIM, 64);
+/// assert_eq!(Mixtral::spec().shape.experts, 8);
+/// ```
 #[doc(inline)]
 pub use moesaic_macros::layer;
 pub use open::{EngineOptions, OpenError};

@@ -8,6 +8,7 @@ mod cycles;
 mod errors;
 mod golden;
 mod golden_files;
+mod layer_macro;
 mod mutants;
 mod new_project;
 mod old_words;

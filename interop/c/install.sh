@@ -3,7 +3,7 @@
 #
 #   interop/c/install.sh PREFIX [CARGO OPTIONS]     such as --features cuda
 #
-# PROFILE=dev builds in the profile of tests. Needs Rust; those who link need none.
+# BUILT=DIR takes the libraries that cargo built there. Needs Rust; those who link need none.
 set -eu
 [ $# -ge 1 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 mkdir -p "$1"
@@ -14,11 +14,13 @@ version=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$here/Cargo.toml" | head -n 1)
 soname=libmoesaic.so.${version%.*}
 static="-lgcc_s -lutil -lrt -lpthread -lm -ldl -lc"
 
-profile=${PROFILE:-release}
-target=${CARGO_TARGET_DIR:-$here/../target}
-cargo rustc --locked --manifest-path "$here/Cargo.toml" --target-dir "$target" --lib \
-  --profile "$profile" "$@" -- -C "link-arg=-Wl,-soname,$soname"
-case $profile in dev) built=$target/debug ;; *) built=$target/$profile ;; esac
+if [ -n "${BUILT:-}" ]; then
+  built=$BUILT
+else
+  target=${CARGO_TARGET_DIR:-$here/../target}
+  cargo build --locked --release --manifest-path "$here/Cargo.toml" --target-dir "$target" --lib "$@"
+  built=$target/release
+fi
 
 install -d "$prefix/include" "$prefix/lib/pkgconfig" "$prefix/lib/cmake/moesaic"
 install -m 644 "$here/include/moesaic.h" "$here/include/moesaic.hpp" "$prefix/include"

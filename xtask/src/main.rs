@@ -9,6 +9,7 @@ mod python;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
+use std::time::Duration;
 
 const USAGE: &str = "\
 usage: cargo xtask <command>
@@ -87,10 +88,17 @@ fn test() -> Result<(), String> {
     })?;
     let program = target(&root).join("debug/moesaic");
     run(Command::new(program).args(["toolchain", "install", "cuda", "rocm", "mpi"]))?;
-    let beside = Beside::start(&target(&root).join("interop.log"))?;
-    let done = cargo(&["test", "--workspace", "--no-fail-fast"]);
-    beside.finish().and(done)
+    let (beside, done) = std::thread::scope(|scope| {
+        let beside = scope.spawn(|| Beside::start(&target(&root).join("interop.log")));
+        let done = cargo(&["test", "--workspace", "--no-fail-fast"]);
+        (beside.join().expect("no panic"), done)
+    });
+    beside?.finish().and(done)
 }
+
+/// Seconds in which cargo sees that the workspace is built. It locks the folder for them, and all
+/// the time that it builds: who comes second waits.
+const AHEAD: u64 = 5;
 
 /// [`interop`] in a process of its own, which yields to all others. Many a test waits for something
 /// else than a processor; this has work for it then.
@@ -101,7 +109,9 @@ struct Beside {
 }
 
 impl Beside {
+    /// Starts it [`AHEAD`] seconds from now.
     fn start(log: &Path) -> Result<Beside, String> {
+        std::thread::sleep(Duration::from_secs(AHEAD));
         let failed = |error| format!("tests of interop cannot be started: {error}");
         let file = File::create(log).map_err(failed)?;
         let mut command = Command::new("nice");
@@ -127,12 +137,31 @@ impl Beside {
     }
 }
 
-/// The tests of C, candle and Python.
+/// The tests of C, candle and Python. Each call of cargo names the same packages and features: with
+/// others it would build everything again.
 fn interop() -> Result<(), String> {
     let root = root();
-    outside(&["test", "--locked", "--package", "moesaic-candle"], &[])?;
-    c::test(&root)?;
+    set_compilers(&root)?;
+    let extension = ["--features", "moesaic-python/extension-module"];
+    outside(&["build", "--locked", "--workspace"], &extension)?;
+    outside(&["test", "--locked", "--workspace"], &extension)?;
     python::test(&root)
+}
+
+/// From here on, cmake is found, and kernels are compiled in a hurry, as in the tests of the
+/// command line.
+fn set_compilers(root: &Path) -> Result<(), String> {
+    let usual = std::env::var_os("PATH").unwrap_or_default();
+    let mut paths = vec![root.join("cli/tests")];
+    paths.extend(c::cmake(root)?);
+    paths.extend(std::env::split_paths(&usual));
+    let paths = std::env::join_paths(paths).map_err(|error| error.to_string())?;
+    // SAFETY: this process has no other thread that could read the environment.
+    unsafe {
+        std::env::set_var("PATH", paths);
+        std::env::set_var("MOESAIC_CC", "quick-cc cc");
+    }
+    Ok(())
 }
 
 /// Runs cargo on the workspace of interop. It builds in the main workspace's folder, where crates
@@ -264,11 +293,15 @@ fn lint() -> Result<(), String> {
     cargo(&["fmt", "--all", "--check"])?;
     cargo(&[&["clippy", "--locked", "--workspace"][..], &CLIPPY].concat())?;
     cargo(&["fmt", "--all", "--manifest-path", INTEROP, "--check"])?;
-    outside(&["clippy", "--locked", "--workspace"], &CLIPPY)
+    let simulated = ["--features", "moesaic-python/sim"];
+    outside(
+        &["clippy", "--locked", "--workspace"],
+        &[&simulated[..], &CLIPPY].concat(),
+    )
 }
 
 /// Crates that stay here.
-const UNPUBLISHED: [&str; 9] = [
+const UNPUBLISHED: [&str; 10] = [
     "moesaic-benches",
     "moesaic-fuzz",
     "moesaic-gpu-smoke",
@@ -277,6 +310,7 @@ const UNPUBLISHED: [&str; 9] = [
     "moesaic-reprodiff",
     "moesaic-sweep",
     "moesaic-tests",
+    "moesaic-ui",
     "xtask",
 ];
 

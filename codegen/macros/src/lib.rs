@@ -15,31 +15,7 @@ mod toml;
 use proc_macro::TokenStream;
 use std::path::PathBuf;
 
-/// Generates typed layers from their specs, in files or written in place.
-///
-/// ```
-/// moesaic::layer! {
-///     /// A small layer, its spec written as TOML.
-///     pub struct Tiny {
-///         [shape]
-///         model_dim = 64
-///         hidden_dim = 128
-///         experts = 8
-///         top_k = 2
-///
-///         [router]
-///         renormalize = "sum"
-///     }
-///
-///     /// A layer whose spec is a file, relative to the folder of Cargo.toml.
-///     pub struct Mixtral = "../../examples/specs/mixtral-8x7b.toml";
-/// }
-///
-/// assert_eq!(Tiny::MODEL_DIM, 64);
-/// assert_eq!(Mixtral::spec().shape.experts, 8);
-/// ```
-///
-/// For `pub struct Tiny` it generates these items, all with the same visibility:
+/// For `pub struct Tiny` the macro generates these items, all with the same visibility:
 ///
 /// * `Tiny`, the layer: `Tiny::new(&engine, &weights)`, `forward(&x)`, `forward_all(&x)`,
 ///   `Tiny::spec()`, and its sizes as constants; `Tiny::new_over(&engine, &mesh, &weights)`, one

@@ -43,11 +43,12 @@ fn prefix() -> &'static Path {
     static PREFIX: OnceLock<PathBuf> = OnceLock::new();
     PREFIX.get_or_init(|| {
         let prefix = folder("prefix");
-        let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap();
+        // Cargo built the libraries beside this test, which depends on them.
+        let test = std::env::current_exe().unwrap();
+        let built = test.parent().unwrap();
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("install.sh");
         let mut install = Command::new(script);
-        install.arg(&prefix).env("PROFILE", "dev");
-        run(install.env("CARGO_TARGET_DIR", target));
+        run(install.arg(&prefix).env("BUILT", built));
         prefix
     })
 }

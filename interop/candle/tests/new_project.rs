@@ -46,6 +46,10 @@ fn new_project(folder: &Path) -> PathBuf {
     }
     let candle = ["candle-core@0.11", "--no-default-features"];
     cargo(&project, &[&add[..], &candle[..]].concat());
+    // Derives expand by this crate. With the features that Python's macros give it, what the
+    // workspace built serves this project, too.
+    let derives = ["--build", "syn@3", "--features", "full,visit-mut"];
+    cargo(&project, &[&add[..], &derives[..]].concat());
     let workspace = here().join("..");
     fs::copy(workspace.join("Cargo.lock"), project.join("Cargo.lock")).expect("it can be copied");
     let manifest = fs::read_to_string(workspace.join("Cargo.toml")).expect("it can be read");

@@ -263,5 +263,5 @@ impl BoundLayer {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "sim"))]
 mod tests;

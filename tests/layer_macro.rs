@@ -2,9 +2,7 @@
 
 #![deny(missing_docs, warnings)]
 
-#[path = "run/inputs.rs"]
 mod inputs;
-#[path = "run/mesh.rs"]
 mod mesh;
 
 use half::{bf16, f16};
@@ -40,7 +38,7 @@ moesaic::layer! {
     }
 
     /// A spec in a file.
-    pub struct Switch = "../../examples/specs/switch-base-8.toml";
+    pub struct Switch = "../examples/specs/switch-base-8.toml";
 }
 
 /// One engine for all tests, so that no kernel is compiled twice.
