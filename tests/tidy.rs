@@ -172,7 +172,6 @@ const ENGINE: &[&str] = &[
     "tuned",
     "jit",
     "precompile",
-    "numbers",
     "engine",
     "bank",
     "stack",

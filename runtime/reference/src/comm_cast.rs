@@ -1,5 +1,5 @@
-//! Rows in their communication dtype between nodes: the bits that the kernels of `wire` write and
-//! read.
+//! Rows in their communication dtype between nodes: the bits that the kernels of `comm_cast` write
+//! and read.
 //!
 //! ```text
 //! f16, bf16   values [width], zeros to a multiple of 16 bytes
