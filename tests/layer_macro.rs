@@ -5,6 +5,7 @@
 mod inputs;
 mod mesh;
 
+use crate::conformance::quick;
 use half::{bf16, f16};
 use moesaic::reference::{self, Random};
 use moesaic::target::Buffer;
@@ -48,7 +49,7 @@ static ENGINE: LazyLock<Engine> = LazyLock::new(|| {
         poison: true,
         ..EngineOptions::default()
     };
-    Engine::open("cpu", options).unwrap()
+    quick::open("cpu", options).unwrap()
 });
 
 /// Reference weights as flat slices of a field's type.
