@@ -109,6 +109,11 @@ fn assert_close(found: impl IntoIterator<Item = f64>, expected: &[f64], toleranc
 
 /// Returns an `Odd` with random weights.
 fn odd() -> (Odd, Stored) {
+    odd_by(|weights| Odd::new(&ENGINE, weights).unwrap())
+}
+
+/// Returns what `make` makes of the weights of [`odd`], and these.
+fn odd_by(make: impl FnOnce(&OddWeights) -> Odd) -> (Odd, Stored) {
     let stored = Stored::new(&Odd::spec(), 3);
     let router = f32s(&stored, "router.weight");
     let gate = f32s(&stored, "experts.gate.weight");
@@ -120,7 +125,7 @@ fn odd() -> (Odd, Stored) {
         experts_up_weight: tensor(&up).unwrap(),
         experts_down_weight: tensor(&down).unwrap(),
     };
-    (Odd::new(&ENGINE, &weights).unwrap(), stored)
+    (make(&weights), stored)
 }
 
 #[test]
@@ -149,17 +154,8 @@ fn a_linear_router_in_f32() {
 
 #[test]
 fn forward_and_backward() {
-    let stored = Stored::new(&Odd::spec(), 3);
-    let flat = ["router.weight", "experts.gate.weight", "experts.up.weight"];
-    let [router, gate, up] = flat.map(|name| f32s(&stored, name));
-    let down = f32s(&stored, "experts.down.weight");
-    let weights = OddWeights {
-        router_weight: tensor(&router).unwrap(),
-        experts_gate_weight: tensor(&gate).unwrap(),
-        experts_up_weight: tensor(&up).unwrap(),
-        experts_down_weight: tensor(&down).unwrap(),
-    };
-    let layer = Odd::training(&ENGINE, &weights, Training::default()).unwrap();
+    let training = Training::default();
+    let (layer, stored) = odd_by(|weights| Odd::training(&ENGINE, weights, training).unwrap());
     let (x, input) = tokens::<[f32; 19]>(23, |v| v as f32, f64::from);
     let dy: Vec<[f32; 9]> = x.iter().map(|row| *row.first_chunk().unwrap()).collect();
     let flat_dy: Vec<f64> = dy.as_flattened().iter().map(|&v| v.into()).collect();

@@ -1,8 +1,7 @@
-//! What the tests of the C interface need beside a C compiler.
+//! Finds cmake for the tests of the C interface.
 
-use crate::{is_there, run, target};
+use crate::{is_there, pip_install, target};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// Installs cmake beside the build, if there is none, and returns its folder then.
 pub fn cmake(root: &Path) -> Result<Option<PathBuf>, String> {
@@ -10,9 +9,7 @@ pub fn cmake(root: &Path) -> Result<Option<PathBuf>, String> {
         return Ok(None);
     }
     let packages = target(root).join("cmake-package");
-    let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "install", "--quiet", "--upgrade", "--target"]);
-    run(pip.arg(&packages).arg("cmake"))?;
+    pip_install(&packages, &["cmake"])?;
     // The program itself: the script in `bin` looks for Python packages elsewhere.
     Ok(Some(packages.join("cmake/data/bin")))
 }

@@ -257,6 +257,13 @@ fn install_packages() {
     }
 }
 
+/// Installs packages of Python into a folder of their own.
+fn pip_install(folder: &Path, packages: &[&str]) -> Result<(), String> {
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "install", "--quiet", "--upgrade", "--target"]);
+    run(pip.arg(folder).args(packages))
+}
+
 fn is_there(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|dir| dir.join(program).is_file())

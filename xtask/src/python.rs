@@ -1,6 +1,6 @@
 //! Tests of the Python package that need no torch, whose wheel is larger than all else here.
 
-use crate::{run, target};
+use crate::{pip_install, run, target};
 use std::path::Path;
 use std::process::Command;
 
@@ -8,9 +8,7 @@ use std::process::Command;
 /// tests of arrays and of the pages' blocks without torch.
 pub fn test(root: &Path) -> Result<(), String> {
     let (built, packages) = (target(root), target(root).join("python-packages"));
-    let mut pip = Command::new("python3");
-    pip.args(["-m", "pip", "install", "--quiet", "--upgrade", "--target"]);
-    run(pip.arg(&packages).args(["numpy", "pytest"]))?;
+    pip_install(&packages, &["numpy", "pytest"])?;
     let sources = root.join("interop/python/python");
     let (from, to) = ("debug/lib_native.so", "moesaic/_native.abi3.so");
     std::fs::copy(built.join(from), sources.join(to)).map_err(|error| error.to_string())?;
