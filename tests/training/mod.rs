@@ -7,5 +7,6 @@ mod digits;
 mod gated;
 mod gates;
 mod helloworld;
+mod resume;
 mod torch_random;
 mod tutel;

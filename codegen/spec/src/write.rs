@@ -2,7 +2,7 @@
 
 use crate::LayerSpec;
 use crate::schema::{Key, Kind, ROOT, Section};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 impl LayerSpec {
@@ -13,8 +13,10 @@ impl LayerSpec {
     pub fn to_toml(&self) -> String {
         let whole = value(self);
         let required = required(&ROOT, &whole);
-        // A spec that cannot be read has no defaults to compare with, so everything is written.
-        let plain = serde_json::from_value::<LayerSpec>(required);
+        // Read from TOML, as any spec is: compiling a second reader takes long. A spec that cannot
+        // be read has no defaults to compare with, so everything is written.
+        let required = toml::Value::try_from(required).ok();
+        let plain = required.and_then(|required| LayerSpec::deserialize(required).ok());
         let plain = plain.map_or(Value::Null, |plain| value(&plain));
         let mut text = format!("name = {}\n", written(&whole["name"]));
         for key in &ROOT.keys {

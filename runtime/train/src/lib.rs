@@ -33,5 +33,5 @@ mod sgd;
 pub use adam::AdamW;
 pub use error::TrainError;
 pub use gated::{Gate, GateBackward, GatedLayer, GatedSaved};
-pub use optimizer::{Optimizer, STATE_PREFIX, clip_norm, masters, update};
+pub use optimizer::{Optimizer, STATE_PREFIX, clip_norm, masters, set_weights, update};
 pub use sgd::Sgd;

@@ -17,7 +17,7 @@
 //! 1 for one whose parts add up to the loss of all tokens.
 
 use crate::elastic::weight_of;
-use crate::optimizer::{check, floats, floats_mut, rounded, widened};
+use crate::optimizer::{check, floats, floats_mut, rounded, set_named, widened};
 use crate::{Optimizer, STATE_PREFIX, TrainError};
 use moesaic_engine::{Layer, Mesh, ProcessGroup, Ranks};
 use moesaic_kernel::DType;
@@ -429,13 +429,7 @@ pub fn update_mesh<O: Optimizer>(
     let gradients = layer.gradients()?;
     let names: Vec<String> = gradients.keys().cloned().collect();
     let norm = optimizer.step(parameters, gradients, scaling)?;
-    for name in names {
-        let weight = layer.tensor(&name);
-        let dtype = weight.map_or(DType::F32, |tensor| tensor.dtype);
-        let values = floats(&name, &parameters[&name])?;
-        let rounded = Tensor::rounded(dtype, &parameters[&name].shape, &values);
-        layer.set_weight(&name, &rounded)?;
-    }
+    set_named(layer, parameters, &names)?;
     Ok(norm)
 }
 

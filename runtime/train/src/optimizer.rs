@@ -74,10 +74,28 @@ pub fn update(
     }
     let gradients = layer.gradients()?;
     optimizer.step(parameters, &gradients)?;
-    for name in gradients.keys() {
+    set_named(layer, parameters, gradients.keys())
+}
+
+/// Gives a layer its weights from f32 masters, rounded to its types; over ranks, this rank's part.
+/// Use it after you have read masters from a checkpoint.
+///
+/// # Errors
+/// [`TrainError::Tensor`] for a master that is not f32, and [`EngineError::Weight`] for one that is
+/// no weight of the layer or has another shape. Those before it are set then.
+pub fn set_weights(layer: &Layer, masters: &Tensors<'_>) -> Result<(), TrainError> {
+    set_named(layer, masters, masters.keys())
+}
+
+/// Gives a layer some of its weights.
+pub(crate) fn set_named<'n>(
+    layer: &Layer,
+    masters: &Tensors<'_>,
+    names: impl IntoIterator<Item = &'n String>,
+) -> Result<(), TrainError> {
+    for name in names {
         let dtype = layer.tensor(name).map_or(DType::F32, |t| t.dtype);
-        let values = floats(name, &parameters[name])?;
-        let shape = &parameters[name].shape;
+        let (values, shape) = (floats(name, &masters[name])?, &masters[name].shape);
         layer.set_weight(name, &Tensor::rounded(dtype, shape, &values))?;
     }
     Ok(())

@@ -6,7 +6,7 @@ use crate::regular;
 use crate::{Damage, WeightsError};
 use moesaic_kernel::DType;
 use moesaic_spec::hf::parse_json;
-use moesaic_tensor::{Bytes, Map, SourceError, Tensor, WeightSource};
+use moesaic_tensor::{Bytes, Map, SourceError, Tensor, Tensors, WeightSource};
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -237,6 +237,16 @@ impl Checkpoint {
             start,
             ggml: None,
         }))
+    }
+
+    /// Returns all tensors by their names. Their bytes stay in the file.
+    ///
+    /// # Errors
+    ///
+    /// The same as [`Checkpoint::read`].
+    pub fn tensors(&self) -> Result<Tensors<'static>, WeightsError> {
+        let read = |name: &str| Ok((name.to_string(), self.read(name)?));
+        self.names().map(read).collect()
     }
 
     /// Returns the tensor of that name, whose bytes stay in the file.
